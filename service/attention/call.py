@@ -1,0 +1,62 @@
+"""One bound call and its result, as the layer sees them. Whoever makes a Call vouches that its shapes fit the layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from service.attention.masks import Masks
+
+FullyMasked = Literal["zero", "uniform", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Tensors are on the layer's device and in its dtype. `key is query` and `value is key` say that they are the same."""
+
+    query: Tensor  # [b, q, query_dim]
+    key: Tensor  # [b, k, key_dim]
+    value: Tensor  # [b, k, value_dim]
+    masks: Masks
+    scale: float
+    outputs: frozenset[str]
+    softcap: float | None = None
+    fully_masked: FullyMasked = "zero"
+    head_scale: Tensor | None = None  # [b|1, h, 1, 1]
+    dropout: tuple[float, int] | None = None  # p, seed
+    heads: tuple[int, ...] | None = None  # the selection of attention weights ...
+    queries: tuple[int, ...] | None = None
+    average: bool = False
+    top_k: int | None = None
+    reproducible: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some of the weights are asked for."""
+        return self.heads is not None or self.queries is not None
+
+    def to(self, device: torch.device) -> "Call":
+        """The call with its tensors on `device`; itself where they are there."""
+        if self.query.device == device:
+            return self
+        query = self.query.to(device)
+        key = query if self.key is self.query else self.key.to(device)
+        value = key if self.value is self.key else self.value.to(device)
+        moved = {
+            name: tensor.to(device)
+            for name in ("positions", "pairs", "keys", "lengths", "bias")
+            if (tensor := getattr(self.masks, name)) is not None
+        }
+        head_scale = None if self.head_scale is None else self.head_scale.to(device)
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), head_scale=head_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`tensors` holds what `Call.outputs` named; the weights as `attention_weights`, or as `keys` and `values` under `top_k`."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    fully_masked_rows: int = 0
+    first_masked: Sequence[tuple[int, int, int]] = ()  # (batch, head, query) of the first few

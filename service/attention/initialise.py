@@ -1,0 +1,105 @@
+"""Seeded weights: a spec -> arrays under their canonical names. Always on the CPU, and never through a global random state.
+
+Five schemes, one function each. The NumPy ones draw from `RandomState`, whose streams NumPy guarantees to stay; the torch ones redo, with
+a generator of their own, the draws of torch's modules in their order, and are as stable as torch's.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn.init import kaiming_uniform_, xavier_uniform_
+
+from service.spec import PROJECTIONS, LayerSpec
+from service.tensors import BY_TORCH, DATATYPES, Array
+
+Weights = dict[str, Array]
+
+
+def draw_weights(spec: LayerSpec) -> Weights:
+    """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights."""
+    weights = SCHEMES[spec.init](spec)
+    dtype = BY_TORCH[spec.dtype].numpy
+    return {name: np.ascontiguousarray(weights[name], dtype=dtype) for name in spec.weight_shapes()}
+
+
+def _zero_biases(spec: LayerSpec) -> Weights:
+    return {name: np.zeros(shape, np.float32) for name, shape in spec.weight_shapes().items() if name.endswith(".bias")}
+
+
+def _xavier_uniform(spec: LayerSpec) -> Weights:
+    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output."""
+    stream = np.random.RandomState(spec.seed)
+    weights = _zero_biases(spec)
+    for name in PROJECTIONS:
+        out_dim, in_dim = spec.weight_shapes()[f"{name}.weight"]
+        draw = stream.random_sample((out_dim, in_dim))
+        weights[f"{name}.weight"] = ((draw * 2 - 1) * math.sqrt(6 / (in_dim + out_dim))).astype(np.float32)
+    return weights
+
+
+def _numpy(spec: LayerSpec, draw: Callable[[int, int], Array]) -> Weights:
+    """As tutorials do: square matrices W applied as `x @ W`, so the canonical weight is W transposed."""
+    return {f"{name}.weight": draw(spec.d_model, spec.d_model).T for name in PROJECTIONS}
+
+
+def _numpy_normal(spec: LayerSpec) -> Weights:
+    return _numpy(spec, np.random.RandomState(spec.seed).randn)
+
+
+def _numpy_uniform(spec: LayerSpec) -> Weights:
+    return _numpy(spec, np.random.RandomState(spec.seed).rand)
+
+
+def _linear(shape: tuple[int, ...], bias: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """torch.nn.Linear.reset_parameters: weight, then bias, both uniform in ±1/sqrt(in)."""
+    weight = kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    if not bias:
+        return weight, None
+    bound = 1 / math.sqrt(shape[1])
+    return weight, torch.empty(shape[0]).uniform_(-bound, bound, generator=generator)
+
+
+def _torch_linear(spec: LayerSpec) -> Weights:
+    generator = torch.Generator().manual_seed(spec.seed)
+    weights: Weights = {}
+    for name in PROJECTIONS:
+        weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.bias, generator)
+        weights[f"{name}.weight"] = weight.numpy()
+        if bias is not None:
+            weights[f"{name}.bias"] = bias.numpy()
+    return weights
+
+
+def _torch_mha(spec: LayerSpec) -> Weights:
+    """torch.nn.MultiheadAttention: the output projection's draws come first (its bias is drawn, then zeroed), then Xavier on the
+    packed [3E, E] input projection, or on each matrix where the widths differ."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    shapes = spec.weight_shapes()
+    weights = _zero_biases(spec)
+    weights["output.weight"] = _linear(shapes["output.weight"], spec.bias, generator)[0].numpy()
+    d = spec.d_model
+    if spec.key_dim == spec.value_dim == d:
+        packed = xavier_uniform_(torch.empty(3 * d, d), generator=generator).numpy()
+        matrices = list(np.split(packed, 3))
+    else:
+        matrices = [xavier_uniform_(torch.empty(shapes[f"{n}.weight"]), generator=generator).numpy() for n in PROJECTIONS[:3]]
+    weights.update({f"{name}.weight": matrix for name, matrix in zip(PROJECTIONS[:3], matrices, strict=True)})
+    return weights
+
+
+SCHEMES: dict[str, Callable[[LayerSpec], Weights]] = {
+    "xavier_uniform": _xavier_uniform,
+    "numpy_normal": _numpy_normal,
+    "numpy_uniform": _numpy_uniform,
+    "torch_linear": _torch_linear,
+    "torch_mha": _torch_mha,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a spec's or the wire's name."""
+    dtype = getattr(torch, DATATYPES[name].torch if name in DATATYPES else name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,136 @@
+"""Who may attend to whom: every kind of mask as one question, asked for a block of query rows at a time.
+
+Lengths, causality and windows leave each row an interval of keys and never take [q, k] memory; pair masks, key masks and a bias of -inf
+leave any set. True always means "may attend". Knows nothing of scores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """All masks of one call; None blocks nothing. b, h, q, k as in the call, an axis of 1 stands for all of it."""
+
+    positions: Tensor  # [b|1, q]: where query i stands among the keys, i + offset
+    num_keys: int
+    pairs: Tensor | None = None  # bool [b|1, h|1, q|1, k|1]
+    keys: Tensor | None = None  # bool [b|1, k|1]
+    lengths: Tensor | None = None  # int64 [b, q|1]: only the first n keys are real
+    bias: Tensor | None = None  # [b|1, h|1, q|1, k|1], added to the scores; -inf blocks
+    bias_blocks: bool = False  # whether the bias holds a -inf
+    left: int | None = None  # keys from position - left ...
+    right: int | None = None  # ... to position + right; 0 is causal
+    aligned: bool = False  # q = k and query i stands at key i
+
+    @property
+    def intervals(self) -> bool:
+        """Whether anything leaves a row an interval of keys."""
+        return self.lengths is not None or self.left is not None or self.right is not None
+
+    @property
+    def sets(self) -> bool:
+        """Whether anything leaves a row an arbitrary set of keys."""
+        return self.pairs is not None or self.keys is not None or self.bias_blocks
+
+    @property
+    def blocks(self) -> bool:
+        return self.intervals or self.sets
+
+    @property
+    def plainly_causal(self) -> bool:
+        """Whether all there is is the lower triangle of a square, which fused kernels know without a mask."""
+        rest = self.sets or self.bias is not None or self.lengths is not None or self.left is not None
+        return self.aligned and self.right == 0 and not rest
+
+    def interval(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """First and last key of each row, both included, each [b|1, rows]; the row is empty where last < first."""
+        at = self.positions[:, rows]
+        first = torch.zeros_like(at) if self.left is None else (at - self.left).clamp(min=0)
+        last = torch.full_like(at, self.num_keys - 1) if self.right is None else (at + self.right).clamp(max=self.num_keys - 1)
+        if self.lengths is not None:
+            n = self.lengths if self.lengths.shape[1] == 1 else self.lengths[:, rows]
+            last = torch.minimum(last, n - 1)
+        return first, last
+
+    def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
+        """bool [b|1, h|1, rows|1, keys|1] for these rows and keys; None if nothing blocks anything."""
+        keys = keys or slice(0, self.num_keys)
+        seen = self._sets(rows, keys)
+        if self.intervals:
+            first, last = self.interval(rows)
+            j = torch.arange(keys.start, keys.stop, device=self.positions.device)
+            inside = j <= last[:, None, :, None]
+            if self.left is not None:
+                inside &= j >= first[:, None, :, None]
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def _sets(self, rows: slice, keys: slice) -> Tensor | None:
+        parts = []
+        if self.pairs is not None:
+            parts.append(_cut(self.pairs, rows, keys))
+        if self.keys is not None:
+            parts.append(self.keys[:, None, None, keys] if self.keys.shape[1] > 1 else self.keys[:, None, None])
+        if self.bias is not None and self.bias_blocks:
+            parts.append(_cut(self.bias, rows, keys) != -torch.inf)
+        seen: Tensor | None = None
+        for part in parts:
+            seen = part if seen is None else seen & part
+        return seen
+
+    def added(self, rows: slice, keys: slice) -> Tensor | None:
+        """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
+        return None if self.bias is None else _cut(self.bias, rows, keys)
+
+    def empty_rows(self, block: int) -> Tensor | None:
+        """bool [b|1, h|1, q]: rows that no key is left for; None if there can be none. Takes [block, k] memory at most."""
+        q = self.positions.shape[1]
+        if not self.blocks and self.num_keys:
+            return None
+        if not self.sets:
+            first, last = self.interval(slice(0, q))
+            return (last < first)[:, None]
+        parts = []
+        for start in range(0, q, block):
+            seen = self.visible(slice(start, min(start + block, q)))
+            assert seen is not None
+            rows = min(block, q - start)
+            parts.append(~seen.any(-1).expand(-1, -1, rows) if self.num_keys else torch.ones(1, 1, rows, dtype=torch.bool))
+        return torch.cat(parts, -1) if parts else None
+
+    def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
+        """The same masks for some of the heads and queries, in the order given."""
+        heads_at = None if heads is None else torch.tensor(heads, device=self.positions.device)
+        rows_at = None if queries is None else torch.tensor(queries, device=self.positions.device)
+
+        def cut(tensor: Tensor | None, axis: int, index: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or index is None or tensor.shape[axis] == 1 else tensor.index_select(axis, index)
+
+        return replace(
+            self,
+            positions=self.positions if rows_at is None else self.positions.index_select(1, rows_at),
+            pairs=cut(cut(self.pairs, 1, heads_at), 2, rows_at),
+            bias=cut(cut(self.bias, 1, heads_at), 2, rows_at),
+            lengths=cut(self.lengths, 1, rows_at),
+        )
+
+
+def _cut(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
+    if tensor.shape[2] > 1:
+        tensor = tensor[:, :, rows]
+    return tensor[..., keys] if tensor.shape[3] > 1 else tensor
+
+
+def last_keys(masks: Masks, batch: int) -> Tensor:
+    """[b]: 1 + the highest key that lengths and key masks leave open, 0 if none; where `query_offset: "end"` puts the last query."""
+    open_keys = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
+    j = torch.arange(masks.num_keys, device=masks.positions.device)
+    if masks.keys is not None:
+        open_keys &= masks.keys
+    if masks.lengths is not None:
+        open_keys &= j < masks.lengths.amax(1, keepdim=True) if masks.lengths.shape[1] else False
+    return torch.where(open_keys, j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)

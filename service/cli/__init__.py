@@ -1,0 +1,29 @@
+"""FLOOR 5: the command `attend`. Each command is a file of its own; torch and fastapi are loaded only by those that need them."""
+
+from typing import Annotated, Any
+
+try:
+    import typer
+except ModuleNotFoundError:  # the base install is for clients
+    raise SystemExit("the command line needs the extra: pip install 'attend[serve]'") from None
+
+from service import __version__
+
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+def main() -> None:
+    """The entry point."""
+    from service.cli import serve
+
+    serve.install(app)
+    app()
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+__all__ = ["Annotated", "Any", "app", "main"]

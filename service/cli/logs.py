@@ -1,0 +1,32 @@
+"""How log lines look: structlog to standard error, for people or as JSON. uvicorn's and asyncio's lines take the same road."""
+
+import logging
+import sys
+
+import structlog
+
+
+def configure_logs(form: str, level: str) -> None:
+    """Sets up logging for the process."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: list[structlog.typing.Processor] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if form == "json"
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[_strip, *renderer]))
+    logging.basicConfig(handlers=[handler], level=max(logging.WARNING, logging.getLevelName(level.upper())), force=True)
+
+
+def _strip(logger: object, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return structlog.stdlib.ProcessorFormatter.remove_processors_meta(logger, name, event)

@@ -1,0 +1,103 @@
+"""Everything that can be refused or go wrong, as one tree. Floor 1: knows no HTTP; `web/failures.py` maps classes to statuses.
+
+    AttendError
+    ├── RequestError              the caller can mend it
+    │   ├── MalformedBody         the bytes are no JSON or safetensors, or a key stands twice
+    │   ├── InvalidRequest        well-formed, but it breaks the contract or does not fit the layer
+    │   ├── Forbidden             this server does not allow it to this caller
+    │   ├── LayerNotFound
+    │   ├── LayerConflict         the layers cannot be changed that way here
+    │   ├── TooLarge              in bytes, depth, parameters, or predicted memory
+    │   ├── UnsupportedMediaType  of the body
+    │   └── NotAcceptable         of the reply
+    ├── CapacityError             the same call may succeed later
+    │   ├── NotReady
+    │   └── OutOfMemory           it passed admission, and the memory was not there
+    └── ServiceFault              ours to mend; the caller learns an id, the log the cause
+
+Every refusal carries `Problem`s: where (a JSON pointer), what was expected, what came.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. `at` is a JSON pointer (RFC 6901) into the request, "" for the whole of it."""
+
+    at: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        place = f", at {self.at}" if self.at else ""
+        return f"expected {self.expected}, got {self.got}{place}"
+
+
+class AttendError(Exception):
+    """Root of the tree. `title` names the class for people; `problems` may be empty where no place is to blame."""
+
+    title = "error"
+
+    def __init__(self, detail: str = "", problems: Sequence[Problem] = ()) -> None:
+        self.problems = tuple(problems)
+        self.detail = detail or "; ".join(map(str, self.problems)) or self.title
+        super().__init__(self.detail)
+
+    @classmethod
+    def where(cls, at: str, expected: str, got: str) -> "AttendError":
+        """The error with exactly one problem, which is also its detail."""
+        return cls(problems=[Problem(at, expected, got)])
+
+
+class RequestError(AttendError):
+    title = "the request cannot be served"
+
+
+class MalformedBody(RequestError):
+    title = "malformed body"
+
+
+class InvalidRequest(RequestError):
+    title = "invalid request"
+
+
+class Forbidden(RequestError):
+    title = "forbidden"
+
+
+class LayerNotFound(RequestError):
+    title = "no such layer"
+
+
+class LayerConflict(RequestError):
+    title = "layer conflict"
+
+
+class TooLarge(RequestError):
+    title = "too large"
+
+
+class UnsupportedMediaType(RequestError):
+    title = "unsupported media type"
+
+
+class NotAcceptable(RequestError):
+    title = "not acceptable"
+
+
+class CapacityError(AttendError):
+    title = "no capacity at present"
+
+
+class NotReady(CapacityError):
+    title = "not ready"
+
+
+class OutOfMemory(CapacityError):
+    title = "out of memory"
+
+
+class ServiceFault(AttendError):
+    title = "internal error"

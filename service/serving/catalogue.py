@@ -1,0 +1,109 @@
+"""The layers a process holds. A layer is immutable: replacing one leaves the old one to the calls that were bound to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from service.attention.initialise import draw_weights
+from service.attention.layer import MultiHeadAttention
+from service.errors import InvalidRequest, LayerNotFound, Problem, TooLarge
+from service.serving.bind import cast
+from service.serving.cost import ServingLimits
+from service.spec import LayerSpec, fingerprint
+from service.tensors import BY_TORCH, Array
+from service.wire.documents import LayerDocument
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLayer:
+    """A layer with its name and identity, ready to compute."""
+
+    name: str
+    spec: LayerSpec
+    fingerprint: str
+    attention: MultiHeadAttention
+
+    def document(self) -> LayerDocument:
+        return LayerDocument(
+            name=self.name,
+            spec=self.spec,
+            fingerprint=self.fingerprint,
+            parameters=self.spec.num_parameters,
+            device=str(self.attention.device),
+        )
+
+
+class Catalogue:
+    """Name -> layer. Mutated on one thread; `make` is slow, touches nothing shared, and may run on any."""
+
+    def __init__(self, device: torch.device, limits: ServingLimits) -> None:
+        self.device, self.limits = device, limits
+        self._layers: dict[str, HeldLayer] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def find(self, name: str) -> HeldLayer:
+        """The layer of that name. Raises LayerNotFound with the names there are."""
+        if (layer := self._layers.get(name)) is None:
+            known = ", ".join(sorted(self._layers)[:8]) or "none"
+            raise LayerNotFound(problems=[Problem("/layer", f"a layer that is held ({known})", f'"{name}"')])
+        return layer
+
+    def all(self) -> list[HeldLayer]:
+        return [self._layers[name] for name in sorted(self._layers)]
+
+    def admit(self, name: str, spec: LayerSpec) -> None:
+        """Raises TooLarge if the layer is too large by itself or beside the others; before anything is allocated."""
+        limits, count = self.limits, spec.num_parameters
+        if count > limits.layer_parameters:
+            raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
+        others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)
+        if others + count > limits.total_parameters:
+            wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
+
+    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
+        """Draws the weights, or takes those given. Raises InvalidRequest where they are not those of the spec."""
+        if weights is None:
+            tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
+        else:
+            tensors = _fitting(spec, weights)
+        arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
+        moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
+        return HeldLayer(name, spec, fingerprint(spec, arrays), MultiHeadAttention(spec, moved))
+
+    def put(self, layer: HeldLayer) -> bool:
+        """Holds the layer; true if the name is new."""
+        new = layer.name not in self._layers
+        self._layers[layer.name] = layer
+        return new
+
+    def remove(self, name: str) -> None:
+        """Raises LayerNotFound."""
+        self.find(name)
+        del self._layers[name]
+
+
+def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    shapes = spec.weight_shapes()
+    problems = [
+        Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
+    ]
+    problems += [Problem(f"/weights/{name}", f"one of {', '.join(shapes)}", f'"{name}"') for name in weights if name not in shapes]
+    problems += [
+        Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")
+        for name, array in weights.items()
+        if name in shapes and array.shape != shapes[name]
+    ]
+    if problems:
+        raise InvalidRequest(problems=problems)
+    return {name: cast(f"weights/{name}", weights[name], spec.dtype) for name in shapes}
+
+
+def numpy_of(tensor: torch.Tensor) -> Array:
+    """A CPU tensor as an array over the same memory; bfloat16, which torch does not hand to numpy, through its bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
+    return tensor.numpy()

@@ -1,0 +1,118 @@
+"""Every setting of a server, read once: flags over environment (ATTEND_…) over a TOML file over the defaults here. Frozen afterwards.
+
+Only `cli` and `web/app` import this; everything below gets the values it needs. Unknown names are refused wherever they stand.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from service.spec import DType, Init, LayerSpec
+from service.wire.limits import MIB
+
+PREFIX = "ATTEND_"
+LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype")
+
+
+class BadSettings(Exception):
+    """A setting that does not exist or has no sensible value; the message names it and where it came from."""
+
+
+class Settings(BaseSettings):
+    """All settings. The description of each field is its help text, on the command line and in the README."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda, cuda:1, … or auto.")
+    threads: int | None = Field(default=None, ge=1, description="Threads for arithmetic; the cores this process may use if not set.")
+
+    d_model: int = Field(default=64, description="Width of the layer `default`.")
+    num_heads: int = Field(default=8, description="Heads of the layer `default`.")
+    key_dim: int | None = Field(default=None, description="Width of its keys; d_model if not set.")
+    value_dim: int | None = Field(default=None, description="Width of its values; d_model if not set.")
+    bias: bool | None = Field(default=None, description="Whether its projections have biases; depends on init if not set.")
+    scale: float | None = Field(default=None, description="Its factor on query·key; 1/sqrt(head_dim) if not set.")
+    softcap: float | None = Field(default=None, description="Its softcap; none if not set.")
+    seed: int = Field(default=0, description="Seed of its weights.")
+    init: Init = Field(default="xavier_uniform", description="How its weights are drawn.")
+    dtype: DType = Field(default="float32", description="Of its weights and arithmetic.")
+    layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
+
+    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
+    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
+    max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
+    max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
+    max_scores: int = Field(default=1 << 28, ge=1, description="Attention weights and scores one reply may hold.")
+    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call.")
+
+    log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    access_log: bool = Field(default=True, description="One log line per request.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+    def default_layer(self) -> LayerSpec:
+        """The spec of the layer `default`. Raises pydantic's ValidationError where the fields do not make one."""
+        given = {name: getattr(self, name) for name in LAYER_FIELDS}
+        return LayerSpec(**{name: value for name, value in given.items() if value is not None})
+
+    def all_layers(self) -> dict[str, LayerSpec]:
+        """Every configured layer by name; `default` among them, which the table `layers` may define instead."""
+        return {"default": self.default_layer(), **self.layers}
+
+
+def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings:
+    """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
+    known = set(Settings.model_fields)
+    for name in os.environ:
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known:
+            raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
+    from_file = _file(config, known) if config else {}
+    in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    try:
+        settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
+        settings.all_layers()
+    except ValidationError as error:
+        raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
+    return settings
+
+
+def _file(config: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(config.read_text())
+    except OSError as error:
+        raise BadSettings(f"cannot read the settings file {config}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadSettings(f"the settings file {config} is no TOML: {error}") from None
+    for name in document:
+        if name not in known:
+            raise BadSettings(f'"{name}" in {config} is no setting; see `attend serve --help`')
+    return document
+
+
+def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], config: Path | None) -> str:
+    path = [str(part) for part in error["loc"]] or [error.get("ctx", {}).get("at", "").strip("/")]
+    name = path[0]
+    if name in flags:
+        source = f"--{name.replace('_', '-')}"
+    elif name in in_environment:
+        source = f"{PREFIX}{name.upper()}"
+    else:
+        source = f"{'.'.join(path)} in {config}" if config else ".".join(path)
+    return f"{source}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -1,0 +1,151 @@
+"""What surrounds every request: its id, its log line, its count, HEAD for every GET, and the net under unforeseen exceptions.
+
+Plain ASGI: it sees headers and sizes, never a payload. A request's record travels in the scope, and the rooms behind leave in it
+what the log should say.
+"""
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.errors import MalformedBody, TooLarge
+from service.serving.metrics import Metrics, Phases
+from service.web.failures import PROBLEM_JSON, problem
+
+log = structlog.get_logger("attend")
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+
+
+class ClientGone(Exception):
+    """The caller hung up before the body was whole; nobody is left to answer."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, as the log will tell it."""
+
+    request_id: str
+    status: int = 0
+    received: int = 0
+    sent: int = 0
+    reason: str = ""
+    detail: str = ""
+    phases: Phases | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Access:
+    """The outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool) -> None:
+        self.app, self.metrics, self.log_requests = app, metrics, log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        record = scope["attend"] = Record(_request_id(scope))
+        head = scope["method"] == "HEAD"
+        if head:
+            scope["method"] = "GET"
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"].append((b"x-request-id", record.request_id.encode()))
+            else:
+                record.sent += len(message.get("body", b""))
+                if head:
+                    message = {**message, "body": b""}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        except ClientGone:
+            record.reason = "client_gone"
+        except Exception:
+            record.reason = "unforeseen"
+            log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
+            if not record.status:
+                await _apologise(record, answer)
+        self._tell(scope, record, time.monotonic() - started)
+
+    def _tell(self, scope: Scope, record: Record, seconds: float) -> None:
+        self.metrics.answered(_endpoint(scope["path"]), record.status)
+        if record.reason:
+            self.metrics.failed(record.reason)
+        if self.log_requests:
+            phases = {} if record.phases is None else _milliseconds(record.phases)
+            refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
+            log.info(
+                "request",
+                request_id=record.request_id,
+                method=scope["method"],
+                path=scope["path"],
+                status=record.status,
+                ms=round(seconds * 1e3, 3),
+                received=record.received,
+                sent=record.sent,
+                **record.about,
+                **phases,
+                **refusal,
+            )
+
+
+def _milliseconds(phases: Phases) -> dict[str, float]:
+    return {f"{name}_ms": round(getattr(phases, name) * 1e3, 3) for name in ("decode", "queue", "compute", "encode")}
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return os.urandom(8).hex()
+
+
+def _endpoint(path: str) -> str:
+    """The path with names left out, so that metrics stay few."""
+    if ENDPOINTS.fullmatch(path):
+        return path
+    return "/layers/{name}" if path.startswith("/layers/") else "other"
+
+
+async def _apologise(record: Record, send: Send) -> None:
+    body = problem(500, "internal error", "the request failed for a reason that is ours to mend", record.request_id)
+    headers = [(b"content-type", PROBLEM_JSON.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises TooLarge as soon as that is known, from the header where there is one; ClientGone if it never comes."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if not value.isdigit():
+                raise MalformedBody.where("", "a Content-Length", "something else")
+            if int(value) > limit:
+                raise _too_large(limit, f"{int(value)}")
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if piece := message.get("body", b""):
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit, f"more than {limit}")
+            pieces.append(piece)
+        more = message.get("more_body", False)
+    scope["attend"].received = size
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(limit: int, got: str) -> Exception:
+    return TooLarge.where("", f"a body of at most {limit} bytes (max_body_bytes)", got)

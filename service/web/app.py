@@ -1,0 +1,61 @@
+"""create_app: one process's application, put together from settings. The only place where the rooms meet."""
+
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from service import __version__
+from service.serving.cost import ServingLimits
+from service.serving.engine import Engine, open_engine
+from service.settings import Settings
+from service.web import attend, documentation, failures, health, layers
+from service.web.access import Access
+from service.wire.limits import WireLimits
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
+    engine = create_engine(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.begin(settings.all_layers())
+        yield
+        engine.close()
+
+    app = FastAPI(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    attend.install(app, engine)
+    layers.install(app, engine, writable=_loopback(settings.host))
+    health.install(app, engine, _about(settings, engine))
+    documentation.install(app)
+    failures.install(app)
+    app.add_middleware(Access, metrics=engine.metrics, log_requests=settings.access_log)
+    return app
+
+
+def create_engine(settings: Settings) -> Engine:
+    """The engine of these settings, without any layer yet."""
+    wire = WireLimits(body_bytes=settings.max_body_bytes, depth=settings.max_depth)
+    limits = ServingLimits(
+        layer_parameters=settings.max_layer_parameters,
+        total_parameters=settings.max_total_parameters,
+        scores=settings.max_scores,
+        memory_bytes=settings.max_memory_bytes,
+    )
+    return open_engine(settings.device, wire, limits)
+
+
+def _loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _about(settings: Settings, engine: Engine) -> dict[str, Any]:
+    limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
+    return {"threads": engine.threads, "device": engine.device, "limits": limits}

@@ -1,0 +1,107 @@
+"""POST /attend and POST /attend/plan.
+
+/attend is a plain ASGI endpoint: a body of megabytes is no business of FastAPI's parameter machinery, which would make a Python object per
+number. The route that documents it is declared beside it from the same pydantic models, and never reached.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from service.errors import NotReady
+from service.serving.engine import Engine
+from service.web.access import read_body
+from service.web.examples import ATTEND, PLAN
+from service.web.failures import PROBLEM_JSON
+from service.wire.documents import AttendReply, Plan
+from service.wire.negotiation import JSON, form_of_body, form_of_reply
+
+
+class Attend:
+    """The hot endpoint."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        form_of_body(headers.get(b"content-type", b"").decode("latin-1"))
+        form_of_reply(headers.get(b"accept", b"").decode("latin-1"))
+        body = await read_body(scope, receive, self.engine.wire_limits.body_bytes)
+        demand_ready(self.engine)
+        answer = await self.engine.attend(body)
+        record = scope["attend"]
+        record.phases, record.about = answer.phases, answer.about
+        start = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(answer.body)).encode()),
+            (b"server-timing", answer.phases.server_timing().encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": start})
+        await send({"type": "http.response.body", "body": answer.body})
+
+
+def demand_ready(engine: Engine) -> None:
+    """Raises NotReady before the configured layers are loaded and warm."""
+    if not engine.ready:
+        raise NotReady("the layers are still being loaded; see /health/ready")
+
+
+def takes(model: str, example: Any, summary: str) -> dict[str, Any]:
+    """The OpenAPI part that says what body a route reads itself."""
+    example = {"summary": summary, "value": example}
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema(model), "examples": {"tiny": example}}}}}
+
+
+def schema(model: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model}"}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI part for the refusals a route may give."""
+    words = {
+        400: "The bytes are no JSON, or a key stands twice.",
+        403: "This server does not allow it.",
+        404: "No such layer.",
+        406: "No form that the caller accepts.",
+        413: "Too large: bytes, depth, parameters, or predicted memory.",
+        415: "A media type that is not read here.",
+        422: "Well-formed, but it breaks the contract or does not fit the layer.",
+        500: "Ours to mend.",
+        503: "Not ready yet.",
+        507: "The memory was not there.",
+    }
+    content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
+    return {status: {"description": words[status], "content": content} for status in statuses}
+
+
+def install(app: FastAPI, engine: Engine) -> None:
+    """Adds the route that answers, then the ones that document it and the plan."""
+    app.router.routes.append(Route("/attend", Attend(engine), methods=["POST"]))
+
+    @app.post(
+        "/attend",
+        tags=["attend"],
+        response_model=AttendReply,
+        responses=refusals(400, 404, 406, 413, 415, 422, 500, 503, 507),
+        openapi_extra=takes("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+    )
+    async def attend() -> None:
+        """Attention output and weights for queries, keys, values and masks."""
+        raise AssertionError("answered by the plain endpoint before it")
+
+    @app.post(
+        "/attend/plan",
+        tags=["attend"],
+        response_model=Plan,
+        responses=refusals(400, 404, 413, 415, 422, 500, 503),
+        openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
+    )
+    async def plan(request: Request) -> Plan:
+        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted. Computes nothing."""
+        form_of_body(request.headers.get("content-type", ""))
+        body = await read_body(request.scope, request.receive, engine.wire_limits.body_bytes)
+        demand_ready(engine)
+        return await engine.plan(body)

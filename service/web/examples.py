@@ -1,0 +1,10 @@
+"""The examples of the OpenAPI document; a test posts each of them, and the README shows the same."""
+
+PUT_TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
+ATTEND = {
+    "layer": "tiny",
+    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
+    "causal": True,
+    "reply": {"decimals": 3},
+}
+PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}

@@ -1,0 +1,133 @@
+"""Tensors as fields of pydantic models: the kinds a field may have, and how a kind checks and describes itself.
+
+A decoder hands over numpy arrays (whatever their dtype), Python callers may hand over nested lists; a field that validates holds an
+array whose dtype suits its kind. Shapes that must agree with other fields are `shapes.py`'s business, finiteness is checked
+once, when an array is cast to the layer's dtype.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from service.spec import disagreement
+from service.tensors import BY_NUMPY, Array
+
+Kind = Literal["number", "bias", "mask", "count"]
+MAX_RANK = 4
+ITEMS: dict[Kind, dict[str, Any]] = {
+    "number": {"type": "number"},
+    "bias": {"anyOf": [{"type": "number"}, {"const": "-inf"}]},
+    "mask": {"enum": [0, 1, True, False]},
+    "count": {"type": "integer", "minimum": 0},
+}
+
+
+class FlatTensor(BaseModel):
+    """A tensor as shape and row-major data. Under /attend/plan the data may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: list[int] = Field(description="Lengths of the axes; 0 is allowed.")
+    datatype: str | None = Field(default=None, description="Open Inference Protocol name, such as FP32.")
+    data: list[Any] | None = Field(default=None, description="Row-major values, flat or nested to the shape.")
+
+
+class Base64Tensor(BaseModel):
+    """A tensor as shape and base64 of its little-endian row-major bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: list[int]
+    datatype: str = Field(description="Open Inference Protocol name, such as FP32.")
+    base64: str
+
+
+def first_index(where: Array) -> str:
+    """Pointer to the first true element: /0/3/1."""
+    flat = int(np.argmax(where))
+    return "".join(f"/{i}" for i in np.unravel_index(flat, where.shape)) if where.ndim else ""
+
+
+def element(array: Array, at: str) -> str:
+    """The element a pointer of `first_index` names, in words."""
+    value = array[tuple(int(i) for i in at.split("/")[1:])]
+    return str(value.item() if hasattr(value, "item") else value)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Annotation: a numpy array of one of `ranks` whose values are of `kind`."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+
+    def __call__(self, value: Any) -> Array:
+        array = self._array(value)
+        if array.ndim not in self.ranks:
+            wanted = " or ".join(map(str, self.ranks))
+            raise disagreement("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
+        return array if self.kind in ("number", "bias") else self._whole(array)
+
+    def _array(self, value: Any) -> Array:
+        if isinstance(value, str | bool | dict) or value is None:
+            raise disagreement("", "a tensor", type(value).__name__)
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError):
+            raise disagreement("", "a tensor", "ragged rows") from None
+        row = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        if row is None or (row.kind == "bool" and self.kind in ("number", "bias")):
+            raise disagreement("", "numbers", f"elements of type {array.dtype}")
+        return array
+
+    def _whole(self, array: Array) -> Array:
+        if 0 in array.strides:  # broadcast, as a tensor given by shape alone is: look at what is really there
+            there = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)
+            return np.broadcast_to(self._whole(np.ascontiguousarray(array[there])), array.shape)
+        if array.dtype == np.bool_:
+            if self.kind == "count":
+                raise disagreement("", "integers", "booleans")
+            return array
+        if self.kind == "mask":
+            mask: Array = array != 0
+            if (wrong := mask & (array != 1)).any():
+                at = first_index(wrong)
+                raise disagreement(at, "0, 1, true or false", element(array, at))
+            return mask
+        if (wrong := (array < 0) | (array != np.floor(array))).any():
+            at = first_index(wrong)
+            raise disagreement(at, "a whole number of keys", element(array, at))
+        return array.astype(np.int64)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        forms: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            nested = dict(ITEMS[self.kind])
+            for _ in range(rank):
+                nested = {"type": "array", "items": nested}
+            forms.append(nested)
+        objects = (handler(form.__pydantic_core_schema__) for form in (FlatTensor, Base64Tensor))
+        return {"anyOf": [*forms, *objects]}
+
+
+def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
+    """Field name -> kind, for the fields of `model` that are tensors."""
+
+    def annotations(item: Any) -> list[Any]:
+        return [item, *(a for inner in get_args(item) for a in annotations(inner))] if get_origin(item) is not dict else []
+
+    found = {n: [*f.metadata, *annotations(f.annotation)] for n, f in model.model_fields.items()}
+    return {name: item.kind for name, items in found.items() for item in items if isinstance(item, Tensor)}
+
+
+Sequences = Annotated[Array, Tensor("number", (2, 3))]  # [b, n, width] or [n, width]
+Mask = Annotated[Array, Tensor("mask", (2, 3, 4))]
+KeyMask = Annotated[Array, Tensor("mask", (1, 2))]
+Lengths = Annotated[Array, Tensor("count", (0, 1, 2))]
+Bias = Annotated[Array, Tensor("bias", (2, 3, 4))]
+HeadScale = Annotated[Array, Tensor("number", (1, 2))]
+Weight = Annotated[Array, Tensor("number", (1, 2))]

@@ -1,0 +1,270 @@
+"""JSON bytes -> the members of a document, tensors as numpy arrays. No Python object is made per number.
+
+simdjson parses; `as_buffer` hands a tensor's numbers over as one block of float64. Three things it does not tell are found here:
+keys that stand twice (it keeps one), ragged rows (it flattens: so the rows are walked), and a list where a number should stand
+(it flattens that too: so the brackets of the whole body are counted against those that regular tensors have). Whatever looks
+odd is gone through again, slowly, to name the place; that scan also decides where simdjson refuses what JSON allows.
+"""
+
+import binascii
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import simdjson
+
+from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.tensors import DATATYPES, Array
+from service.wire.arrays import MAX_RANK, Kind
+from service.wire.limits import WireLimits
+from service.wire.refusals import pointer, shown
+from service.wire.scan import parse_slowly
+
+REUSED = 4 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
+FORM_KEYS = {"shape", "datatype", "data", "base64"}
+_threads = threading.local()
+
+
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[str, Any]:
+    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as plain Python.
+
+    `kinds` maps member names to the kind of their tensor; "weights/*" names every member of the object `weights`.
+    Raises MalformedBody, TooLarge (depth) or InvalidRequest, each with the place.
+    """
+    parser = simdjson.Parser() if len(body) > REUSED else _own_parser()
+    try:
+        document = parser.parse(body)
+    except (ValueError, RuntimeError) as error:
+        if "DEPTH_ERROR" in str(error):
+            raise TooLarge.where("", f"a document at most {limits.depth} deep", "one nested deeper") from None
+        if len(body) > limits.scan_bytes:
+            raise MalformedBody.where("", "JSON", f"something else ({str(error).split(':')[0].lower()})") from None
+        document = parse_slowly(body)
+    if not isinstance(document, simdjson.Object | dict):
+        raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
+    members = _Reader(body, kinds, limits).members(document)
+    del document  # before the parser's next turn
+    return members
+
+
+def _own_parser() -> Any:
+    """This thread's parser; a new one if an error's traceback still holds on to what the last document returned."""
+    parser = getattr(_threads, "parser", None) or simdjson.Parser()
+    try:
+        parser.parse(b"{}")
+    except RuntimeError:
+        parser = simdjson.Parser()
+    _threads.parser = parser
+    return parser
+
+
+class _Reader:
+    """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have."""
+
+    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> None:
+        self.body, self.kinds, self.limits = body, kinds, limits
+        self.brackets = 0
+        self.nested: list[tuple[Any, Kind, str]] = []
+
+    def members(self, document: Any) -> dict[str, Any]:
+        members = self._object(document, "", self.kinds)
+        if self.nested and (b"\\" in self.body or self.brackets != _count(self.body, b"[")):
+            for (
+                value,
+                kind,
+                at,
+            ) in self.nested:  # a list among numbers, or strings that hide brackets: look at every row
+                _from_list(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
+        return members
+
+    def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        for key in document.keys():  # noqa: SIM118  # a proxy is no iterable; its items() would make Python objects of everything
+            value, place = document[key], at + pointer([key])
+            if key in members:
+                raise MalformedBody.where(place, "each key once", f'"{key}" twice')
+            kind = kinds.get(key) or kinds.get("*")
+            inner: Mapping[str, Kind] = {"*": kinds[f"{key}/*"]} if f"{key}/*" in kinds else {}
+            members[key] = self._tensor(value, kind, place) if kind else self._plain(value, place, inner, depth + 1)
+        return members
+
+    def _plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
+        if depth > self.limits.depth:
+            raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep", "one nested deeper")
+        if isinstance(value, simdjson.Object | dict):
+            return self._object(value, at, kinds, depth)
+        if isinstance(value, simdjson.Array | list):
+            self.brackets += 1
+            return [self._plain(item, f"{at}/{i}", {}, depth + 1) for i, item in enumerate(value)]
+        if isinstance(value, str):
+            self.brackets += value.count("[")
+        return value
+
+    def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
+        if isinstance(value, simdjson.Array | list):
+            return self._nested(value, kind, at)
+        if isinstance(value, simdjson.Object | dict):
+            return self._form(value, kind, at)
+        if isinstance(value, bool) and kind == "mask":
+            return np.array(value)
+        return np.array(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def _nested(self, value: Any, kind: Kind, at: str) -> Array:
+        if isinstance(value, list):
+            return _from_list(value, kind, at)
+        shape, rows = [], value
+        while isinstance(rows, simdjson.Array):
+            shape.append(len(rows))
+            if len(shape) > self.limits.depth:
+                raise TooLarge.where(at, f"a document at most {self.limits.depth} deep", "one nested deeper")
+            if not shape[-1]:
+                break
+            rows = rows[0]
+        if len(shape) > MAX_RANK or 0 in shape:
+            return _from_list(value.as_list(), kind, at)
+        try:
+            numbers = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
+        except TypeError:  # booleans, strings or nulls among the numbers
+            return self._regular(_from_list(value.as_list(), kind, at))
+        if numbers.size != math.prod(shape) or not _rows_agree(value, shape):
+            return _from_list(value.as_list(), kind, at)  # raises with the place
+        self.nested.append((value, kind, at))
+        return self._regular(numbers.reshape(shape))
+
+    def _regular(self, array: Array) -> Array:
+        self.brackets += sum(math.prod(array.shape[:i]) for i in range(array.ndim))
+        return array
+
+    def _form(self, value: Any, kind: Kind, at: str) -> Array:
+        """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; a shape alone is a tensor of zeros that takes no room."""
+        keys = list(value.keys())
+        for i, key in enumerate(keys):
+            if key not in FORM_KEYS:
+                raise InvalidRequest.where(f"{at}/{key}", "one of shape, datatype, data, base64", f'"{key}"')
+            if key in keys[:i]:
+                raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
+        if "data" in keys and "base64" in keys:
+            raise InvalidRequest.where(at, "either data or base64", "both")
+        shape = _shape(self._plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else None, f"{at}/shape")
+        name = value["datatype"] if "datatype" in keys else None
+        if not (name is None and "base64" not in keys) and (not isinstance(name, str) or name not in DATATYPES):
+            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
+        dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
+        if "base64" in keys:
+            return _from_base64(value["base64"], shape, dtype, f"{at}/base64")
+        if "data" not in keys:
+            return np.broadcast_to(np.zeros((), dtype), shape)
+        return self._data(value["data"], kind, shape, dtype, f"{at}/data")
+
+    def _data(self, data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+        if not isinstance(data, simdjson.Array | list):
+            raise InvalidRequest.where(at, "a list of numbers", shown(_python(data)))
+        if not len(data):
+            self.brackets += 1
+            array: Array = np.zeros(0)
+        else:
+            array = self._nested(data, kind, at)
+        if array.shape != shape and array.shape != (math.prod(shape),):
+            raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", _count_words(array))
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = array.astype(dtype)
+        if dtype.kind in "iub" and (cast != array).any():
+            raise InvalidRequest.where(at, f"values of {dtype.name}", "others")
+        return cast.reshape(shape)
+
+
+def _rows_agree(value: Any, shape: list[int]) -> bool:
+    """Whether every list of lists has the length that the first one of its level has, as deep as `shape` goes."""
+    if len(shape) == 1:
+        return True
+    if len(shape) == 2:
+        return all(isinstance(row, simdjson.Array) and len(row) == shape[1] for row in value)
+    return all(isinstance(row, simdjson.Array) and len(row) == shape[1] and _rows_agree(row, shape[1:]) for row in value)
+
+
+def _count(body: bytes, character: bytes) -> int:
+    """How often a byte occurs; in pieces, so that no second body is made (and faster than bytes.count)."""
+    view, piece = np.frombuffer(body, np.uint8), 1 << 18
+    return sum(int(np.count_nonzero(view[i : i + piece] == character[0])) for i in range(0, len(view), piece))
+
+
+def _python(value: Any) -> Any:
+    if isinstance(value, simdjson.Object):
+        return {}
+    return value.as_list() if isinstance(value, simdjson.Array) else value
+
+
+def _count_words(array: Array) -> str:
+    return f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
+
+
+def _shape(value: Any, at: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InvalidRequest.where(at, "a list of lengths", shown(value) if value is not None else "nothing")
+    if len(value) > MAX_RANK:
+        raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(value)))
+    for i, length in enumerate(value):
+        if type(length) is not int or not 0 <= length < 2**31:
+            raise InvalidRequest.where(f"{at}/{i}", "a length of 0 or more", shown(length))
+    if math.prod(value) >= 2**48:
+        raise TooLarge.where(at, "fewer than 2^48 elements", str(math.prod(value)))
+    return tuple(value)
+
+
+def _from_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+    if not isinstance(text, str):
+        raise InvalidRequest.where(at, "a base64 string", shown(_python(text)))
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True) if text else b""
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {dtype.name}"
+        raise InvalidRequest.where(at, wanted, str(len(data)))
+    array = np.frombuffer(data, dtype)
+    if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
+        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
+    return array.reshape(shape)
+
+
+def _from_list(value: list[Any], kind: Kind, at: str) -> Array:
+    """The slow way: Python lists, every row looked at. Returns the array, or raises InvalidRequest at the first fault."""
+    shape: list[int] = []
+    rows: Any = value
+    while isinstance(rows, list):
+        shape.append(len(rows))
+        rows = rows[0] if rows else None
+    if len(shape) > MAX_RANK:
+        raise InvalidRequest.where(at, f"at most {MAX_RANK} nested lists", f"{len(shape)}")
+    allowed = {"number": {int, float}, "bias": {int, float, str}, "mask": {int, float, bool}, "count": {int, float}}[kind]
+    _examine(value, shape, allowed, kind, at)
+    if 0 in shape:
+        raise InvalidRequest.where(at, 'a form with "shape" where an axis has length 0', "an empty list")
+    try:
+        return np.array(value, dtype=np.float64)
+    except OverflowError:
+        raise InvalidRequest.where(at, "numbers within the range of a float64", "an integer far beyond it") from None
+
+
+def _examine(value: Any, shape: list[int], allowed: set[type], kind: Kind, at: str) -> None:
+    if not isinstance(value, list):
+        raise InvalidRequest.where(at, f"a list of {shape[0]}", shown(value))
+    if len(value) != shape[0]:
+        raise InvalidRequest.where(at, f"{shape[0]} values, as in the rows before", str(len(value)))
+    if len(shape) > 1:
+        for i, row in enumerate(value):
+            _examine(row, shape[1:], allowed, kind, f"{at}/{i}")
+        return
+    if set(map(type, value)) <= allowed and (kind != "bias" or all(v == "-inf" for v in value if isinstance(v, str))):
+        return
+    words = {
+        "number": "a number",
+        "bias": 'a number or "-inf"',
+        "mask": "0, 1, true or false",
+        "count": "a whole number",
+    }[kind]
+    for i, item in enumerate(value):
+        if type(item) not in allowed or (isinstance(item, str) and item != "-inf"):
+            raise InvalidRequest.where(f"{at}/{i}", words, shown(item))

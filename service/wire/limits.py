@@ -1,0 +1,14 @@
+"""How much the wire takes in before it says `TooLarge`. Values, not policy: `Settings` fills them in, and the client uses the defaults."""
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """Bounds on one body. `scan_bytes`: above it a fault's exact place is not searched for, the field alone is named."""
+
+    body_bytes: int = 128 * MIB
+    depth: int = 64
+    scan_bytes: int = 8 * MIB

@@ -1,0 +1,73 @@
+"""Pydantic's complaints in the service's words: expected, got, at. The only place that knows pydantic's error types.
+
+What came is shown shortened: a refusal is no echo of the payload.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from service.errors import InvalidRequest, Problem
+
+Model = TypeVar("Model", bound=BaseModel)
+SHOWN = 60  # characters of what came
+
+EXPECTED = {
+    "missing": "a value",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+}
+
+
+def pointer(parts: Iterable[Any]) -> str:
+    """RFC 6901: ("query", 0, 3) -> /query/0/3."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+
+
+def shown(value: Any) -> str:
+    """What came, in JSON's words and briefly."""
+    if isinstance(value, np.ndarray):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(str(value)) if isinstance(value, str) else str(value)
+    text = '"' + text[1:-1] + '"' if isinstance(value, str) else text
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
+def _problem(error: Any, at: str) -> Problem:
+    place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
+    got = shown(error.get("input"))
+    if kind == "disagreement":
+        return Problem(place + context["at"], context["expected"], context["got"])
+    if kind == "missing":
+        return Problem(place, EXPECTED[kind], "nothing")
+    if kind == "extra_forbidden":
+        return Problem(place, "no field of that name", got)
+    if kind in ("literal_error", "enum"):
+        return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return Problem(place, EXPECTED.get(kind, message[:1].lower() + message[1:]), got)
+
+
+def validate(model: type[Model], document: Any, at: str = "") -> Model:
+    """The document as a `model`. Raises InvalidRequest with every problem pydantic saw, each below the pointer `at`."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as refusal:
+        problems = [_problem(error, at) for error in refusal.errors(include_url=False)]
+    raise InvalidRequest(problems=problems)

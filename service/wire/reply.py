@@ -1,0 +1,100 @@
+"""Results -> reply bytes in JSON. Numbers go from the arrays' own memory into text; no Python object is made per number.
+
+A reply's tensors are what the caller asked for, cast to the datatype the caller wants. Numbers that JSON cannot write are dealt with
+here, in the order they stand: orjson writes them all as `null`, and each null is then given its word.
+"""
+
+import binascii
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from service.errors import InvalidRequest
+from service.tensors import BY_NUMPY, DATATYPES, Array, raw
+from service.wire.documents import ReplyOptions
+
+MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
+WORDS = {"nan": b'"nan"', "inf": b'"inf"', "-inf": b'"-inf"'}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What goes back to the caller. A tensor, or two of them (`keys` and `values`) where only the largest weights were asked for."""
+
+    layer: dict[str, str]  # name, fingerprint
+    fully_masked_rows: int
+    datatype: str  # V2 name in which numbers go out
+    tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
+
+
+def encode_json(reply: Reply, options: ReplyOptions) -> bytes:
+    """The reply as JSON. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
+    document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    for name, tensor in reply.tensors.items():
+        if isinstance(tensor, dict):
+            document[name] = {part: _form(f"{name}/{part}", array, reply.datatype, options) for part, array in tensor.items()}
+        else:
+            document[name] = _form(name, tensor, reply.datatype, options)
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) -> tuple[Array, Array | None]:
+    """The array in its wire datatype, and which of its elements are not finite (None: all are).
+
+    Raises InvalidRequest, naming output and index, where one is NaN or overflowed and the caller wants that to be an error.
+    """
+    if array.dtype.kind in "iu":
+        return array, None
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = array.astype(DATATYPES[datatype].numpy, copy=False)
+    finite = np.isfinite(array)
+    if finite.all():
+        return array, None
+    if options.nonfinite == "error":
+        wrong = ~finite
+        if name in MINUS_INFINITY_IS_A_VALUE:
+            wrong &= ~np.isneginf(array.astype(np.float64))
+        if wrong.any():
+            index = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), array.shape)]
+            where = f"{name}{index} = {float(array[tuple(index)])}"
+            raise InvalidRequest.where("/reply/nonfinite", f"finite numbers in {name} as {BY_NUMPY[array.dtype].name}", where)
+    return array, ~finite
+
+
+def _form(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
+    array, odd = wire_array(name, array, datatype, options)
+    head = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
+    if options.form == "base64":
+        return {**head, "base64": binascii.b2a_base64(raw(array), newline=False).decode()}
+    if options.form == "flat" or 0 in array.shape:  # nested lists cannot tell [1, 0, 64] from [1, 0]
+        return {**head, "data": _text(name, array.reshape(-1), odd, options)}
+    return _text(name, array, odd, options)
+
+
+def _text(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> Any:
+    """What orjson turns into the numbers of the array: the array itself, or text where it holds what JSON cannot write."""
+    if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
+        array = array.astype(np.float32)
+    if options.decimals is not None and array.dtype.kind == "f":
+        array = np.round(array, options.decimals)
+    if not array.ndim:
+        array = array.reshape(1)
+        return orjson.Fragment(_written(name, array, odd, options)[1:-1])
+    return np.ascontiguousarray(array) if odd is None else orjson.Fragment(_written(name, array, odd, options))
+
+
+def _written(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> bytes:
+    text = orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)
+    if odd is None:
+        return text
+    words = [_word(name, str(float(number)), options) for number in array.reshape(-1)[odd.reshape(-1)]]
+    parts = text.split(b"null")
+    return b"".join(piece for pair in zip(parts, [*words, b""], strict=True) for piece in pair)
+
+
+def _word(name: str, number: str, options: ReplyOptions) -> bytes:
+    if number == "-inf" and name in MINUS_INFINITY_IS_A_VALUE:
+        return WORDS[number]
+    return WORDS[number] if options.nonfinite == "string" else b"null"

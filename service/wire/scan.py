@@ -1,0 +1,65 @@
+"""The slow parser: finds where a body is wrong when the fast one only says that it is. Pure Python's `json`, with every hook watching.
+
+Also the parser for the rare valid body that the fast one cannot hold (integers above 64 bits). Never on the event loop.
+"""
+
+import json
+import math
+from typing import Any
+
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
+from service.wire.refusals import pointer
+
+
+class _Twice:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _members(pairs: list[tuple[str, Any]]) -> Any:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        return _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]  # add() is None
+    return members
+
+
+def _fault(value: Any, at: tuple[Any, ...]) -> RequestError | None:
+    """The first fault below `value`, in document order."""
+    if isinstance(value, _Twice):
+        return MalformedBody(problems=[Problem(pointer((*at, value.key)), "each key once", f'"{value.key}" twice')])
+    if isinstance(value, _Constant):
+        return MalformedBody(problems=[Problem(pointer(at), "a JSON number", value.text)])
+    if isinstance(value, float) and not math.isfinite(value):
+        return InvalidRequest(problems=[Problem(pointer(at), "a finite number", "a number beyond the range of a float64")])
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, list | dict | _Twice | _Constant | float) and (fault := _fault(item, (*at, key))):
+            return fault
+    return None
+
+
+def parse_slowly(body: bytes) -> Any:
+    """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds)."""
+    try:
+        text = body.decode("utf-8-sig")
+        document = json.loads(text, object_pairs_hook=_members, parse_constant=_Constant)
+    except UnicodeDecodeError as error:
+        raise MalformedBody(problems=[Problem("", "JSON in UTF-8", f"an invalid byte at offset {error.start}")]) from None
+    except json.JSONDecodeError as error:
+        came = "the end of the body" if error.pos >= len(text) else f"{text[error.pos]!r}"
+        place = f"line {error.lineno} column {error.colno}"
+        raise MalformedBody(problems=[Problem("", "JSON", f"{came} at {place} ({error.msg.lower()})")]) from None
+    except RecursionError:
+        raise TooLarge(problems=[Problem("", "a document of moderate depth", "one nested too deeply")]) from None
+    except ValueError:  # int() refuses texts of thousands of digits
+        raise InvalidRequest(problems=[Problem("", "numbers within the range of a float64", "an integer far beyond it")]) from None
+    fault = _fault(document, ())
+    if fault:
+        raise fault
+    return document

@@ -1,0 +1,128 @@
+"""What the fields of one request must agree on, checked before any layer is looked at. Pure shapes: the values of masks do not matter.
+
+Letters as everywhere: b batch, h heads, q queries, k keys. An unbatched request drops b in every field. What depends on the layer
+(h, the widths) is left to `serving/bind.py`.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from service.spec import disagreement
+from service.tensors import Array
+
+if TYPE_CHECKING:
+    from service.wire.documents import AttendRequest
+
+PAIRS = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
+
+
+def check(request: "AttendRequest") -> None:
+    """Raises the first disagreement, as an error for pydantic."""
+    b, q, k = _sequences(request)
+    for attend, block in PAIRS:
+        if getattr(request, attend) is not None and getattr(request, block) is not None:
+            raise disagreement(f"/{block}", f"either {attend} or {block}", "both")
+    for name in ("attend_mask", "block_mask", "bias"):
+        if (array := getattr(request, name)) is not None:
+            _pairwise(name, array, b, q, k)
+    for name in ("attend_keys", "block_keys"):
+        if (array := getattr(request, name)) is not None:
+            wanted = (k,) if b is None else (b, k)
+            if not _broadcasts(array, wanted):
+                raise disagreement(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
+    _lengths(request, b, q, k)
+    _positions(request, b, q, k)
+    _head_scale(request, b)
+    _selection(request, q)
+    _words(request, b, q, k)
+
+
+def _sequences(request: "AttendRequest") -> tuple[int | None, int, int]:
+    query, key, value = request.query, request.key, request.value
+    if value is not None and key is None:
+        raise disagreement("/value", "a key beside the value", "a value alone")
+    key = query if key is None else key
+    value = key if value is None else value
+    for name, array in (("key", key), ("value", value)):
+        if array.ndim != query.ndim:
+            raise disagreement(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")
+        if array.ndim == 3 and array.shape[0] != query.shape[0]:
+            raise disagreement(f"/{name}", f"{query.shape[0]} batch items, as the query has", str(array.shape[0]))
+    if value.shape[-2] != key.shape[-2]:
+        raise disagreement("/value", f"{key.shape[-2]} rows, as the key has", str(value.shape[-2]))
+    return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
+
+
+def _broadcasts(array: Array, wanted: tuple[int | None, ...]) -> bool:
+    """Whether every axis is as wanted or 1; None wants anything."""
+    return array.ndim == len(wanted) and all(w is None or n in (1, w) for n, w in zip(array.shape, wanted, strict=True))
+
+
+def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
+    accepted: list[tuple[int | None, ...]] = [(q, k), (b, q, k), (b, None, q, k)] if b is not None else [(q, k), (None, q, k)]
+    if not any(_broadcasts(array, shape) for shape in accepted):
+        words = " or ".join("[" + ", ".join("heads" if n is None else str(n) for n in shape) + "]" for shape in accepted)
+        raise disagreement(f"/{name}", f"shape {words} (axes of 1 broadcast)", f"shape {list(array.shape)}")
+
+
+def _lengths(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+    lens = request.valid_lens
+    if lens is None:
+        return
+    accepted = [(), (q,)] if b is None else [(b,), (b, q)]
+    if lens.shape not in accepted:
+        words = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
+        raise disagreement("/valid_lens", f"shape {words}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
+    if (wrong := lens > k).any():
+        at = "".join(f"/{i}" for i in np.unravel_index(int(np.argmax(wrong)), lens.shape)) if lens.ndim else ""
+        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", str(lens.max()))
+
+
+def _positions(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+    offset = request.query_offset
+    if isinstance(offset, list) and (b is None or len(offset) != b):
+        wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
+        raise disagreement("/query_offset", wanted, f"a list of {len(offset)}")
+    if offset is None and q != k and (request.causal or request.window is not None):
+        field = "causal" if request.causal else "window"
+        expected = f'an offset (0, "end", …), since {field} is on and {q} queries meet {k} keys'
+        raise disagreement("/query_offset", expected, "nothing")
+
+
+def _head_scale(request: "AttendRequest", b: int | None) -> None:
+    array = request.head_scale
+    if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
+        wanted = "shape [heads]" if b is None else f"shape [heads] or [{b}, heads]"
+        raise disagreement("/head_scale", wanted, f"shape {list(array.shape)}")
+
+
+def _selection(request: "AttendRequest", q: int) -> None:
+    for i, output in enumerate(request.outputs):
+        if output in request.outputs[:i]:
+            raise disagreement(f"/outputs/{i}", "each output once", f'"{output}" twice')
+    if request.reply.decimals is not None and request.reply.form == "base64":
+        raise disagreement("/reply/decimals", "numbers in text to round", "form base64")
+    if (select := request.select) is None:
+        return
+    if "attention_weights" not in request.outputs:
+        raise disagreement("/select", "attention_weights among the outputs", "a selection without them")
+    for name, chosen in (("heads", select.heads), ("queries", select.queries)):
+        for i, index in enumerate(chosen or ()):
+            if index in chosen[:i]:  # type: ignore[index]  # the loop runs only over a list
+                raise disagreement(f"/select/{name}/{i}", "each index once", f"{index} twice")
+    for i, index in enumerate(select.queries or ()):
+        if index >= q:
+            raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
+
+
+def _words(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+    if request.tokens is None:
+        return
+    for name, words, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
+        rows = [] if words is None else [words] if not words or isinstance(words[0], str) else words
+        if rows and rows is words and (b is None or len(rows) != b):
+            raise disagreement(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
+        for row in rows:
+            if len(row) != n:
+                raise disagreement(f"/tokens/{name}", f"{n} words, one per row of the {name}", str(len(row)))

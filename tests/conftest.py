@@ -1,0 +1,81 @@
+"""A server as a user starts it: the command, a free port, a process of its own, waited for by its own log."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+
+@dataclass
+class Server:
+    """A running `attend serve`. `log` grows as the server writes; `events` are its structured lines."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.log if line.startswith("{")]
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(20)
+
+
+def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
+    """Starts a server and returns once it says that it is ready. Raises AssertionError with its log if it never does."""
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--log-format", "json", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+    server, ready = Server(process), threading.Event()
+
+    def follow() -> None:
+        assert process.stderr is not None
+        with process.stderr as lines:
+            for line in lines:
+                server.log.append(line)
+                if '"listening"' in line:
+                    server.url = json.loads(line)["url"]
+                if '"event": "ready"' in line:
+                    ready.set()
+        ready.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    assert ready.wait(120), "no sign of life"
+    assert server.url and process.poll() is None, "".join(server.log)
+    return server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One server for all tests that leave it as they found it."""
+    running = start_server("--max-body-bytes", str(4 * 1024 * 1024))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts servers of one's own; they end with the test."""
+    running: list[Server] = []
+
+    def begin(*flags: str, env: dict[str, str] | None = None) -> Server:
+        running.append(start_server(*flags, env=env))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.stop()
+
+
+@pytest.fixture(scope="session")
+def http(server: Server) -> Iterator[httpx.Client]:
+    """A plain HTTP client of the shared server."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
