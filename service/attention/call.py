@@ -1,6 +1,5 @@
 """One bound call and its result, as the layer sees them. Whoever makes a Call vouches that its shapes fit the layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -55,8 +54,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`tensors` holds what `Call.outputs` named; the weights as `attention_weights`, or as `keys` and `values` under `top_k`."""
+    """`tensors` holds what `Call.outputs` named; the weights as `attention_weights`, or as `keys` and `values` under `top_k`.
+
+    `empty` tells the rows that had no key, bool [batch, heads, queries]; None if there were none. A row is (batch, head, query).
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    fully_masked_rows: int = 0
-    first_masked: Sequence[tuple[int, int, int]] = ()  # (batch, head, query) of the first few
+    empty: Tensor | None = None
+
+    @property
+    def fully_masked_rows(self) -> int:
+        return 0 if self.empty is None else int(self.empty.sum())
+
+    def first_empty(self, n: int = 4) -> list[tuple[int, int, int]]:
+        """The first few rows without a key."""
+        return [] if self.empty is None else [(b, h, i) for b, h, i in self.empty.nonzero()[:n].tolist()]

@@ -20,10 +20,10 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.dropout import DropoutStream
 from service.attention.masks import Masks
+from service.attention.products import choose, linear
 from service.spec import PROJECTIONS, LayerSpec
 
 BLOCK = 1 << 22  # scores held at once where [q, k] is not asked for: 16 MB in float32
-SHOWN_ROWS = 4
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
 PER_HEAD = {"output", "concatenated", "head_outputs"}
 FORMS = {"scores", "log_sum_exp", "attention_weights"}
@@ -39,21 +39,37 @@ class MultiHeadAttention:
         tensor = weights["query.weight"]
         self.device, self.dtype = tensor.device, tensor.dtype
         self.accumulate = torch.float64 if tensor.dtype == torch.float64 else torch.float32  # softmax in float32 or better
+        if spec.d_model == spec.key_dim == spec.value_dim:
+            self._pack("query", "key", "value")
+            self._pack("key", "value", packed_in="query+key+value")
+        elif spec.key_dim == spec.value_dim:
+            self._pack("key", "value")
+
+    def _pack(self, *names: str, packed_in: str = "") -> None:
+        """Lays the weights of projections that may share an input side by side, so that one product serves them all.
+
+        The single weights become views of the packed one; nothing is held twice.
+        """
+        for part in ("weight", "bias"):
+            tensors = [self.weights[f"{name}.{part}"] for name in names if f"{name}.{part}" in self.weights]
+            if tensors:
+                rows = sum(map(len, tensors))
+                packed = self.weights[f"{packed_in}.{part}"][-rows:] if packed_in else torch.cat(tensors)
+                self.weights["+".join(names) + f".{part}"] = packed
+                views = torch.split(packed, [len(tensor) for tensor in tensors])
+                self.weights |= {f"{name}.{part}": view for name, view in zip(names, views, strict=True)}
 
     @torch.inference_mode()
     def __call__(self, call: Call) -> Result:
         """What `call.outputs` asks for. Tensors come in the layer's dtype, scores and weights of half layers in float32."""
         query, key, value = self.project(call)
         empty = self._empty_rows(call)
-        rows = _RowCount(empty, call, self.spec.num_heads)
-        if call.fully_masked == "error" and rows.count:
-            return Result({}, rows.count, rows.first())
         made: dict[str, Tensor] = {}
         if PROJECTED & call.outputs:
             made |= {f"{name}_projection": t for name, t in zip(PROJECTIONS, (query, key, value), strict=False)}
         selected = "attention_weights" in call.outputs and call.selects
         formed = call.outputs - {"attention_weights"} if selected else call.outputs
-        if FORMS & formed or (PER_HEAD & formed and not self._fusible(call, key, value, rows)):
+        if FORMS & formed or (PER_HEAD & formed and not self._fusible(call, key, value, empty)):
             kept = self._kept(call, range(self.spec.num_heads), range(call.query.shape[1]))
             made |= self._form(call, query, key, value, formed, kept)
         elif PER_HEAD & formed:
@@ -63,12 +79,26 @@ class MultiHeadAttention:
         if PER_HEAD & call.outputs:
             made |= self.merge(made["head_outputs"], call)
         wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
-        return Result({name: tensor for name, tensor in made.items() if name in wanted}, rows.count)
+        return Result({name: tensor for name, tensor in made.items() if name in wanted}, empty)
+
+    @torch.inference_mode()
+    def tune(self) -> None:
+        """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
+        for name, weight in self.weights.items():
+            if name.endswith(".weight"):
+                choose(weight)
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, projected and split into heads: each [batch, heads, n, head_dim]."""
-        projected = (self._linear(x, name) for name, x in zip(PROJECTIONS, (call.query, call.key, call.value), strict=False))
-        split = (x.view(*x.shape[:2], self.spec.num_heads, self.spec.head_dim) for x in projected)
+        if call.value is call.key and "key+value.weight" in self.weights:
+            if call.key is call.query and "query+key+value.weight" in self.weights:
+                projected = self._linear(call.query, "query+key+value").chunk(3, -1)
+            else:
+                projected = (self._linear(call.query, "query"), *self._linear(call.key, "key+value").chunk(2, -1))
+        else:
+            projected = tuple(self._linear(x, name) for name, x in zip(PROJECTIONS, (call.query, call.key, call.value), strict=False))
+        shape = (self.spec.num_heads, self.spec.head_dim)
+        split = (x.view(*x.shape[:2], *shape) for x in projected)
         query, key, value = (x.transpose(1, 2) for x in split)
         return query, key, value
 
@@ -83,11 +113,13 @@ class MultiHeadAttention:
         return made
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _empty_rows(self, call: Call) -> Tensor | None:
-        batch, k = call.query.shape[0], call.key.shape[1]
-        return call.masks.empty_rows(max(1, BLOCK // max(1, batch * self.spec.num_heads * k)))
+        """bool [batch, heads, queries], None where no row lacks a key."""
+        (batch, num_queries), k, heads = call.query.shape[:2], call.key.shape[1], self.spec.num_heads
+        empty = call.masks.empty_rows(max(1, BLOCK // max(1, batch * heads * k)))
+        return None if empty is None or not empty.any() else empty.expand(batch, heads, num_queries)
 
     # The way that makes the weights
 
@@ -154,9 +186,9 @@ class MultiHeadAttention:
 
     # The way that does not
 
-    def _fusible(self, call: Call, key: Tensor, value: Tensor, rows: "_RowCount") -> bool:
+    def _fusible(self, call: Call, key: Tensor, value: Tensor, empty: Tensor | None) -> bool:
         """Whether torch's fused attention gives exactly what is asked. It would let NaN in a blocked key or value through."""
-        plain = not (call.softcap or call.dropout or call.reproducible or (rows.count and call.fully_masked == "uniform"))
+        plain = not (call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform"))
         plain = plain and 0 not in call.query.shape and 0 not in call.key.shape
         return plain and (not call.masks.blocks or bool(torch.isfinite(key).all() and torch.isfinite(value).all()))
 
@@ -176,18 +208,6 @@ class MultiHeadAttention:
             part = F.scaled_dot_product_attention(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale=call.scale)
             made.put("head_outputs", rows, part if empty is None else part.masked_fill(empty[:, :, rows, None], 0))
         return made.tensors["head_outputs"]
-
-
-class _RowCount:
-    """How many rows have no key, over the axes that `empty` leaves out too."""
-
-    def __init__(self, empty: Tensor | None, call: Call, heads: int) -> None:
-        self._rows = None if empty is None else empty.expand(call.query.shape[0], heads, call.query.shape[1])
-        self.count = 0 if self._rows is None else int(self._rows.sum())
-
-    def first(self) -> list[tuple[int, int, int]]:
-        assert self._rows is not None
-        return [tuple(row) for row in self._rows.nonzero()[:SHOWN_ROWS].tolist()]
 
 
 def _blocks(per_row: int, rows: int) -> Iterator[slice]:

@@ -1,0 +1,71 @@
+"""The fastest exact product for a projection, chosen by measurement.
+
+torch's float32 `F.linear` goes to MKL, which takes slow kernels on some processors; the same product through oneDNN, the operation that
+torch's own compiler emits, can be more than twice as fast for many rows and slower for few. Which, and from how many rows on, depends
+on the machine: so the candidates are timed once for each shape of weight, and what came out is kept here, in one place. Both are
+exact float32 products; they differ by rounding. Where a torch release lacks the operation, or on another device, it is `F.linear`.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everyone knows
+from torch import Tensor
+
+ROWS = (32, 128, 512)  # row counts at which the candidates meet
+ADVANTAGE = 0.9  # the other must take less than this share of F.linear's time
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+_threshold: dict[tuple[torch.Size, int], float] = {}  # weight's shape and threads -> rows from which oneDNN is taken
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b for x [..., in] and W [out, in]."""
+    if _threshold and weight.dtype == torch.float32 and not weight.is_cuda:
+        rows = x.numel() // max(1, x.shape[-1])
+        if rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf):
+            return _onednn(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def choose(weight: Tensor) -> float:
+    """Measures the candidates for a weight [out, in] and remembers the choice: the rows from which oneDNN is taken, or infinity.
+
+    Takes some tens of milliseconds for a shape not seen before.
+    """
+    if weight.dtype != torch.float32 or weight.is_cuda:
+        return math.inf
+    key = (weight.shape, torch.get_num_threads())
+    if key not in _threshold:
+        _threshold[key] = _measure(weight)
+    return _threshold[key]
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def _measure(weight: Tensor) -> float:
+    threshold = math.inf
+    try:
+        for rows in reversed(ROWS):
+            x = torch.full((rows, weight.shape[1]), 0.5)
+            if _seconds(_onednn, x, weight) > ADVANTAGE * _seconds(F.linear, x, weight):
+                break
+            threshold = rows
+    except (AttributeError, RuntimeError):  # an internal operation: a release may lack it, or refuse these arguments
+        return math.inf
+    return threshold
+
+
+def _seconds(product: Product, x: Tensor, weight: Tensor) -> float:
+    """The least of several runs, so that a neighbour's noise does not choose."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        product(x, weight, None)
+        times.append(time.perf_counter() - started)
+    return min(times)
