@@ -12,6 +12,8 @@
     │   └── NotAcceptable         of the reply
     ├── CapacityError             the same call may succeed later
     │   ├── NotReady
+    │   ├── Overloaded            the queue is full; `retry_after` seconds may help
+    │   ├── DeadlinePassed        the caller's own deadline came before the answer
     │   └── OutOfMemory           it passed admission, and the memory was not there
     └── ServiceFault              ours to mend; the caller learns an id, the log the cause
 
@@ -20,6 +22,7 @@ Every refusal carries `Problem`s: where (a JSON pointer), what was expected, wha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class AttendError(Exception):
         super().__init__(self.detail)
 
     @classmethod
-    def where(cls, at: str, expected: str, got: str) -> "AttendError":
+    def where(cls, at: str, expected: str, got: str) -> Self:
         """The error with exactly one problem, which is also its detail."""
         return cls(problems=[Problem(at, expected, got)])
 
@@ -93,6 +96,18 @@ class CapacityError(AttendError):
 
 class NotReady(CapacityError):
     title = "not ready"
+
+
+class Overloaded(CapacityError):
+    title = "overloaded"
+
+    def __init__(self, retry_after: int, detail: str = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(detail, problems)
+        self.retry_after = retry_after
+
+
+class DeadlinePassed(CapacityError):
+    title = "deadline passed"
 
 
 class OutOfMemory(CapacityError):

@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads for arithmetic; the cores this process may use if not set.")
+    workers: int = Field(default=1, ge=1, description="Processes behind the one port, each with its own layers.")
 
     d_model: int = Field(default=64, description="Width of the layer `default`.")
     num_heads: int = Field(default=8, description="Heads of the layer `default`.")
@@ -50,6 +51,16 @@ class Settings(BaseSettings):
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
     max_scores: int = Field(default=1 << 28, ge=1, description="Attention weights and scores one reply may hold.")
     max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call.")
+
+    max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work that may wait.")
+    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Predicted memory that may wait, and request bodies held.")
+    max_batch_calls: int = Field(default=64, ge=1, description="Calls computed together.")
+    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for company.")
+    request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds of requests that set none.")
+
+    compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")
+    drain_seconds: float = Field(default=5.0, ge=0, description="After SIGTERM, how long readiness says no while work is still taken.")
+    shutdown_seconds: int = Field(default=25, ge=1, description="After that, how long accepted work may take to finish.")
 
     log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")

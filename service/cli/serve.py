@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 
 EPILOG = "Every flag is also an environment variable: --max-body-bytes is ATTEND_MAX_BODY_BYTES. Example: attend serve --port 8000"
@@ -46,26 +47,20 @@ def _flag(name: str) -> inspect.Parameter:
 
 def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM."""
-    threads = settings.threads or len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # before torch makes its pool
-    import structlog
-    import torch
-    import uvicorn
+    try:
+        threads = plan_threads(settings.workers, settings.threads, usable_cores())
+    except ValueError as error:
+        typer.echo(f"attend serve: {error}", err=True)
+        raise typer.Exit(2) from None
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
+    from service.cli.process import serve_processes
 
-    from service.cli.logs import configure_logs
-    from service.web.app import create_app
-
-    torch.set_num_threads(threads)
-    configure_logs(settings.log_format, settings.log_level)
     try:
         listening = socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
     except OSError as error:
         typer.echo(f"attend serve: cannot listen on {settings.host}:{settings.port}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-    port = listening.getsockname()[1]
-    structlog.get_logger("attend").info("listening", url=f"http://{settings.host}:{port}")
-    config = uvicorn.Config(create_app(settings), access_log=False, log_config=None, server_header=False, log_level="warning")
-    uvicorn.Server(config).run([listening])
+    serve_processes(settings, threads, listening)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -6,7 +6,6 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,30 +14,58 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.attention.call import Result
+from service.attention.call import Call, Result
+from service.errors import Overloaded, Problem
 from service.serving import cost
+from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.metrics import Metrics, Phases
-from service.serving.scheduler import Scheduler
+from service.serving.scheduler import QueueLimits, Scheduler
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
+from service.wire.arrays import Kind
+from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
-from service.wire.json_form import parse
+from service.wire.forms import FORMS
 from service.wire.limits import WireLimits
+from service.wire.negotiation import JSON
 from service.wire.refusals import validate
-from service.wire.reply import Reply, encode_json
+from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
 log = structlog.get_logger("attend")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
-@dataclass(slots=True)
-class Answer:
-    """A reply's bytes, how long each phase took, and what the log says of the call."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came over the wire: bytes, what form they have, what form the reply shall have, and how long the caller waits."""
 
     body: bytes
+    form: str = JSON
+    coding: str = ""
+    reply_form: str = JSON
+    reply_coding: str = ""
+    deadline: float | None = None
+    gone: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A request that nothing can be wrong with any more, and all that its call needs."""
+
+    request: AttendRequest
+    layer: HeldLayer
+    call: Call
+    cost: cost.Cost
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply's bytes in pieces, how long each phase took, and what the log says of the call."""
+
+    pieces: list[Buffer]
     phases: Phases
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -50,10 +77,18 @@ class Engine:
         self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
-        self.wire_limits, self.limits = wire_limits, limits
-        self.ready = self.started = False
+        self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
+        self.started = self.draining = False
+        self.compress = False  # whether replies are compressed for everyone who accepts it
+        self.timeout: float | None = None  # seconds for requests that set no deadline
+        self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="codec")
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
+        return self.started and not self.draining and self.scheduler.healthy
 
     @property
     def threads(self) -> int:
@@ -84,30 +119,35 @@ class Engine:
         self.metrics.layers.set(len(self.catalogue))
         for layer in self.catalogue.all():
             await self._warm(layer)
-        self.ready = self.started = True
+        self.started = True
 
-    async def attend(self, body: bytes) -> Answer:
+    def admit_body(self, size: int) -> None:
+        """Raises Overloaded where a body of that many bytes would be one too many beside those already held."""
+        room = self.scheduler.limits.memory_bytes
+        if self.held_bytes and self.held_bytes + size > room:
+            wanted = f"room for request bodies of {room} bytes in all (max_queue_bytes)"
+            raise Overloaded(1, problems=[Problem("", wanted, f"{size} beside {self.held_bytes}")])
+
+    async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
-        started = time.monotonic()
-        large = len(body) > ON_THE_LOOP
-        request, layer, call = await self._aside(self._bound, body) if large else self._bound(body)
-        phases = Phases(decode=time.monotonic() - started)
-        outcome = await self.scheduler.submit(layer, call)
+        started = self.clock()
+        large = len(asked.body) > ON_THE_LOOP
+        bound = await self._aside(self._bound, asked) if large else self._bound(asked)
+        phases = Phases(decode=self.clock() - started)
+        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
-        started = time.monotonic()
-        if outcome.result.first_masked:
-            raise masked_rows(outcome.result.first_masked)
-        reply = reply_of(request, layer, outcome.result)
-        large = sum(tensor.numel() for tensor in outcome.result.tensors.values()) * 12 > ON_THE_LOOP
-        encoded = await self._aside(encode_json, reply, request.reply) if large else encode_json(reply, request.reply)
-        phases.encode = time.monotonic() - started
+        started = self.clock()
+        large = bound.cost.reply_bytes > ON_THE_LOOP
+        pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
+        phases.encode = self.clock() - started
         self.metrics.computed(phases)
-        about = {"layer": layer.name, "query": request.query.shape, "keys": call.masks.num_keys, "outputs": request.outputs}
-        return Answer(encoded, phases, about)
+        request = bound.request
+        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        return Answer(pieces, phases, {**about, "batch": outcome.batch})
 
-    async def plan(self, body: bytes) -> Plan:
+    async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, body)
+        request, layer = await self._aside(self._fitted, asked)
         predicted = cost.predict(request, layer.spec)
         problems = cost.admit(predicted, self.limits)
         outputs = {}
@@ -127,9 +167,9 @@ class Engine:
             refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
         )
 
-    async def put_layer(self, name: str, body: bytes) -> tuple[HeldLayer, bool]:
+    async def put_layer(self, name: str, asked: Asked) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        document = validate(PutLayer, await self._aside(parse, body, PutLayer.tensors, self.wire_limits))
+        document = validate(PutLayer, await self._aside(self._parsed, asked, PutLayer.tensors))
         self.catalogue.admit(name, document.spec)
         layer = await self._aside(self.catalogue.make, name, document.spec, document.weights)
         self.catalogue.admit(name, document.spec)  # others may have come meanwhile
@@ -149,27 +189,41 @@ class Engine:
         self.scheduler.close()
         self._threads.shutdown()
 
-    def _fitted(self, body: bytes) -> tuple[AttendRequest, HeldLayer]:
-        request = validate(AttendRequest, parse(body, AttendRequest.tensors, self.wire_limits))
+    def _parsed(self, asked: Asked, kinds: dict[str, Kind]) -> dict[str, Any]:
+        body = unpack(asked.body, asked.coding, self.wire_limits.body_bytes)
+        return FORMS[asked.form].parse(body, kinds, self.wire_limits)
+
+    def _fitted(self, asked: Asked) -> tuple[AttendRequest, HeldLayer]:
+        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors))
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
         return request, layer
 
-    def _bound(self, body: bytes) -> tuple[AttendRequest, HeldLayer, Any]:
-        request, layer = self._fitted(body)
-        cost.check(cost.predict(request, layer.spec), self.limits)
-        return request, layer, bind(request, layer.spec)
+    def _bound(self, asked: Asked) -> "Bound":
+        request, layer = self._fitted(asked)
+        predicted = cost.predict(request, layer.spec)
+        cost.check(predicted, self.limits)
+        return Bound(request, layer, bind(request, layer.spec), predicted)
 
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def _warm(self, layer: HeldLayer) -> None:
-        """One tiny call, so that the first caller does not pay for torch's first times."""
+        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
+        await self.scheduler.aside(layer.attention.tune)
         spec = layer.spec
         zeros = {"query": spec.d_model, "key": spec.key_dim, "value": spec.value_dim}
         request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
-        await self.scheduler.submit(layer, bind(request, spec))
+        await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
+
+
+def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:
+    """The reply's bytes. Raises InvalidRequest where the caller wanted an error for rows without keys or numbers that are not finite."""
+    if bound.call.fully_masked == "error" and (first := result.first_empty()):
+        raise masked_rows(first)
+    pieces = FORMS[asked.reply_form].encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
+    return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
 
 
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
@@ -182,7 +236,14 @@ def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 
-def open_engine(device: str, wire_limits: WireLimits, limits: cost.ServingLimits) -> Engine:
+def open_engine(
+    device: str,
+    wire_limits: WireLimits,
+    limits: cost.ServingLimits,
+    queue: QueueLimits | None = None,
+    batch: BatchLimits | None = None,
+) -> Engine:
     """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none."""
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    return Engine(Catalogue(where, limits), Scheduler(where), Metrics(), wire_limits, limits)
+    metrics = Metrics()
+    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits)

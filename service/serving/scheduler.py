@@ -1,54 +1,175 @@
-"""Bound calls -> results, one at a time on the device's own thread, so that the event loop never waits for arithmetic."""
+"""The asyncio shell round `batches`: a bounded queue in front of one device, and the thread on which it computes.
+
+    submit -> waiting -> take -> stack -> compute -> split -> settle
+
+What is there when the device is free is the batch; nothing waits for company unless a delay is set. A future is settled only if it is
+not done; a call whose caller has gone is dropped before it costs anything. An exception anywhere between take and split reaches every
+call of its batch, and the loop goes on. Out of memory splits the batch and tries the halves.
+"""
 
 import asyncio
+import math
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from service.attention.call import Call, Result
-from service.errors import AttendError, OutOfMemory, ServiceFault
+from service.errors import AttendError, DeadlinePassed, OutOfMemory, Overloaded, Problem, ServiceFault
+from service.serving.batches import BatchLimits, Entry, halves, split, stack, take
 from service.serving.catalogue import HeldLayer
+from service.serving.cost import Cost
+from service.serving.metrics import Metrics
+
+INLINE_OPERATIONS = 1 << 24  # on a CPU, arithmetic of well under a millisecond, less than the way to a thread and back costs others
+OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait, by cost. `delay` is how long an idle device waits for company, in seconds."""
+
+    operations: int = 2_000_000_000_000
+    memory_bytes: int = 1 << 31
+    delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result, and the seconds it waited and took."""
+    """A result, the seconds it waited and took, and how many calls it was computed with."""
 
     result: Result
     queue: float
     compute: float
+    batch: int
 
 
 class Scheduler:
-    """One device, one thread."""
+    """One device, one thread. All methods but the computing itself run on the event loop."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        metrics: Metrics,
+        queue: QueueLimits | None = None,
+        batch: BatchLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.device, self.metrics, self.clock = device, metrics, clock
+        self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
+        self.waiting: deque[Entry] = deque()
+        self.out_of_memory = 0  # calls in a row
+        self._busy = self._planned = False
+        self._rate = 1e9  # operations per second, learnt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
 
-    async def submit(self, layer: HeldLayer, call: Call) -> Outcome:
-        """The outcome of the call. Raises OutOfMemory, or ServiceFault where computing failed."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _compute, layer, call, time.monotonic())
+    @property
+    def healthy(self) -> bool:
+        return self.out_of_memory < OOM_UNREADY
+
+    @property
+    def backlog(self) -> float:
+        """Predicted seconds until the queue is empty."""
+        return sum(entry.cost.operations for entry in self.waiting) / self._rate
+
+    async def submit(
+        self, layer: HeldLayer, call: Call, cost: Cost, deadline: float | None = None, gone: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """The outcome of a bound call. Raises Overloaded, DeadlinePassed, OutOfMemory, or ServiceFault where computing failed."""
+        self._admit(cost)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+        entry = Entry(layer, call, cost, self.clock(), deadline, lambda: future.done() or gone(), partial(_settle, future))
+        self.waiting.append(entry)
+        self._plan(loop)
+        timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
+        try:
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def aside(self, work: Callable[[], None]) -> None:
+        """Runs something else on the device's thread, between batches."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
         self._thread.shutdown()
 
+    def _admit(self, cost: Cost) -> None:
+        """A full queue is an answer. An empty one takes any call that passed admission."""
+        if not self.waiting:
+            return
+        operations = cost.operations + sum(entry.cost.operations for entry in self.waiting)
+        memory = cost.memory_bytes + sum(entry.cost.memory_bytes for entry in self.waiting)
+        if operations > self.limits.operations or memory > self.limits.memory_bytes:
+            retry = max(1, math.ceil(self.backlog))
+            wanted = f"room in a queue of {self.limits.operations} operations and {self.limits.memory_bytes} bytes (max_queue_…)"
+            raise Overloaded(retry, problems=[Problem("", wanted, f"{operations} operations and {memory} bytes with this call")])
 
-def _compute(layer: HeldLayer, call: Call, submitted: float) -> Outcome:
-    started = time.monotonic()
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Forms a batch once the loop has taken in whatever else has arrived by now."""
+        if not self._busy and not self._planned:
+            self._planned = True
+            if self.limits.delay:
+                loop.call_later(self.limits.delay, self._dispatch, loop)
+            else:
+                loop.call_soon(self._dispatch, loop)
+
+    def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._planned = False
+        batch, expired, abandoned = take(self.waiting, self.batch_limits, self.clock())
+        for entry in expired:
+            entry.settle(_too_late())
+        if abandoned:
+            self.metrics.abandoned(len(abandoned))
+        if not batch:
+            return
+        self.metrics.batched(len(batch))
+        if self.device.type == "cpu" and sum(entry.cost.operations for entry in batch) <= INLINE_OPERATIONS and not self.limits.delay:
+            self._finish(loop, compute(batch, self.clock))
+        else:
+            self._busy = True
+            done = self._thread.submit(compute, batch, self.clock)
+            done.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish, loop, future.result()))
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, settled: "Settled") -> None:
+        self._busy = False
+        for entry, outcome in settled:
+            fits = not isinstance(outcome, OutOfMemory)
+            self.out_of_memory = 0 if fits else self.out_of_memory + 1
+            if isinstance(outcome, Outcome) and outcome.compute > 0:
+                self._rate += 0.1 * (entry.cost.operations * outcome.batch / outcome.compute - self._rate)
+            entry.settle(outcome)
+        if self.waiting:
+            self._plan(loop)
+
+
+Settled = Sequence[tuple[Entry, Outcome | AttendError]]
+
+
+def compute(batch: Sequence[Entry], clock: Callable[[], float]) -> Settled:
+    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch."""
+    started = clock()
     try:
-        result = on_cpu(run(layer, call))
-    except AttendError:
-        raise
+        result = run(batch[0].layer, stack([entry.call for entry in batch]))
+        results = split(_on_cpu(result), [entry.call.query.shape[0] for entry in batch])
     except Exception as error:
-        raise failure(error) from error
-    return Outcome(result, started - submitted, time.monotonic() - started)
+        if _is_out_of_memory(error) and len(batch) > 1:
+            del error
+            return [pair for half in halves(batch) for pair in compute(half, clock)]
+        failed = _failure(error)
+        return [(entry, failed) for entry in batch]
+    took = clock() - started
+    return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
 
 
 def run(layer: HeldLayer, call: Call) -> Result:
-    """The call through its layer. A reproducible one takes one thread and the one way, whatever runs beside it."""
+    """The call through its layer. A reproducible one takes one thread, whatever the server was given."""
     call = call.to(layer.attention.device)
     if not call.reproducible:
         return layer.attention(call)
@@ -60,13 +181,33 @@ def run(layer: HeldLayer, call: Call) -> Result:
         torch.set_num_threads(threads)
 
 
-def on_cpu(result: Result) -> Result:
-    """The result with its tensors in main memory."""
-    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, result.fully_masked_rows, result.first_masked)
+def _on_cpu(result: Result) -> Result:
+    if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
+        return result
+    empty = None if result.empty is None else result.empty.cpu()
+    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
 
 
-def failure(error: Exception) -> AttendError:
-    """What a caller is told of an exception inside compute."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Outcome):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+
+
+def _too_late() -> DeadlinePassed:
+    return DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _failure(error: Exception) -> AttendError:
+    if _is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
-    return ServiceFault("computing failed")
+    fault = ServiceFault("computing failed")
+    fault.__cause__ = error
+    return fault

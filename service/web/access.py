@@ -13,17 +13,13 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import MalformedBody, TooLarge
 from service.serving.metrics import Metrics, Phases
 from service.web.failures import PROBLEM_JSON, problem
+from service.web.reading import ClientGone
 
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
-
-
-class ClientGone(Exception):
-    """The caller hung up before the body was whole; nobody is left to answer."""
 
 
 @dataclass(slots=True)
@@ -63,7 +59,7 @@ class Access:
             else:
                 record.sent += len(message.get("body", b""))
                 if head:
-                    message = {**message, "body": b""}
+                    message = {**message, "body": b"", "more_body": False} if not message.get("more_body") else message
             await send(message)
 
         try:
@@ -122,30 +118,3 @@ async def _apologise(record: Record, send: Send) -> None:
     headers = [(b"content-type", PROBLEM_JSON.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises TooLarge as soon as that is known, from the header where there is one; ClientGone if it never comes."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            if not value.isdigit():
-                raise MalformedBody.where("", "a Content-Length", "something else")
-            if int(value) > limit:
-                raise _too_large(limit, f"{int(value)}")
-    pieces, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        if piece := message.get("body", b""):
-            size += len(piece)
-            if size > limit:
-                raise _too_large(limit, f"more than {limit}")
-            pieces.append(piece)
-        more = message.get("more_body", False)
-    scope["attend"].received = size
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _too_large(limit: int, got: str) -> Exception:
-    return TooLarge.where("", f"a body of at most {limit} bytes (max_body_bytes)", got)

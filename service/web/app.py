@@ -8,8 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 
 from service import __version__
+from service.errors import Forbidden, LayerConflict
+from service.serving.batches import BatchLimits
 from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
+from service.serving.scheduler import QueueLimits
 from service.settings import Settings
 from service.web import attend, documentation, failures, health, layers
 from service.web.access import Access
@@ -28,8 +31,9 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
-    layers.install(app, engine, writable=_loopback(settings.host))
+    layers.install(app, engine, _why_not_writable(settings))
     health.install(app, engine, _about(settings, engine))
+    app.state.engine = engine
     documentation.install(app)
     failures.install(app)
     app.add_middleware(Access, metrics=engine.metrics, log_requests=settings.access_log)
@@ -45,7 +49,19 @@ def create_engine(settings: Settings) -> Engine:
         scores=settings.max_scores,
         memory_bytes=settings.max_memory_bytes,
     )
-    return open_engine(settings.device, wire, limits)
+    queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
+    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls))
+    engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
+    return engine
+
+
+def _why_not_writable(settings: Settings) -> Exception | None:
+    """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
+    if not _loopback(settings.host):
+        return Forbidden("layers cannot be changed over HTTP while the server listens on an address that is not loopback")
+    if settings.workers > 1:
+        return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
+    return None
 
 
 def _loopback(host: str) -> bool:
@@ -58,4 +74,4 @@ def _loopback(host: str) -> bool:
 
 def _about(settings: Settings, engine: Engine) -> dict[str, Any]:
     limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
-    return {"threads": engine.threads, "device": engine.device, "limits": limits}
+    return {"workers": settings.workers, "threads": engine.threads, "device": engine.device, "limits": limits}

@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import NotReady
 from service.serving.engine import Engine
-from service.web.access import read_body
 from service.web.examples import ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
+from service.web.reading import read
 from service.wire.documents import AttendReply, Plan
-from service.wire.negotiation import JSON, form_of_body, form_of_reply
+from service.wire.negotiation import JSON
 
 
 class Attend:
@@ -26,26 +26,27 @@ class Attend:
         self.engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        form_of_body(headers.get(b"content-type", b"").decode("latin-1"))
-        form_of_reply(headers.get(b"accept", b"").decode("latin-1"))
-        body = await read_body(scope, receive, self.engine.wire_limits.body_bytes)
-        demand_ready(self.engine)
-        answer = await self.engine.attend(body)
+        demand_started(self.engine)
+        asked = await read(scope, receive, self.engine)
+        answer = await self.engine.attend(asked)
         record = scope["attend"]
         record.phases, record.about = answer.phases, answer.about
         start = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(answer.body)).encode()),
+            (b"content-type", asked.reply_form.encode()),
+            (b"content-length", str(sum(map(len, answer.pieces))).encode()),
             (b"server-timing", answer.phases.server_timing().encode()),
         ]
+        if asked.reply_coding:
+            start.append((b"content-encoding", asked.reply_coding.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": start})
-        await send({"type": "http.response.body", "body": answer.body})
+        for piece in answer.pieces[:-1]:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": answer.pieces[-1]})
 
 
-def demand_ready(engine: Engine) -> None:
-    """Raises NotReady before the configured layers are loaded and warm."""
-    if not engine.ready:
+def demand_started(engine: Engine) -> None:
+    """Raises NotReady before the configured layers are loaded and warm. A server about to leave still takes what comes."""
+    if not engine.started:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
@@ -66,11 +67,14 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
         403: "This server does not allow it.",
         404: "No such layer.",
         406: "No form that the caller accepts.",
+        409: "The layers cannot be changed that way here.",
         413: "Too large: bytes, depth, parameters, or predicted memory.",
         415: "A media type that is not read here.",
         422: "Well-formed, but it breaks the contract or does not fit the layer.",
+        429: "The queue is full; see Retry-After.",
         500: "Ours to mend.",
         503: "Not ready yet.",
+        504: "The deadline of X-Request-Timeout passed.",
         507: "The memory was not there.",
     }
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
@@ -85,7 +89,7 @@ def install(app: FastAPI, engine: Engine) -> None:
         "/attend",
         tags=["attend"],
         response_model=AttendReply,
-        responses=refusals(400, 404, 406, 413, 415, 422, 500, 503, 507),
+        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
     )
     async def attend() -> None:
@@ -101,7 +105,5 @@ def install(app: FastAPI, engine: Engine) -> None:
     )
     async def plan(request: Request) -> Plan:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted. Computes nothing."""
-        form_of_body(request.headers.get("content-type", ""))
-        body = await read_body(request.scope, request.receive, engine.wire_limits.body_bytes)
-        demand_ready(engine)
-        return await engine.plan(body)
+        demand_started(engine)
+        return await engine.plan(await read(request.scope, request.receive, engine))

@@ -14,7 +14,7 @@ from service.wire.documents import request_schemas
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
 DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
 
-Letters in shapes: b batch, q queries, k keys, h heads, d width of a head. A request whose tensors have no batch axis gets a reply without one.
+Letters in shapes: b batch, q queries, k keys, h heads, d width of a head. Tensors without a batch axis get a reply without one.
 Every refusal is a problem document that says what was expected, what came, and where."""
 
 

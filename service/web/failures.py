@@ -25,6 +25,8 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.NotAcceptable: 406,
     errors.CapacityError: 503,
     errors.NotReady: 503,
+    errors.Overloaded: 429,
+    errors.DeadlinePassed: 504,
     errors.OutOfMemory: 507,
     errors.ServiceFault: 500,
 }
@@ -50,7 +52,8 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
     record.reason, record.detail = type(error).__name__, error.detail
     status = status_of(error)
     body = problem(status, error.title, error.detail, record.request_id, error.problems)
-    return Response(body, status, media_type=PROBLEM_JSON)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
+    return Response(body, status, headers, media_type=PROBLEM_JSON)
 
 
 def install(app: FastAPI) -> None:

@@ -4,24 +4,23 @@ import re
 
 from fastapi import FastAPI, Request, Response
 
-from service.errors import Forbidden, InvalidRequest
+from service.errors import InvalidRequest
 from service.serving.engine import Engine
-from service.web.access import read_body
-from service.web.attend import demand_ready, refusals, takes
+from service.web.attend import demand_started, refusals, takes
 from service.web.examples import PUT_TINY
+from service.web.reading import read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
-from service.wire.negotiation import form_of_body
 from service.wire.refusals import shown
 
 NAME = re.compile(LAYER_NAME)
 
 
-def install(app: FastAPI, engine: Engine, writable: bool) -> None:
-    """Adds the routes; `writable` says whether layers may be changed over HTTP at all."""
+def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
+    """Adds the routes; `why_not` is raised where layers cannot be changed over HTTP."""
 
     def demand_writable() -> None:
-        if not writable:
-            raise Forbidden("layers cannot be changed over HTTP while the server listens on an address that is not loopback")
+        if why_not is not None:
+            raise why_not
 
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:
@@ -37,7 +36,7 @@ def install(app: FastAPI, engine: Engine, writable: bool) -> None:
         "/layers/{name}",
         tags=["layers"],
         response_model=LayerDocument,
-        responses={201: {"model": LayerDocument, "description": "The layer is new."}, **refusals(400, 403, 413, 415, 422, 500, 503)},
+        responses={201: {"model": LayerDocument, "description": "The layer is new."}, **refusals(400, 403, 409, 413, 415, 422, 500, 503)},
         openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer."),
     )
     async def put_layer(name: str, request: Request, response: Response) -> LayerDocument:
@@ -45,16 +44,14 @@ def install(app: FastAPI, engine: Engine, writable: bool) -> None:
         demand_writable()
         if not NAME.fullmatch(name):
             raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
-        form_of_body(request.headers.get("content-type", ""))
-        body = await read_body(request.scope, request.receive, engine.wire_limits.body_bytes)
-        demand_ready(engine)
-        layer, new = await engine.put_layer(name, body)
+        demand_started(engine)
+        layer, new = await engine.put_layer(name, await read(request.scope, request.receive, engine))
         response.status_code = 201 if new else 200
         return layer.document()
 
-    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 503))
+    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 503))
     async def delete_layer(name: str) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         demand_writable()
-        demand_ready(engine)
+        demand_started(engine)
         engine.delete_layer(name)

@@ -6,6 +6,7 @@ wrong about the layer it names, which `serving/bind.py` checks.
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
@@ -31,6 +32,8 @@ Output = Literal[
 
 
 def _offset(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
             raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', shown(number))

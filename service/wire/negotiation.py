@@ -1,9 +1,10 @@
-"""Which form a body has and which form the caller wants back: headers in, names of forms out. RFC 9110 section 12, as far as two forms need."""
+"""Which form a body has and which the caller wants back: headers in, names of forms out. RFC 9110 section 12, as far as two forms need."""
 
 from service.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
-SUPPORTED = (JSON,)  # in order of preference where the caller has none
+SAFETENSORS = "application/vnd.safetensors"
+SUPPORTED = (JSON, SAFETENSORS)  # in order of preference where the caller has none
 
 
 def form_of_body(content_type: str) -> str:
@@ -18,8 +19,10 @@ def form_of_body(content_type: str) -> str:
 
 def form_of_reply(accept: str) -> str:
     """The media type in which to answer: the highest quality the caller gives, ties go to the first we support. Raises NotAcceptable."""
-    if accept in ("", "*/*", JSON):
+    if accept in ("", "*/*"):
         return JSON
+    if accept in SUPPORTED:
+        return accept
     ranges = [_range(part) for part in accept.split(",") if part.strip()]
     best, best_quality = "", 0.0
     for media in SUPPORTED:

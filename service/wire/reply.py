@@ -1,4 +1,4 @@
-"""Results -> reply bytes in JSON. Numbers go from the arrays' own memory into text; no Python object is made per number.
+"""Results -> reply bytes, and the JSON form of them. Numbers go from the arrays' own memory into text; no Python object is made per number.
 
 A reply's tensors are what the caller asked for, cast to the datatype the caller wants. Numbers that JSON cannot write are dealt with
 here, in the order they stand: orjson writes them all as `null`, and each null is then given its word.
@@ -6,7 +6,7 @@ here, in the order they stand: orjson writes them all as `null`, and each null i
 
 import binascii
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -15,6 +15,7 @@ from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, DATATYPES, Array, raw
 from service.wire.documents import ReplyOptions
 
+Buffer: TypeAlias = bytes | memoryview  # a piece of a reply; its len() is its bytes
 MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
 WORDS = {"nan": b'"nan"', "inf": b'"inf"', "-inf": b'"-inf"'}
 
@@ -29,7 +30,7 @@ class Reply:
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
 
 
-def encode_json(reply: Reply, options: ReplyOptions) -> bytes:
+def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply as JSON. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
     document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     for name, tensor in reply.tensors.items():
@@ -37,7 +38,7 @@ def encode_json(reply: Reply, options: ReplyOptions) -> bytes:
             document[name] = {part: _form(f"{name}/{part}", array, reply.datatype, options) for part, array in tensor.items()}
         else:
             document[name] = _form(name, tensor, reply.datatype, options)
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
 
 
 def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) -> tuple[Array, Array | None]:

@@ -1,0 +1,151 @@
+"""Which waiting calls go to the device together, how they are stacked into one, and how its result is split again. Pure: no clock, no
+event loop, no thread; time is a number that the caller passes.
+
+Calls are stacked along the batch axis when everything else about them is equal: layer, shapes, options, which masks there are. A stacked
+call is an ordinary call, so the layer knows nothing of this.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from service.attention.call import Call, Result
+from service.serving.catalogue import HeldLayer
+from service.serving.cost import Cost
+
+STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A bound call that waits. `gone` says whether its caller still cares; `arrived` and `deadline` are readings of one clock."""
+
+    layer: HeldLayer
+    call: Call
+    cost: Cost
+    arrived: float
+    deadline: float | None = None
+    gone: Callable[[], bool] = lambda: False
+    settle: Callable[[Any], None] = lambda _: None
+    kin: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kin = kinship(self.layer, self.call)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What one batch may cost. A call beyond these by itself runs alone."""
+
+    calls: int = 64
+    operations: int = 4_000_000_000
+    memory_bytes: int = 1 << 29
+
+
+def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """(batch, expired, abandoned), all removed from `waiting`.
+
+    The batch is the oldest live call and every later one that can be stacked with it within the limits; others keep their turn.
+    """
+    batch: list[Entry] = []
+    expired, abandoned, left = [], [], []
+    operations = memory = 0
+    for entry in waiting:
+        if entry.gone():
+            abandoned.append(entry)
+        elif entry.deadline is not None and entry.deadline <= now:
+            expired.append(entry)
+        elif not batch or (
+            entry.kin is not None
+            and entry.kin == batch[0].kin
+            and len(batch) < limits.calls
+            and operations + entry.cost.operations <= limits.operations
+            and memory + entry.cost.memory_bytes <= limits.memory_bytes
+        ):
+            batch.append(entry)
+            operations += entry.cost.operations
+            memory += entry.cost.memory_bytes
+        else:
+            left.append(entry)
+    waiting.clear()
+    waiting.extend(left)
+    return batch, expired, abandoned
+
+
+def kinship(layer: HeldLayer, call: Call) -> Any:
+    """Equal for calls that can be stacked; None for one that must run alone: a seeded dropout's stream has the call's own shape."""
+    if call.dropout is not None or call.reproducible:
+        return None
+    masks = call.masks
+    return (
+        id(layer),
+        call.query.shape[1:],
+        call.key.shape[1:],
+        call.key is call.query,
+        call.value is call.key,
+        call.scale,
+        call.outputs,
+        call.softcap,
+        call.fully_masked,
+        call.head_scale is None,
+        call.heads,
+        call.queries,
+        call.average,
+        call.top_k,
+        tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in STACKED_MASKS),
+        masks.left,
+        masks.right,
+        masks.aligned,
+    )
+
+
+def stack(calls: Sequence[Call]) -> Call:
+    """One call for all, item after item; itself where there is only one. The calls must be kin."""
+    if len(calls) == 1:
+        return calls[0]
+    first, sizes = calls[0], [call.query.shape[0] for call in calls]
+    query = torch.cat([call.query for call in calls])
+    key = query if first.key is first.query else torch.cat([call.key for call in calls])
+    value = key if first.value is first.key else torch.cat([call.value for call in calls])
+    masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in STACKED_MASKS}
+    return replace(
+        first,
+        query=query,
+        key=key,
+        value=value,
+        masks=replace(first.masks, **masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
+        head_scale=_stacked([call.head_scale for call in calls], sizes),
+    )
+
+
+def _stacked(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Tensors whose first axis is the batch, or 1 for all of it. One that all share stays as it is."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    if not there:
+        return None
+    if all(t.shape[0] == 1 for t in there) and all(t is there[0] or torch.equal(t, there[0]) for t in there):
+        return there[0]
+    return torch.cat([t if t.shape[0] == n else t.expand(n, *t.shape[1:]) for t, n in zip(there, sizes, strict=True)])
+
+
+def split(result: Result, sizes: Sequence[int]) -> list[Result]:
+    """The result of a stacked call, item for item: views, nothing is copied."""
+    if len(sizes) == 1:
+        return [result]
+    results, start = [], 0
+    for size in sizes:
+        here = slice(start, start + size)
+        empty = None if result.empty is None else result.empty[here] if result.empty.shape[0] > 1 else result.empty
+        results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, empty))
+        start += size
+    return results
+
+
+def halves(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
+    """A batch that did not fit, as two that may."""
+    middle = len(batch) // 2
+    return batch[:middle], batch[middle:]

@@ -1,0 +1,35 @@
+"""How many threads arithmetic gets. Knows the machine; must run before torch starts its pool, so it does not know torch."""
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores this process may really use: the least of CPU affinity and cgroup quota, at least 1.
+
+    A container limited to 4 of 40 cores that starts 40 threads is stopped by the kernel nine tenths of the time.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(_quota(cgroup) or cores)))
+
+
+def plan_threads(workers: int, threads: int | None, cores: int) -> int:
+    """Threads for each of `workers` processes, so that together they never exceed the cores. Raises ValueError where they would."""
+    planned = threads if threads is not None else max(1, cores // workers)
+    if workers * planned > cores:
+        raise ValueError(f"{workers} workers with {planned} threads each exceed the {cores} cores this process may use")
+    return planned
+
+
+def _quota(cgroup: Path) -> float | None:
+    """CPUs of the cgroup's quota, version 2 or 1; None where there is no limit to read."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") or int(period) <= 0 else int(quota) / int(period)

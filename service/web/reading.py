@@ -1,0 +1,72 @@
+"""Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope
+
+from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.serving.engine import Asked, Engine
+from service.wire.compression import coding_of_reply
+from service.wire.negotiation import form_of_body, form_of_reply
+
+
+class ClientGone(Exception):
+    """The caller hung up before the body was whole; nobody is left to answer."""
+
+
+async def read(scope: Scope, receive: Receive, engine: Engine) -> Asked:
+    """The request as the engine takes it. Raises what its headers or its size deserve; ClientGone if it never comes whole."""
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    form = form_of_body(headers.get(b"content-type", ""))
+    reply_form = form_of_reply(headers.get(b"accept", ""))
+    deadline = _deadline(headers.get(b"x-request-timeout"), engine)
+    body = await _body(headers.get(b"content-length"), receive, engine)
+    scope["attend"].received = len(body)
+    coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
+    return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
+
+
+def _deadline(timeout: str | None, engine: Engine) -> float | None:
+    if timeout is None:
+        return None if engine.timeout is None else engine.clock() + engine.timeout
+    try:
+        seconds = float(timeout)
+    except ValueError:
+        seconds = math.nan
+    if not (0 < seconds < 1e9):
+        raise InvalidRequest.where("", "an X-Request-Timeout in seconds", f'"{timeout[:40]}"')
+    return engine.clock() + seconds
+
+
+def _hung_up(receive: Any) -> Callable[[], bool]:
+    """Asks whether the caller has gone. uvicorn's `receive` belongs to an object that knows; elsewhere nobody is taken for gone."""
+    cycle = getattr(receive, "__self__", None)
+    return lambda: bool(getattr(cycle, "disconnected", False))
+
+
+async def _body(content_length: str | None, receive: Receive, engine: Engine) -> bytes:
+    limit = engine.wire_limits.body_bytes
+    if content_length is not None:
+        if not content_length.isdigit():
+            raise MalformedBody.where("", "a Content-Length", "something else")
+        if int(content_length) > limit:
+            raise _too_large(limit, content_length)
+        engine.admit_body(int(content_length))
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if piece := message.get("body", b""):
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit, f"more than {limit}")
+            pieces.append(piece)
+        more = message.get("more_body", False)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(limit: int, got: str) -> TooLarge:
+    return TooLarge.where("", f"a body of at most {limit} bytes (max_body_bytes)", got)

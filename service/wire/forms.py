@@ -1,0 +1,30 @@
+"""The forms a body may have, each with the same two verbs. Another form is another row; nothing else knows how many there are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.wire import json_form, safetensors_form
+from service.wire.arrays import Kind
+from service.wire.documents import ReplyOptions
+from service.wire.limits import WireLimits
+from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.reply import Buffer, Reply, encode_json
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How requests of one media type are read, and replies written."""
+
+    media_type: str
+    parse: Callable[[bytes, Mapping[str, Kind], WireLimits], dict[str, Any]]
+    encode: Callable[[Reply, ReplyOptions], list[Buffer]]
+
+
+FORMS = {
+    form.media_type: form
+    for form in (
+        Form(JSON, json_form.parse, encode_json),
+        Form(SAFETENSORS, safetensors_form.parse, safetensors_form.encode),
+    )
+}
