@@ -11,11 +11,11 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.spec import DType, Init, LayerSpec
+from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
-LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype")
+LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
 
 class BadSettings(Exception):
@@ -43,6 +43,7 @@ class Settings(BaseSettings):
     seed: int = Field(default=0, description="Seed of its weights.")
     init: Init = Field(default="xavier_uniform", description="How its weights are drawn.")
     dtype: DType = Field(default="float32", description="Of its weights and arithmetic.")
+    matmul_precision: MatmulPrecision = Field(default="highest", description="Of its float32 products; high and medium allow TF32.")
     layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
@@ -127,3 +128,14 @@ def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], conf
     else:
         source = f"{'.'.join(path)} in {config}" if config else ".".join(path)
     return f"{source}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table; the documentation holds it, and a test that it does."""
+    rows = ["| flag | default | |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = (
+            "" if field.default in (None, {}) else f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+        )
+        rows.append(f"| `--{name.replace('_', '-')}` | {default} | {field.description} |")
+    return "\n".join(rows)

@@ -17,6 +17,7 @@ from service.tensors import Array, datatype_of, raw
 
 Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear", "torch_mha"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
@@ -50,6 +51,9 @@ class LayerSpec(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] = Field(default=0, description="Of the drawn weights.")
     init: Init = Field(default="xavier_uniform", description="How the weights are drawn.")
     dtype: DType = Field(default="float32", description="Of the weights and the computation.")
+    matmul_precision: MatmulPrecision = Field(
+        default="highest", description="Of float32 products: highest is float32, high and medium allow TF32 or bfloat16 inside."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -103,10 +107,10 @@ class LayerSpec(BaseModel):
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of what the layer computes: the spec without how its weights came about, and the weights themselves.
 
-    The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed` and `init`); then for each weight in
+    The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed`, `init` and `matmul_precision`); then for each weight in
     order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
-    document = spec.model_dump(mode="json", exclude={"seed", "init"})
+    document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
     digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(weights):
         array = weights[name]

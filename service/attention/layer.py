@@ -20,10 +20,10 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.dropout import DropoutStream
 from service.attention.masks import Masks
-from service.attention.products import choose, linear
+from service.attention.products import choose, linear, set_precision
 from service.spec import PROJECTIONS, LayerSpec
 
-BLOCK = 1 << 22  # scores held at once where [q, k] is not asked for: 16 MB in float32
+BLOCK = 1 << 20  # scores held at once where [q, k] is not asked for: 4 MB in float32, which caches hold
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
 PER_HEAD = {"output", "concatenated", "head_outputs"}
 FORMS = {"scores", "log_sum_exp", "attention_weights"}
@@ -62,6 +62,7 @@ class MultiHeadAttention:
     @torch.inference_mode()
     def __call__(self, call: Call) -> Result:
         """What `call.outputs` asks for. Tensors come in the layer's dtype, scores and weights of half layers in float32."""
+        set_precision(self.spec.matmul_precision)
         query, key, value = self.project(call)
         empty = self._empty_rows(call)
         made: dict[str, Tensor] = {}
@@ -197,6 +198,8 @@ class MultiHeadAttention:
         masks, (batch, heads, num_queries, _), num_keys = call.masks, query.shape, key.shape[2]
         if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
             return F.scaled_dot_product_attention(query, key, value, is_causal=masks.blocks, scale=call.scale)
+        if (keys := masks.same_keys()) is not None:
+            return F.scaled_dot_product_attention(query, key[:, :, keys], value[:, :, keys], scale=call.scale)
         made = _Rows(num_queries)
         for rows in _blocks(batch * heads * num_keys, num_queries):
             keys = _reach(masks, rows)

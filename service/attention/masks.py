@@ -46,6 +46,13 @@ class Masks:
         rest = self.sets or self.bias is not None or self.lengths is not None or self.left is not None
         return self.aligned and self.right == 0 and not rest
 
+    def same_keys(self) -> slice | None:
+        """The keys that every row sees, where all see the same first ones and nothing else is asked: they need no mask, only a cut."""
+        if self.lengths is None or self.sets or self.bias is not None or self.left is not None or self.right is not None:
+            return None
+        shortest, longest = (int(n) for n in self.lengths.aminmax()) if self.lengths.numel() else (0, 0)
+        return slice(0, longest) if 0 < shortest == longest else None
+
     def interval(self, rows: slice) -> tuple[Tensor, Tensor]:
         """First and last key of each row, both included, each [b|1, rows]; the row is empty where last < first."""
         at = self.positions[:, rows]

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 ROWS = (32, 128, 512)  # row counts at which the candidates meet
+LARGEST = 1 << 27  # multiplications of one trial, some milliseconds; of a weight too large for any row count, the first is tried
 ADVANTAGE = 0.9  # the other must take less than this share of F.linear's time
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -28,6 +29,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf):
             return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def set_precision(precision: str) -> None:
+    """Of the float32 products that follow: torch keeps it for the whole process, and only one call computes at a time.
+
+    "highest" is float32 throughout. "high" and "medium" let the hardware round the factors first: to TF32 (10 bits, relative error about
+    5e-4 a factor) on GPUs that have it, to bfloat16 (7 bits, about 4e-3) on CPUs with AMX; elsewhere they change nothing.
+    """
+    if precision != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(precision)
 
 
 def choose(weight: Tensor) -> float:
@@ -51,7 +62,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _measure(weight: Tensor) -> float:
     threshold = math.inf
     try:
-        for rows in reversed(ROWS):
+        for rows in reversed([rows for rows in ROWS if rows * weight.numel() <= LARGEST] or ROWS[:1]):
             x = torch.full((rows, weight.shape[1]), 0.5)
             if _seconds(_onednn, x, weight) > ADVANTAGE * _seconds(F.linear, x, weight):
                 break

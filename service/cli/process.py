@@ -40,6 +40,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     if settings.workers == 1:

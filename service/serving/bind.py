@@ -5,6 +5,7 @@ dtype, and checks there that all numbers are finite.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     window = request.window
     right = None if window is None else window.right
     masks = Masks(
-        positions=torch.arange(q)[None],
+        positions=_positions(q),
         num_keys=k,
         pairs=None if allowed is None else torch.from_numpy(_pairwise(allowed, request.batched)),
         keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
@@ -123,6 +124,11 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     else:
         shift = torch.tensor(offset if isinstance(offset, list) else [offset]).view(-1, 1)
     return replace(masks, positions=masks.positions + shift) if offset else masks
+
+
+@lru_cache(256)
+def _positions(q: int) -> torch.Tensor:
+    return torch.arange(q)[None]
 
 
 def _allowed(attend: Array | None, block: Array | None) -> Array | None:

@@ -94,8 +94,15 @@ class Scheduler:
                 timer.cancel()
 
     async def aside(self, work: Callable[[], None]) -> None:
-        """Runs something else on the device's thread, between batches."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Runs something else on the device's thread, between batches: nothing computes beside it."""
+        loop = asyncio.get_running_loop()
+        while self._busy:
+            await asyncio.wrap_future(self._thread.submit(lambda: None))
+        self._busy = True
+        try:
+            await loop.run_in_executor(self._thread, work)
+        finally:
+            self._finish(loop, ())
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -36,7 +36,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.engine = engine
     documentation.install(app)
     failures.install(app)
-    app.add_middleware(Access, metrics=engine.metrics, log_requests=settings.access_log)
+    hot = {("POST", "/attend"): attend.Attend(engine)}
+    app.add_middleware(Access, metrics=engine.metrics, log_requests=settings.access_log, hot=hot)
     return app
 
 

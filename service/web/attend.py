@@ -1,13 +1,12 @@
 """POST /attend and POST /attend/plan.
 
-/attend is a plain ASGI endpoint: a body of megabytes is no business of FastAPI's parameter machinery, which would make a Python object per
-number. The route that documents it is declared beside it from the same pydantic models, and never reached.
+/attend is a plain ASGI endpoint, called before any routing: a body of megabytes is no business of FastAPI's parameter machinery, which
+would make a Python object per number. The route that documents it is declared here from the same pydantic models, and never reached.
 """
 
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from service.errors import NotReady
@@ -82,8 +81,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    """Adds the route that answers, then the ones that document it and the plan."""
-    app.router.routes.append(Route("/attend", Attend(engine), methods=["POST"]))
+    """Adds the route of the plan, and the one that documents the hot endpoint."""
 
     @app.post(
         "/attend",
@@ -94,7 +92,7 @@ def install(app: FastAPI, engine: Engine) -> None:
     )
     async def attend() -> None:
         """Attention output and weights for queries, keys, values and masks."""
-        raise AssertionError("answered by the plain endpoint before it")
+        raise AssertionError("answered by the hot endpoint")
 
     @app.post(
         "/attend/plan",

@@ -1,0 +1,94 @@
+"""The README and the documentation tell the truth: examples are run as they stand, tables are compared with the code."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Server
+
+from service.settings import Settings, settings_table
+from service.spec import LayerSpec
+from service.web.examples import ATTEND, PUT_TINY
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_curl_example_gives_the_reply_shown(server: Server) -> None:
+    """Both commands, run by curl itself, and the JSON block that follows them, number for number."""
+    commands = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
+    replies = []
+    for command in re.split(r"\n(?=curl)", commands):
+        done = subprocess.run(["curl", "-sS", *shlex.split(command)[1:]], capture_output=True, text=True, check=True)
+        replies.append(json.loads(done.stdout))
+
+    assert replies[0]["name"] == "tiny"
+    assert replies[1] == json.loads(blocks("json")[0])
+
+
+def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
+    """One example, in three places."""
+    commands = next(block for block in blocks("sh") if "curl" in block)
+    bodies = [json.loads(shlex.split(command)[-1]) for command in re.split(r"\n(?=curl)", commands)]
+
+    assert bodies == [PUT_TINY, ATTEND]
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors"])
+def test_a_python_example_runs(server: Server, block: str) -> None:
+    """In an interpreter of its own, as pasted."""
+    code = block.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(")
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    """`attend X` in a shell block is a command that has help."""
+    for command in set(re.findall(r"^attend (\w+)|&& attend (\w+)", "\n".join(blocks("sh")), re.MULTILINE)):
+        name = "".join(command)
+        assert subprocess.run([sys.executable, "-m", "service", name, "--help"], capture_output=True, check=False).returncode == 0, name
+
+
+def test_the_settings_page_has_the_settings() -> None:
+    """Generated from the model; regenerate the table with `service.settings.settings_table()`."""
+    assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Callable[..., Server]) -> None:
+    """The TOML block is a settings file that a server starts with, the layer included."""
+    block = blocks("toml", (ROOT / "docs" / "settings.md").read_text())[0]
+    (tmp_path / "attend.toml").write_text(block)
+    assert set(tomllib.loads(block)) <= set(Settings.model_fields)
+
+    running = start("--config", str(tmp_path / "attend.toml"))
+
+    ready = next(event for event in running.events if event["event"] == "ready")
+    assert ready["layers"] == ["default", "encoder"]
+
+
+def test_the_inits_are_all_described() -> None:
+    """The table of inits has exactly those a spec may have."""
+    described = re.findall(
+        r"`(\w+)`", "\n".join(line.split("|")[1] for line in README.splitlines() if re.match(r"\| `\w+_\w+`.* \|", line))
+    )
+    inits = LayerSpec.model_json_schema()["properties"]["init"]["enum"]
+
+    assert [name for name in described if name in inits] == inits
+
+
+def test_the_figures_have_been_filled_in() -> None:
+    """No placeholder is left."""
+    assert not re.search(r"^[A-Z]{6,}$|FINGERPRINT", README, re.MULTILINE)
