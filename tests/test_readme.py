@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Server
+from live import Server
 
 from service.settings import Settings, settings_table
 from service.spec import LayerSpec

@@ -70,11 +70,12 @@ class MultiHeadAttention:
             made |= {f"{name}_projection": t for name, t in zip(PROJECTIONS, (query, key, value), strict=False)}
         selected = "attention_weights" in call.outputs and call.selects
         formed = call.outputs - {"attention_weights"} if selected else call.outputs
-        if FORMS & formed or (PER_HEAD & formed and not self._fusible(call, key, value, empty)):
+        fused = None if FORMS & formed or not PER_HEAD & formed else self._fuse(call, query, key, value, empty)
+        if fused is not None:
+            made["head_outputs"] = fused
+        elif (FORMS | PER_HEAD) & formed:
             kept = self._kept(call, range(self.spec.num_heads), range(call.query.shape[1]))
             made |= self._form(call, query, key, value, formed, kept)
-        elif PER_HEAD & formed:
-            made["head_outputs"] = self._fuse(call, query, key, value, empty)
         if selected:
             made |= self._form_selected(call, query, key, value)
         if PER_HEAD & call.outputs:
@@ -187,14 +188,19 @@ class MultiHeadAttention:
 
     # The way that does not
 
-    def _fusible(self, call: Call, key: Tensor, value: Tensor, empty: Tensor | None) -> bool:
-        """Whether torch's fused attention gives exactly what is asked. It would let NaN in a blocked key or value through."""
-        plain = not (call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform"))
-        plain = plain and 0 not in call.query.shape and 0 not in call.key.shape
-        return plain and (not call.masks.blocks or bool(torch.isfinite(key).all() and torch.isfinite(value).all()))
+    def _fuse(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor | None:
+        """[batch, heads, queries, head_dim] without ever holding [q, k]; None where that cannot give exactly what is asked.
 
-    def _fuse(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor:
-        """[batch, heads, queries, head_dim] without ever holding [q, k]; masks are made for a block of query rows at a time."""
+        A kernel adds -inf to the scores of blocked keys, and so lets NaN, or a score that overflows, through: seen in the result.
+        """
+        plain = not (call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform"))
+        if not plain or 0 in call.query.shape or 0 in call.key.shape:
+            return None
+        heads = self._fuse_blocks(call, query, key, value, empty)
+        return heads if not call.masks.blocks or torch.isfinite(heads).all() else None
+
+    def _fuse_blocks(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor:
+        """Masks are made for a block of query rows at a time, and keys that no row of it sees are cut off."""
         masks, (batch, heads, num_queries, _), num_keys = call.masks, query.shape, key.shape[2]
         if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
             return F.scaled_dot_product_attention(query, key, value, is_causal=masks.blocks, scale=call.scale)

@@ -1,7 +1,5 @@
 """FLOOR 5: the command `attend`. Each command is a file of its own; torch and fastapi are loaded only by those that need them."""
 
-from typing import Annotated, Any
-
 try:
     import typer
 except ModuleNotFoundError:  # the base install is for clients
@@ -14,16 +12,17 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 
 def main() -> None:
     """The entry point."""
-    from service.cli import serve
+    from service.cli import check, demo, infer, layers, openapi, serve
 
-    serve.install(app)
+    for command in (serve, demo, infer, layers, check, openapi):
+        command.install(app)
     app()
 
 
-@app.command()
+@app.command(epilog="Example: attend version")
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
 
 
-__all__ = ["Annotated", "Any", "app", "main"]
+__all__ = ["app", "main"]

@@ -1,13 +1,12 @@
 """`attend serve`: settings -> a running server. Its flags are made from the fields of Settings, so that no list is kept twice."""
 
-import inspect
 import os
 import socket
-from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any
 
 import typer
 
+from service.cli.flags import Config, with_settings
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 
@@ -17,7 +16,7 @@ EPILOG = "Every flag is also an environment variable: --max-body-bytes is ATTEND
 def install(app: typer.Typer) -> None:
     """Adds the command."""
 
-    def serve(config: Path | None = None, **flags: Any) -> None:
+    def serve(config: Config = None, **flags: Any) -> None:
         """Serve attention over HTTP until stopped."""
         try:
             settings = read_settings(flags, config)
@@ -26,23 +25,7 @@ def install(app: typer.Typer) -> None:
             raise typer.Exit(2) from None
         run(settings)
 
-    serve.__signature__ = inspect.Signature([_config(), *map(_flag, Settings.model_fields)])  # type: ignore[attr-defined]
-    app.command(epilog=EPILOG)(serve)
-
-
-def _config() -> inspect.Parameter:
-    option = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
-    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-
-
-def _flag(name: str) -> inspect.Parameter:
-    """The option for a field of Settings; unset is None, so that the environment and the file show through."""
-    field = Settings.model_fields[name]
-    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
-    kind = kinds[0] if kinds else str
-    default = "" if field.default is None or field.default == {} else f" [default: {field.default}]"
-    option = typer.Option(help=f"{field.description}{default}", show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    app.command(epilog=EPILOG)(with_settings(serve, Settings.model_fields))
 
 
 def run(settings: Settings) -> None:

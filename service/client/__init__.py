@@ -1,0 +1,14 @@
+"""FLOOR 3: the service from Python, numpy in and numpy out.
+
+    with Client("http://127.0.0.1:8000") as client:
+        result = client.attend(query, causal=True)
+        result.output, result.attention_weights
+
+Loads neither torch nor fastapi.
+"""
+
+from service.client.client import Client
+from service.client.failures import BadReply, TimedOut, Unreachable
+from service.client.result import AttendResult, TopWeights
+
+__all__ = ["AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable"]

@@ -93,8 +93,8 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
     return torch.from_numpy(numbers)
 
 
-def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool, infinite: bool = False) -> torch.Tensor:
-    tensor = cast(name, array, spec.dtype, infinite)
+def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.Tensor:
+    tensor = cast(name, array, spec.dtype)
     return tensor if batched else tensor.unsqueeze(0)
 
 
@@ -103,18 +103,18 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     keys = _allowed(request.attend_keys, request.block_keys)
     bias = None
     if request.bias is not None:
-        bias = _numbers("bias", _pairwise(request.bias, request.batched), spec, True, infinite=True)
+        bias = _pairwise(cast("bias", request.bias, spec.dtype, infinite=True), request.batched)
     window = request.window
-    right = None if window is None else window.right
+    left, right = (None, None) if window is None else (_bound(window.left), _bound(window.right))
     masks = Masks(
         positions=_positions(q),
         num_keys=k,
-        pairs=None if allowed is None else torch.from_numpy(_pairwise(allowed, request.batched)),
+        pairs=None if allowed is None else _pairwise(torch.from_numpy(allowed), request.batched),
         keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
         lengths=_lengths(request.valid_lens, request.batched),
         bias=bias,
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
-        left=None if window is None else window.left,
+        left=left,
         right=right if not request.causal else min(0, 0 if right is None else right),
         aligned=q == k and request.query_offset in (None, 0),
     )
@@ -131,17 +131,22 @@ def _positions(q: int) -> torch.Tensor:
     return torch.arange(q)[None]
 
 
+def _bound(keys: int | None) -> int | None:
+    """A side of a window; none where it is wider than any sequence."""
+    return None if keys is None or keys >= 2**40 else keys
+
+
 def _allowed(attend: Array | None, block: Array | None) -> Array | None:
     """One mask in which true means "may attend"."""
     array = attend if block is None else ~block
     return None if array is None else np.array(array)
 
 
-def _pairwise(array: Array, batched: bool) -> Array:
+def _pairwise(array: torch.Tensor, batched: bool) -> torch.Tensor:
     """[q,k], [b,q,k], [b,h,q,k] (or without b: [q,k], [h,q,k]) as [b|1, h|1, q|1, k|1]."""
     if array.ndim == 3 and batched:
         return array[:, None]
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
 
 
 def _lengths(lens: Array | None, batched: bool) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from service.serving.cost import ServingLimits
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
 from service.wire.documents import LayerDocument
+from service.wire.refusals import pointer, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
     problems = [
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
-    problems += [Problem(f"/weights/{name}", f"one of {', '.join(shapes)}", f'"{name}"') for name in weights if name not in shapes]
+    problems += [
+        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", shown(name)) for name in weights if name not in shapes
+    ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")
         for name, array in weights.items()

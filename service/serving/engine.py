@@ -147,7 +147,7 @@ class Engine:
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, asked)
+        request, layer = await self._aside(self._fitted, asked, True)
         predicted = cost.predict(request, layer.spec)
         problems = cost.admit(predicted, self.limits)
         outputs = {}
@@ -189,12 +189,12 @@ class Engine:
         self.scheduler.close()
         self._threads.shutdown()
 
-    def _parsed(self, asked: Asked, kinds: dict[str, Kind]) -> dict[str, Any]:
+    def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
         body = unpack(asked.body, asked.coding, self.wire_limits.body_bytes)
-        return FORMS[asked.form].parse(body, kinds, self.wire_limits)
+        return FORMS[asked.form].parse(body, kinds, self.wire_limits, shapes_alone)
 
-    def _fitted(self, asked: Asked) -> tuple[AttendRequest, HeldLayer]:
-        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors))
+    def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
+        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
         return request, layer

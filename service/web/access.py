@@ -55,8 +55,8 @@ class Access:
         started = time.monotonic()
         record = scope["attend"] = Record(_request_id(scope))
         head = scope["method"] == "HEAD"
-        if head:
-            scope["method"] = "GET"
+        if head:  # a copy: the server below must go on knowing what was asked
+            scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -14,9 +14,11 @@ from pydantic_core import CoreSchema, core_schema
 
 from service.spec import disagreement
 from service.tensors import BY_NUMPY, Array
+from service.wire.refusals import shown
 
 Kind = Literal["number", "bias", "mask", "count"]
 MAX_RANK = 4
+LARGEST_COUNT = 2**53
 ITEMS: dict[Kind, dict[str, Any]] = {
     "number": {"type": "number"},
     "bias": {"anyOf": [{"type": "number"}, {"const": "-inf"}]},
@@ -41,6 +43,11 @@ class Base64Tensor(BaseModel):
     shape: list[int]
     datatype: str = Field(description="Open Inference Protocol name, such as FP32.")
     base64: str
+
+
+def there(array: Array) -> Array:
+    """What of a broadcast array is really there: the axes along which nothing changes cut to 1."""
+    return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
 
 
 def first_index(where: Array) -> str:
@@ -71,7 +78,7 @@ class Tensor:
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
-            raise disagreement("", "a tensor", type(value).__name__)
+            raise disagreement("", "a tensor", shown(value))
         try:
             array = np.asarray(value)
         except (ValueError, TypeError):
@@ -82,9 +89,8 @@ class Tensor:
         return array
 
     def _whole(self, array: Array) -> Array:
-        if 0 in array.strides:  # broadcast, as a tensor given by shape alone is: look at what is really there
-            there = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)
-            return np.broadcast_to(self._whole(np.ascontiguousarray(array[there])), array.shape)
+        if 0 in array.strides and array.size > 1:  # broadcast, as a tensor given by shape alone is: look at what is really there
+            return np.broadcast_to(self._whole(there(array).copy()), array.shape)
         if array.dtype == np.bool_:
             if self.kind == "count":
                 raise disagreement("", "integers", "booleans")
@@ -95,7 +101,7 @@ class Tensor:
                 at = first_index(wrong)
                 raise disagreement(at, "0, 1, true or false", element(array, at))
             return mask
-        if (wrong := (array < 0) | (array != np.floor(array))).any():
+        if (wrong := ~(array >= 0) | (array > LARGEST_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
             raise disagreement(at, "a whole number of keys", element(array, at))
         return array.astype(np.int64)

@@ -17,7 +17,7 @@ class Form:
     """How requests of one media type are read, and replies written."""
 
     media_type: str
-    parse: Callable[[bytes, Mapping[str, Kind], WireLimits], dict[str, Any]]
+    parse: Callable[[bytes, Mapping[str, Kind], WireLimits, bool], dict[str, Any]]
     encode: Callable[[Reply, ReplyOptions], list[Buffer]]
 
 

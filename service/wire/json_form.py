@@ -16,21 +16,23 @@ import numpy as np
 import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.tensors import DATATYPES, Array
+from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
 
 REUSED = 4 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
+MEMBERS = 1024  # of one object; a document of ours has some dozens at most
 FORM_KEYS = {"shape", "datatype", "data", "base64"}
 _threads = threading.local()
 
 
-def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[str, Any]:
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of the JSON object `body`; those named in `kinds` as arrays, the others as plain Python.
 
-    `kinds` maps member names to the kind of their tensor; "weights/*" names every member of the object `weights`.
+    `kinds` maps member names to the kind of their tensor; "weights/*" names every member of the object `weights`. With
+    `shapes_alone` a tensor may be given by its shape: zeros that take no memory.
     Raises MalformedBody, TooLarge (depth) or InvalidRequest, each with the place.
     """
     parser = simdjson.Parser() if len(body) > REUSED else _own_parser()
@@ -44,7 +46,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[st
         document = parse_slowly(body)
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
-    members = _Reader(body, kinds, limits).members(document)
+    members = _Reader(body, kinds, limits, shapes_alone).members(document)
     del document  # before the parser's next turn
     return members
 
@@ -63,8 +65,8 @@ def _own_parser() -> Any:
 class _Reader:
     """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have."""
 
-    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> None:
-        self.body, self.kinds, self.limits = body, kinds, limits
+    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> None:
+        self.body, self.kinds, self.limits, self.shapes_alone = body, kinds, limits, shapes_alone
         self.brackets = 0
         self.nested: list[tuple[Any, Kind, str]] = []
 
@@ -80,9 +82,14 @@ class _Reader:
         return members
 
     def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
+        if len(document) > MEMBERS:  # looking each up takes a walk along all of them
+            raise TooLarge.where(at, f"an object of at most {MEMBERS} members", str(len(document)))
         members: dict[str, Any] = {}
         for key in document.keys():  # noqa: SIM118  # a proxy is no iterable; its items() would make Python objects of everything
-            value, place = document[key], at + pointer([key])
+            place = at + pointer([key])
+            if "\0" in key:  # simdjson would look up what stands before it
+                raise InvalidRequest.where(place, "no field of that name", "a null character in a name")
+            value = document[key]
             if key in members:
                 raise MalformedBody.where(place, "each key once", f'"{key}" twice')
             kind = kinds.get(key) or kinds.get("*")
@@ -109,7 +116,12 @@ class _Reader:
             return self._form(value, kind, at)
         if isinstance(value, bool) and kind == "mask":
             return np.array(value)
-        return np.array(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        try:
+            return np.array(float(value))
+        except OverflowError:
+            raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
 
     def _nested(self, value: Any, kind: Kind, at: str) -> Array:
         if isinstance(value, list):
@@ -142,7 +154,7 @@ class _Reader:
         keys = list(value.keys())
         for i, key in enumerate(keys):
             if key not in FORM_KEYS:
-                raise InvalidRequest.where(f"{at}/{key}", "one of shape, datatype, data, base64", f'"{key}"')
+                raise InvalidRequest.where(at + pointer([key]), "one of shape, datatype, data, base64", shown(key))
             if key in keys[:i]:
                 raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
         if "data" in keys and "base64" in keys:
@@ -155,6 +167,8 @@ class _Reader:
         if "base64" in keys:
             return _from_base64(value["base64"], shape, dtype, f"{at}/base64")
         if "data" not in keys:
+            if not self.shapes_alone:
+                raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
             return np.broadcast_to(np.zeros((), dtype), shape)
         return self._data(value["data"], kind, shape, dtype, f"{at}/data")
 
@@ -171,7 +185,7 @@ class _Reader:
         with np.errstate(over="ignore", invalid="ignore"):
             cast = array.astype(dtype)
         if dtype.kind in "iub" and (cast != array).any():
-            raise InvalidRequest.where(at, f"values of {dtype.name}", "others")
+            raise InvalidRequest.where(at, f"values of {BY_NUMPY[dtype].name}", "others")
         return cast.reshape(shape)
 
 
@@ -221,7 +235,7 @@ def _from_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: st
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
     if len(data) != math.prod(shape) * dtype.itemsize:
-        wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {dtype.name}"
+        wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {BY_NUMPY[dtype].name}"
         raise InvalidRequest.where(at, wanted, str(len(data)))
     array = np.frombuffer(data, dtype)
     if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():

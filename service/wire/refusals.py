@@ -13,6 +13,7 @@ from service.errors import InvalidRequest, Problem
 
 Model = TypeVar("Model", bound=BaseModel)
 SHOWN = 60  # characters of what came
+PROBLEMS = 16  # of one refusal
 
 EXPECTED = {
     "missing": "a value",
@@ -65,9 +66,9 @@ def _problem(error: Any, at: str) -> Problem:
 
 
 def validate(model: type[Model], document: Any, at: str = "") -> Model:
-    """The document as a `model`. Raises InvalidRequest with every problem pydantic saw, each below the pointer `at`."""
+    """The document as a `model`. Raises InvalidRequest with the problems pydantic saw, each below the pointer `at`."""
     try:
         return model.model_validate(document)
     except ValidationError as refusal:
-        problems = [_problem(error, at) for error in refusal.errors(include_url=False)]
+        problems = [_problem(error, at) for error in refusal.errors(include_url=False)[:PROBLEMS]]
     raise InvalidRequest(problems=problems)

@@ -79,7 +79,9 @@ def _text(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> 
     if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
         array = array.astype(np.float32)
     if options.decimals is not None and array.dtype.kind == "f":
-        array = np.round(array, options.decimals)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = np.round(array, options.decimals)
+        array = np.where(np.isfinite(rounded), rounded, array)  # rounding multiplies: what overflows has no such decimals
     if not array.ndim:
         array = array.reshape(1)
         return orjson.Fragment(_written(name, array, odd, options)[1:-1])

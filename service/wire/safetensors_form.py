@@ -86,10 +86,10 @@ def _view(name: str, entry: Any, buffer: memoryview) -> Array:
     return array if array.flags.aligned else array.copy()
 
 
-def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[str, Any]:
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body)
-    members = json_form.parse(metadata["request"].encode(), kinds, limits) if "request" in metadata else {}
+    members = json_form.parse(metadata["request"].encode(), kinds, limits, shapes_alone) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")

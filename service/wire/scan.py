@@ -49,6 +49,7 @@ def parse_slowly(body: bytes) -> Any:
     try:
         text = body.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=_members, parse_constant=_Constant)
+        fault = _fault(document, ())
     except UnicodeDecodeError as error:
         raise MalformedBody(problems=[Problem("", "JSON in UTF-8", f"an invalid byte at offset {error.start}")]) from None
     except json.JSONDecodeError as error:
@@ -59,7 +60,6 @@ def parse_slowly(body: bytes) -> Any:
         raise TooLarge(problems=[Problem("", "a document of moderate depth", "one nested too deeply")]) from None
     except ValueError:  # int() refuses texts of thousands of digits
         raise InvalidRequest(problems=[Problem("", "numbers within the range of a float64", "an integer far beyond it")]) from None
-    fault = _fault(document, ())
     if fault:
         raise fault
     return document

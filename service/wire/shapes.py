@@ -6,10 +6,9 @@ Letters as everywhere: b batch, h heads, q queries, k keys. An unbatched request
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from service.spec import disagreement
 from service.tensors import Array
+from service.wire.arrays import element, first_index, there
 
 if TYPE_CHECKING:
     from service.wire.documents import AttendRequest
@@ -74,9 +73,10 @@ def _lengths(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
     if lens.shape not in accepted:
         words = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
         raise disagreement("/valid_lens", f"shape {words}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
-    if (wrong := lens > k).any():
-        at = "".join(f"/{i}" for i in np.unravel_index(int(np.argmax(wrong)), lens.shape)) if lens.ndim else ""
-        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", str(lens.max()))
+    real = there(lens)
+    if (wrong := real > k).any():
+        at = first_index(wrong)
+        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element(real, at))
 
 
 def _positions(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
@@ -108,12 +108,13 @@ def _selection(request: "AttendRequest", q: int) -> None:
     if "attention_weights" not in request.outputs:
         raise disagreement("/select", "attention_weights among the outputs", "a selection without them")
     for name, chosen in (("heads", select.heads), ("queries", select.queries)):
+        seen: set[int] = set()
         for i, index in enumerate(chosen or ()):
-            if index in chosen[:i]:  # type: ignore[index]  # the loop runs only over a list
+            if index in seen:
                 raise disagreement(f"/select/{name}/{i}", "each index once", f"{index} twice")
-    for i, index in enumerate(select.queries or ()):
-        if index >= q:
-            raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
+            if name == "queries" and index >= q:
+                raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
+            seen.add(index)
 
 
 def _words(request: "AttendRequest", b: int | None, q: int, k: int) -> None:

@@ -1,0 +1,112 @@
+"""Where a command computes: a running server, or an engine in this process. A command asks either in the same words.
+
+In process the bytes take the very path that they take in a server, from `Engine.attend` on; only HTTP is missing.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import typer
+
+from service.cli.flags import given
+from service.client import Client, calls
+from service.serving.threads import plan_threads, usable_cores
+from service.settings import BadSettings, Settings, read_settings
+from service.spec import LayerSpec
+from service.wire.documents import LayerDocument
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The reply to POST /attend as it came, with the headers a client reads (names in lower case)."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Backend(Protocol):
+    """What a command can ask. Each method raises from the tree in `service.errors`."""
+
+    def attend(self, body: bytes) -> Response: ...
+    def layers(self) -> list[LayerDocument]: ...
+    def put_layer(self, name: str, spec: LayerSpec) -> LayerDocument: ...
+    def delete_layer(self, name: str) -> None: ...
+
+
+class ServerBackend:
+    """A running server."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.layers, self.put_layer, self.delete_layer = client.layers, client.put_layer, client.delete_layer
+
+    def attend(self, body: bytes) -> Response:
+        response = self._client.send(calls.Call("POST", "/attend", body))
+        return Response(response.content, response.headers)
+
+
+class EngineBackend:
+    """An engine of these settings, on an event loop of its own that runs while it is asked."""
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            threads = plan_threads(1, settings.threads, usable_cores())
+        except ValueError as error:
+            raise BadSettings(str(error)) from None
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
+        import torch
+
+        from service.cli.logs import configure_logs
+        from service.serving.engine import Asked
+        from service.web.app import create_engine
+
+        torch.set_num_threads(threads)
+        configure_logs(settings.log_format, "warning")
+        self._asked, self._engine = Asked, create_engine(settings)
+        self._loop = asyncio.Runner()
+        try:
+            self._loop.run(self._engine.start(settings.all_layers()))
+        except BaseException as error:
+            self.close()
+            if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, where there is no such device
+                raise BadSettings(f"cannot compute on {settings.device}: {str(error).splitlines()[0]}") from None
+            raise
+
+    def attend(self, body: bytes) -> Response:
+        answer = self._loop.run(self._engine.attend(self._asked(body)))
+        return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
+
+    def layers(self) -> list[LayerDocument]:
+        return [layer.document() for layer in self._engine.catalogue.all()]
+
+    def put_layer(self, name: str, spec: LayerSpec) -> LayerDocument:
+        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, None).body or b"")))
+        return layer.document()
+
+    def delete_layer(self, name: str) -> None:
+        self._engine.delete_layer(name)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._loop.close()
+
+
+@contextmanager
+def open_backend(url: str | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
+    """The server at `url`, or without one an engine with the layers of these settings. Raises BadSettings or AttendError."""
+    if url is not None:
+        if useless := given({**flags, "config": config}):
+            raise typer.BadParameter(f"{', '.join(useless)} would set up a layer in this process; with --url the server has its own")
+        with Client(url) as client:
+            yield ServerBackend(client)
+        return
+    backend = EngineBackend(read_settings(dict(flags), config))
+    try:
+        yield backend
+    finally:
+        backend.close()

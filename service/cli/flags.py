@@ -1,0 +1,39 @@
+"""Flags that several commands have: made from the fields of Settings, so that no list, type or description is kept twice."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from service.settings import LAYER_FIELDS, Settings
+
+Url = Annotated[str | None, typer.Option(help="A running server; computed in this process if not given.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
+
+ENGINE_FIELDS = (*LAYER_FIELDS, "device", "threads")
+
+
+def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FIELDS) -> Callable[..., None]:
+    """The command with a flag for each of these settings; it gets them as keyword arguments, None where not given."""
+    signature = inspect.signature(command)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    command.__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # type: ignore[attr-defined]
+    return command
+
+
+def given(flags: Mapping[str, Any]) -> list[str]:
+    """The flags that were set, as they are typed."""
+    return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
+
+
+def _flag(name: str) -> inspect.Parameter:
+    """The option for a field of Settings; unset is None, so that the environment and the file show through."""
+    field = Settings.model_fields[name]
+    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
+    default = "" if field.default in (None, {}) else f" (default {field.default})"
+    option = typer.Option(help=f"{field.description}{default}", show_default=False)
+    annotation = Annotated[(kinds[0] if kinds else str) | None, option]  # type: ignore[valid-type]  # built at run time
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,0 +1,75 @@
+"""`attend infer`: one request from a file, answered by a server or in this process."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from service.cli.backend import Response, open_backend
+from service.cli.exits import complain, reported
+from service.cli.flags import AsJson, Config, Url, with_settings
+from service.client.result import AttendResult, TopWeights, read_result
+from service.tensors import Array
+
+EPILOG = """Examples: attend infer request.json --d-model 4 --num-heads 2
+
+echo '{"query": [[1, 0, 0, 0], [0, 1, 0, 0]]}' | attend infer - --d-model 4 --num-heads 2 --json
+
+attend infer request.json --url http://127.0.0.1:8000"""
+File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend; - reads standard input.", show_default=False)]
+ELEMENTS = 512  # of a tensor that are shown in full
+
+
+def install(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(epilog=EPILOG)(with_settings(infer))
+
+
+def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+    """Answer one request and show its shapes and numbers.
+
+    Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
+    """
+    body = _read(file)
+    with reported("infer"), open_backend(url, config, flags) as backend:
+        response = backend.attend(body)
+    if as_json:
+        sys.stdout.buffer.write(response.body + b"\n")
+    else:
+        _show(response)
+
+
+def _read(file: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        complain("infer", f"cannot read {file}: {error.strerror}", "Give the file of a JSON body of POST /attend, or - for standard input.")
+        raise typer.Exit(1) from None
+
+
+def _show(response: Response) -> None:
+    console = Console(highlight=False, markup=False)
+    result = read_result(response.body, response.headers)
+    console.print(headline(result), soft_wrap=True)
+    for name, tensor in result.items():
+        parts = tensor._asdict().items() if isinstance(tensor, TopWeights) else [("", tensor)]
+        for part, array in parts:
+            console.print(f"\n{name}{'.' if part else ''}{part} {list(array.shape)}")
+            console.print(numbers(array, console.width), soft_wrap=True)
+
+
+def headline(result: AttendResult) -> str:
+    """One line on which layer answered, and how long it took."""
+    line = f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}"
+    if result.fully_masked_rows:
+        line += f", {result.fully_masked_rows} rows without a key"
+    return line + "; ms: " + ", ".join(f"{phase} {duration:g}" for phase, duration in result.timing.items())
+
+
+def numbers(array: Array, width: int) -> str:
+    """The array's numbers, in brackets; of a large one the corners."""
+    array = array if array.dtype.kind in "iu" else array.astype(np.float64)
+    return np.array2string(array, max_line_width=width, precision=4, suppress_small=True, threshold=ELEMENTS)

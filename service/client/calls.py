@@ -1,0 +1,96 @@
+"""Every call that a client can make: how it is asked, and how its answer is read. Pure functions, so that a client which waits and one
+which does not share them; who sends, and when, is not their business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+
+from service.client.failures import BadReply, refusal
+from service.client.result import AttendResult, read_result
+from service.errors import InvalidRequest, MalformedBody
+from service.spec import LayerSpec
+from service.wire.answer import decode_document
+from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
+from service.wire.refusals import validate
+from service.wire.request import encode_request
+
+Model = TypeVar("Model", bound=Document)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request, as yet unsent; a body is JSON."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+
+
+def attend(fields: Mapping[str, Any]) -> Call:
+    """POST /attend. Unless the fields say otherwise, numbers come back as base64, or flat where they are rounded: both keep dtypes."""
+    reply = dict(fields.get("reply") or {})
+    reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
+    return Call("POST", "/attend", encode_request({**fields, "reply": reply}, AttendRequest.tensors))
+
+
+def plan(fields: Mapping[str, Any]) -> Call:
+    """POST /attend/plan. Of queries, keys, values and biases only the shape is sent, since nothing is computed."""
+    shapes = {
+        name: {"shape": list(np.shape(fields[name]))}
+        for name in ("query", "key", "value", "bias")
+        if fields.get(name) is not None and not isinstance(fields[name], Mapping)
+    }
+    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AttendRequest.tensors))
+
+
+def put_layer(name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, Any] | None) -> Call:
+    """PUT /layers/{name}."""
+    document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
+    return Call("PUT", layer_path(name), encode_request({"spec": document, "weights": weights}, PutLayer.tensors))
+
+
+def layer_path(name: str) -> str:
+    """/layers/{name}, whatever the name is made of."""
+    return f"/layers/{quote(name, safe='')}"
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The response if it is a success. Raises the refusal it holds otherwise."""
+    if not response.is_success:
+        raise refusal(response)
+    return response
+
+
+def read_attend(response: httpx.Response) -> AttendResult:
+    """What POST /attend answered. Raises BadReply where it is not that."""
+    try:
+        return read_result(response.content, response.headers)
+    except (MalformedBody, KeyError, TypeError) as error:
+        raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
+
+
+def read_plan(response: httpx.Response) -> Plan:
+    """What POST /attend/plan answered."""
+    return _read(Plan, response)
+
+
+def read_layer(response: httpx.Response) -> LayerDocument:
+    """What GET or PUT of a layer answered."""
+    return _read(LayerDocument, response)
+
+
+def read_layers(response: httpx.Response) -> list[LayerDocument]:
+    """What GET /layers answered."""
+    return _read(Layers, response).layers
+
+
+def _read(model: type[Model], response: httpx.Response) -> Model:
+    try:
+        return validate(model, decode_document(response.content))
+    except (MalformedBody, InvalidRequest) as error:
+        raise BadReply(f"the reply from {response.url.path} is not as this client knows it; is it older than the server? {error}") from None

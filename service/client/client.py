@@ -1,0 +1,117 @@
+"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from numpy.typing import ArrayLike
+
+from service import __version__
+from service.client import calls
+from service.client.calls import Call
+from service.client.failures import Unreachable, connection_failure, refusal
+from service.client.result import AttendResult
+from service.spec import LayerSpec
+from service.wire.documents import LayerDocument, Plan
+
+
+class Client:
+    """One server, over connections that are kept open. May be shared by threads.
+
+    Every method raises what the server raised, from the tree in `service.errors` with its problems (`at`, `expected`, `got`), and
+    `Unreachable` or its kind `TimedOut` where no answer came.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        timeout: float | None = 60.0,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`timeout` is in seconds, None waits for ever; `headers` go with every call; `transport` is httpx's, for tests and proxies."""
+        self.base_url = base_url
+        given = {"User-Agent": f"attend/{__version__}", **(headers or {})}
+        try:
+            self._http = httpx.Client(base_url=base_url, timeout=timeout, headers=given, transport=transport)
+        except httpx.InvalidURL as error:
+            raise connection_failure(error, base_url) from None
+
+    def attend(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: str = "default",
+        **fields: Any,
+    ) -> AttendResult:
+        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, nested lists, or anything numpy takes.
+
+        `fields` are those of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`; None is
+        the same as left out. Arrays come back in the layer's dtype, or the one `reply={"datatype": …}` names.
+        """
+        call = calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields})
+        return calls.read_attend(self.send(call))
+
+    def plan(
+        self,
+        query: ArrayLike | Mapping[str, Any],
+        key: ArrayLike | Mapping[str, Any] | None = None,
+        value: ArrayLike | Mapping[str, Any] | None = None,
+        *,
+        layer: str = "default",
+        **fields: Any,
+    ) -> Plan:
+        """What `attend` with the same arguments would reply, cost, and whether it is admitted. `{"shape": [2, 9, 64]}` is a tensor too."""
+        call = calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields})
+        return calls.read_plan(self.send(call))
+
+    def layers(self) -> list[LayerDocument]:
+        """The layers that the server holds."""
+        return calls.read_layers(self.send(Call("GET", "/layers")))
+
+    def layer(self, name: str) -> LayerDocument:
+        """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
+        return calls.read_layer(self.send(Call("GET", calls.layer_path(name))))
+
+    def put_layer(self, name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, ArrayLike] | None = None) -> LayerDocument:
+        """Makes or replaces a layer: drawn by the spec's `init` and `seed`, or with these weights under their canonical names."""
+        return calls.read_layer(self.send(calls.put_layer(name, spec, weights)))
+
+    def delete_layer(self, name: str) -> None:
+        """Removes a layer."""
+        self.send(Call("DELETE", calls.layer_path(name)))
+
+    def ready(self) -> bool:
+        """Whether a server answers there and has loaded its layers."""
+        try:
+            response = self._exchange(Call("GET", "/health/ready"))
+        except Unreachable:
+            return False
+        if response.status_code not in (200, 503):
+            raise refusal(response)
+        return response.status_code == 200
+
+    def send(self, call: Call) -> httpx.Response:
+        """Sends any call. Raises the refusal where the response is one."""
+        return calls.checked(self._exchange(call))
+
+    def _exchange(self, call: Call) -> httpx.Response:
+        headers = {} if call.body is None else {"Content-Type": "application/json"}
+        try:
+            return self._http.request(call.method, call.path, content=call.body, headers=headers)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise connection_failure(error, self.base_url) from error
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

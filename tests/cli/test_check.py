@@ -1,0 +1,222 @@
+"""`attend check`: agrees where it should, and finds what is wrong, in servers and in people's own attention."""
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import httpx
+import numpy as np
+import pytest
+from command import run_attend
+
+from service.attention.reference import attend
+from service.cli.rounding import OUTPUTS, finding, findings
+from service.cli.trials import draw
+from service.wire.answer import decode_reply
+from service.wire.documents import ReplyOptions
+from service.wire.reply import Reply, encode_json
+
+WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def test_the_service_agrees_in_process_and_by_url(server, http):
+    for where in ([], ["--url", server.url]):
+        done = run_attend("check", "--cases", "40", "--seed", "3", *where, env=WIDE)
+        shown = done.stdout.decode()
+        assert done.returncode == 0, shown
+        assert shown.endswith("40 cases agree with the reference\n")
+        assert all(f"│ {output} " in shown for output in OUTPUTS)
+    assert [layer["name"] for layer in http.get("/layers").json()["layers"]] == ["default"]  # it cleans up
+
+
+@pytest.fixture
+def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
+    """Serves what the real server serves, but for the replies to POST /attend, which go through a function first."""
+    running: list[ThreadingHTTPServer] = []
+
+    def begin(change: Callable[[Reply], Reply]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                reply = httpx.request(self.command, server.url + self.path, content=body, timeout=60)
+                content = reply.content
+                if self.path == "/attend" and reply.status_code == 200:
+                    content = b"".join(encode_json(change(decode_reply(content)), ReplyOptions(form="base64")))
+                self.send_response(reply.status_code)
+                for name, value in {**reply.headers, "content-length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_PUT = do_POST = do_DELETE = answer  # noqa: N815  # as http.server wants them
+
+            def log_message(self, *_: object) -> None: ...
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=running[-1].serve_forever, args=(0.01,)).start()
+        return f"http://127.0.0.1:{running[-1].server_port}"
+
+    yield begin
+    for one in running:
+        one.shutdown()
+        one.server_close()
+
+
+def test_an_honest_relay_agrees(lying):
+    """So that what the next test finds is the lie, and not the relay."""
+    assert run_attend("check", "--cases", "3", "--url", lying(lambda reply: reply)).returncode == 0
+
+
+def off_by_a_little(reply: Reply) -> Reply:
+    size = np.abs(reply.tensors["head_outputs"]).max()
+    reply.tensors["head_outputs"] = reply.tensors["head_outputs"] + np.asarray(size * 1e-2).astype(reply.tensors["head_outputs"].dtype)
+    return reply
+
+
+def without_scores(reply: Reply) -> Reply:
+    del reply.tensors["scores"]
+    return reply
+
+
+def one_row_more(reply: Reply) -> Reply:
+    return Reply(reply.layer, reply.fully_masked_rows + 1, reply.datatype, reply.tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(off_by_a_little, "head_outputs off by"), (without_scores, "scores missing"), (one_row_more, "fully_masked_rows ")],
+)
+def test_a_wrong_server_is_found(lying, change, named):
+    url = lying(change)
+    done = run_attend("check", "--cases", "2", "--seed", "1", "--url", url, env=WIDE)
+    shown = done.stdout.decode()
+    assert done.returncode == 1 and "WRONG" in shown
+    assert f"wrong: {named}" in shown and "query [" in shown
+    again = shown.splitlines()[-1].removeprefix("again: attend ").split()
+    assert again[:3] == ["check", "--url", url]
+    assert run_attend(*again).returncode == 1
+
+
+def test_a_server_with_other_weights_is_found(lying, server, monkeypatch):
+    """The relay makes every layer from another seed."""
+    real = httpx.request
+
+    def reseeding(method: str, url: str, content: bytes, timeout: float) -> httpx.Response:
+        if method == "PUT":
+            document = json.loads(content)
+            document["spec"]["seed"] ^= 1
+            content = json.dumps(document).encode()
+        return real(method, url, content=content, timeout=timeout)
+
+    monkeypatch.setattr(httpx, "request", reseeding)
+    done = run_attend("check", "--cases", "1", "--url", lying(lambda reply: reply), env=WIDE)
+    assert done.returncode == 1 and b"wrong: weights others than" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_output_is_judged(dtype):
+    """The reference itself agrees; a step beyond what is allowed, in any output, does not, nor does NaN, nor another shape."""
+    number = next(n for n in range(100) if draw(0, n).spec.dtype == dtype)
+    case = draw(0, number)
+    from service.attention.initialise import draw_weights
+
+    reference = attend(case.spec, draw_weights(case.spec), **case.request)
+    right = {name: getattr(reference, name) for name in OUTPUTS}
+    allowed = {found.name: found.allowed for found in findings(case, reference, right, reference.fully_masked_rows)}
+    assert all(found.agrees for found in findings(case, reference, right, reference.fully_masked_rows))
+    for name, tensor in right.items():
+        place = tuple(np.argwhere(np.isfinite(tensor))[-1])
+        for wrong in (tensor[place] + 1.01 * allowed[name], np.nan, np.inf):
+            changed = tensor.copy()
+            changed[place] = wrong
+            found = findings(case, reference, {**right, name: changed}, reference.fully_masked_rows)
+            assert [f.name for f in found if not f.agrees] == [name]
+        assert not finding(name, tensor, tensor[..., None], dtype, 1.0).agrees
+
+
+def test_blocked_scores_are_exact():
+    expected = np.array([1.0, -np.inf])
+    assert finding("scores", expected, np.array([1.0, -np.inf], np.float32), "float32", 1.0).agrees
+    assert not finding("scores", expected, np.array([1.0, -1e9], np.float32), "float32", 1.0).agrees
+
+
+# --- people's own ---------------------------------------------------------------------------------------------------------------------
+
+MODULE = """
+    import math
+    import numpy as np
+    import torch
+
+    class Right(torch.nn.MultiheadAttention):
+        pass
+
+    class Unscaled:
+        def __init__(self, d_model, num_heads):
+            r = np.random.RandomState(0)
+            self.num_heads = num_heads
+            self.w_q, self.w_k, self.w_v, self.w_o = (r.randn(d_model, d_model) for _ in range(4))
+
+        def __call__(self, query):
+            split = lambda x: x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+            q, k, v = (split(query @ w) for w in (self.w_q, self.w_k, self.w_v))
+            scores = q @ k.swapaxes(-1, -2)
+            e = np.exp(scores - scores.max(-1, keepdims=True))
+            heads = e / e.sum(-1, keepdims=True) @ v
+            return heads.swapaxes(1, 2).reshape(query.shape) @ self.w_o
+
+    class Broken(torch.nn.Module):
+        def __init__(self, d_model, num_heads):
+            raise OSError("no weights here")
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    (tmp_path / "theirs.py").write_text(textwrap.dedent(MODULE))
+    return tmp_path
+
+
+def check_module(package, *arguments: str):
+    return run_attend("check", *arguments, cwd=package, env=WIDE)
+
+
+def test_a_right_module_agrees(package):
+    done = check_module(package, "--module", "theirs:Right")
+    assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference\n")
+
+
+def test_a_wrong_module_is_shown_its_first_disagreement(package):
+    done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled")
+    shown = done.stdout.decode()
+    assert done.returncode == 1
+    assert "first disagreement: no mask, output[0, 0, 0]: expected " in shown
+    assert "hint: this is what comes out when the scores are not divided by sqrt(head_dim)" in shown
+    assert shown.count("agrees with the reference") == 1
+
+
+def test_what_is_told_reaches_the_comparison(package):
+    """Told that it is applied the other way round, it disagrees in another way."""
+    shown = check_module(package, "--module", "theirs:Unscaled", "--with", "orientation=out,in").stdout.decode()
+    assert "every matrix is applied the other way round" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--module", "theirs:Nothing"], "got nothing called 'Nothing'"),
+        (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
+        (["--module", "theirs"], "expected my_package.my_module:MyAttention, got 'theirs'"),
+        (["--module", "theirs:Broken"], "could not be made: OSError: no weights here"),
+        (["--module", "theirs:Right", "--with", "colour=red"], "colour"),
+        (["--module", "theirs:Right", "--with", "colour"], "expected NAME=VALUE, got 'colour'"),
+        (["--module", "theirs:Right", "--url", "http://127.0.0.1:1"], "leave --url out"),
+        (["--with", "mask_means=block"], "there is none"),
+        (["--cases", "0"], "--cases"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(package, arguments, said):
+    done = check_module(package, *arguments)
+    assert done.returncode == 2 and said in done.stderr.decode()

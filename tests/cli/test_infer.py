@@ -1,0 +1,90 @@
+"""`attend infer`: the same answer in this process and from a server, and every way in which it can be refused."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from command import run_attend
+
+BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0]], "causal": True, "outputs": ["output", "attention_weights", "scores"]}
+LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(BODY))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def here() -> bytes:
+    """What is printed for the body on standard input, in process."""
+    done = run_attend("infer", "-", "--json", *LAYER, stdin=json.dumps(BODY).encode())
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_in_process_and_by_url_give_the_same(start, file, here):
+    there = run_attend("infer", file, "--json", "--url", start(*LAYER).url)
+    assert there.returncode == 0 and json.loads(here) == json.loads(there.stdout)
+    assert list(json.loads(here)) == ["layer", "fully_masked_rows", *BODY["outputs"]]
+
+
+def test_flags_and_environment_say_the_same(file, here):
+    env = {**os.environ, "ATTEND_D_MODEL": "4", "ATTEND_NUM_HEADS": "2", "ATTEND_SEED": "5"}
+    assert run_attend("infer", file, "--json", env=env).stdout == here
+
+
+def test_people_get_shapes_and_numbers(file, here):
+    done = run_attend("infer", file, *LAYER)
+    shown, reply = done.stdout.decode(), json.loads(here)
+    assert done.returncode == 0
+    assert shown.startswith(f"layer default, fingerprint {reply['layer']['fingerprint'][:12]}; ms: decode ")
+    assert "\noutput [2, 4]\n" in shown and "\nattention_weights [2, 2, 2]\n" in shown and "-inf" in shown
+    output = shown.partition("output [2, 4]\n")[2].partition("attention_weights")[0].replace("[", "").replace("]", "")
+    np.testing.assert_allclose(np.array(output.split(), float), np.ravel(reply["output"]), atol=5e-5)
+
+
+def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps({"query": BODY["query"], "block_keys": [1, 1], "select": {"top_k": 1}}))
+    shown = run_attend("infer", str(path), *LAYER).stdout.decode()
+    assert "attention_weights.keys [2, 2, 1]" in shown and "attention_weights.values [2, 2, 1]" in shown
+    assert ", 4 rows without a key;" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["{file}"], 1, 'expected 64 values per query for layer "default", got 4, at /query'),
+        (["{file}.not", *LAYER], 1, "cannot read"),
+        (["{file}", "--url", "http://127.0.0.1:1"], 1, "Start a server with `attend serve`"),
+        (["{file}", "--url", "{server}"], 1, "got 4, at /query"),
+        (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed would set up a layer in this process"),
+        (["{file}", "--d-model", "6"], 2, "expected a divisor of d_model 6, got 8"),
+        (["{file}", "--config", "{file}"], 2, "is no TOML"),
+        (["{file}", "--threads", "9999"], 2, "9999 threads"),
+        (["{file}", "--d-model", "many"], 2, "'--d-model'"),
+        ([], 2, "FILE"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_to_do(server, file, arguments, code, said):
+    done = run_attend(
+        "infer", *(argument.format(file=file, server=server.url) for argument in arguments), env={**os.environ, "COLUMNS": "200"}
+    )
+    assert done.returncode == code and done.stdout == b""
+    assert said in done.stderr.decode()
+
+
+@pytest.mark.parametrize("stdin", [b"", b"[1", b"[]", b'{"query": [[NaN]]}'])
+def test_a_body_that_is_none(server, stdin):
+    done = run_attend("infer", "-", "--url", server.url, stdin=stdin)
+    assert done.returncode == 1 and done.stdout == b""
+    assert done.stderr.startswith(b"attend infer: expected ")
+
+
+def test_a_setting_that_does_not_exist(file):
+    done = run_attend("infer", file, env={**os.environ, "ATTEND_SPEED": "9"})
+    assert done.returncode == 2 and b"ATTEND_SPEED is no setting" in done.stderr

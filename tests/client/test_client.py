@@ -1,0 +1,368 @@
+"""The client against a real server: arrays in and out in every form, and refusals as the exceptions they were."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from service import errors
+from service.client import BadReply, Client, TimedOut, TopWeights, Unreachable, calls
+from service.client.failures import CLASSES
+from service.spec import LayerSpec
+from service.web.failures import STATUSES, problem
+
+SPEC = {"d_model": 6, "num_heads": 2, "seed": 3}
+RNG = np.random.default_rng(0)
+SMALL = RNG.standard_normal((2, 3, 6)).astype(np.float32)
+LARGE = RNG.standard_normal((4, 60, 6)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Client]:
+    with Client(server.url) as client:
+        for dtype in ("float32", "float64", "float16", "bfloat16"):
+            client.put_layer(dtype, {**SPEC, "dtype": dtype})
+        yield client
+        for layer in client.layers():
+            if layer.name != "default":
+                client.delete_layer(layer.name)
+
+
+# --- attend ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("query", [SMALL, LARGE], ids=["small", "large"])
+def test_it_gives_what_the_endpoint_gives(client, http, query):
+    result = client.attend(query, layer="float32", causal=True)
+
+    plain = http.post("/attend", json={"layer": "float32", "query": query.tolist(), "causal": True})
+    document = plain.json()
+    np.testing.assert_array_equal(result.output, np.array(document["output"], np.float32))
+    np.testing.assert_array_equal(result.attention_weights, np.array(document["attention_weights"], np.float32))
+    assert result.layer.model_dump() == document["layer"]
+
+
+@pytest.mark.parametrize("as_given", [np.ndarray.tolist, torch.tensor, np.asfortranarray, lambda x: x.astype(">f4")])
+def test_whatever_makes_an_array_is_a_tensor(client, as_given):
+    expected = client.attend(SMALL, layer="float32").output
+    np.testing.assert_array_equal(client.attend(as_given(SMALL), layer="float32").output, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_arrays_come_back_in_the_layers_dtype_however_small(client, dtype):
+    expected = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    result = client.attend(SMALL, layer=dtype)
+    assert {result.output.dtype, result.attention_weights.dtype} == {np.dtype(expected)}
+    assert client.attend(SMALL, layer=dtype, reply={"datatype": "FP16"}).output.dtype == np.float16
+    assert client.attend(SMALL, layer=dtype, reply={"decimals": 2}).output.dtype == np.dtype(expected)
+
+
+@pytest.mark.parametrize("query", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_every_number_arrives_as_it_left(client, query, dtype):
+    """A layer in float64 with weights 1: the value projection is the input itself."""
+    identity = {f"{name}.weight": np.eye(6) for name in ("query", "key", "value", "output")}
+    client.put_layer("identity", {**SPEC, "bias": False, "dtype": "float64"}, identity)
+    query = query.astype(dtype)
+
+    projected = client.attend(query, layer="identity", outputs=["value_projection"]).value_projection
+
+    np.testing.assert_array_equal(projected.transpose(0, 2, 1, 3).reshape(query.shape), query.astype(np.float64))
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_every_form_of_reply_holds_the_same_arrays(client, form):
+    outputs = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
+    expected = client.attend(SMALL, layer="float32", causal=True, outputs=outputs)
+    result = client.attend(SMALL, layer="float32", causal=True, outputs=outputs, reply={"form": form})
+    assert list(result) == outputs and np.isneginf(result.scores).any()
+    for name in outputs:
+        np.testing.assert_array_equal(result[name].astype(np.float32), expected[name])
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_numbers_that_overflow_come_back_as_asked(client, form):
+    weights = {f"{name}.weight": np.eye(6) * (1e6 if name == "output" else 1) for name in ("query", "key", "value", "output")}
+    client.put_layer("huge", {**SPEC, "bias": False}, weights)
+    row = np.array([[1.0, -1.0, 0, 0, 0, 0]])
+
+    def output(nonfinite: str) -> list[float]:
+        reply = {"form": form, "datatype": "FP16", "nonfinite": nonfinite}
+        return client.attend(row, layer="huge", reply=reply).output[0, :3].astype(float).tolist()
+
+    assert output("string") == [np.inf, -np.inf, 0]
+    if form == "base64":
+        assert output("null") == [np.inf, -np.inf, 0]
+    else:
+        assert np.isnan(output("null")[:2]).all()
+    with pytest.raises(errors.InvalidRequest) as refused:
+        output("error")
+    assert refused.value.problems[0].at == "/reply/nonfinite"
+
+
+def test_masks_biases_and_lengths_in_every_kind_of_python(client):
+    mask = np.tri(3, dtype=bool)
+    expected = client.attend(SMALL, layer="float32", attend_mask=mask).attention_weights
+    assert (expected[:, :, ~mask] == 0).all()
+    bias = np.where(mask, 0, -np.inf)
+    listed = [["-inf" if np.isinf(x) else x for x in row] for row in bias.tolist()]
+    for fields in (
+        {"attend_mask": mask.astype(np.int8)},
+        {"attend_mask": mask.tolist()},
+        {"block_mask": ~mask},
+        {"block_mask": np.broadcast_to(~mask, (2, 2, 3, 3))},
+        {"bias": bias},
+        {"bias": listed},
+        {"valid_lens": np.array([[1, 2, 3], [1, 2, 3]])},
+        {"causal": np.True_, "query_offset": np.zeros(2, np.int32)},
+        {"window": {"left": None, "right": np.int64(0)}, "query_offset": np.int64(0)},
+    ):
+        np.testing.assert_array_equal(client.attend(SMALL, layer="float32", **fields).attention_weights, expected)
+
+
+def test_none_is_the_same_as_left_out(client):
+    result = client.attend(SMALL, layer="float32", attend_mask=None, causal=None, outputs=None, reply=None)
+    np.testing.assert_array_equal(result.output, client.attend(SMALL, layer="float32").output)
+
+
+def test_axes_of_no_length_survive(client):
+    result = client.attend(np.zeros((0, 3, 6)), layer="float32")
+    assert result.output.shape == (0, 3, 6) and result.attention_weights.shape == (0, 2, 3, 3)
+    assert client.attend(SMALL[0, :1], np.zeros((0, 6)), layer="float32", outputs=["scores"]).scores.shape == (2, 1, 0)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_the_largest_weights_come_with_their_keys(client, form):
+    full = client.attend(LARGE, layer="float32").attention_weights
+    top = client.attend(LARGE, layer="float32", select={"top_k": 3}, reply={"form": form}).attention_weights
+    assert isinstance(top, TopWeights) and top.keys.dtype == np.int64 and top.keys.shape == (4, 2, 60, 3)
+    np.testing.assert_array_equal(np.take_along_axis(full, top.keys, -1), top.values.astype(np.float32))
+
+
+def test_a_result_says_what_it_holds(client):
+    result = client.attend(SMALL, layer="float32", block_keys=np.ones((2, 3)))
+    assert result.fully_masked_rows == 12
+    assert set(result.timing) == {"decode", "queue", "compute", "encode"} and min(result.timing.values()) >= 0
+    assert len(result.request_id) == 16
+    assert {**result}.keys() == {"output", "attention_weights"} and len(result) == 2
+    assert repr(result) == "AttendResult(output [2, 3, 6], attention_weights [2, 2, 3, 3]; layer 'float32')"
+    result.output[0] = 0  # one's own to change
+    with pytest.raises(AttributeError, match=r"output, attention_weights, and no 'scores'"):
+        _ = result.scores
+
+
+def test_headers_go_with_every_call(server):
+    with Client(server.url, headers={"X-Request-Id": "mine-1"}) as client:
+        assert client.attend(np.zeros((1, 64))).request_id == "mine-1"
+
+
+# --- plan and layers ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_costs_nothing_to_ask_for(client):
+    plan = client.plan({"shape": [2, 9000, 6]}, layer="float32", outputs=["output"])
+    assert plan.admitted and plan.outputs["output"].shape == [2, 9000, 6]
+    assert client.plan(LARGE, layer="float32", causal=True).outputs["attention_weights"].shape == [4, 2, 60, 60]
+    assert len(calls.plan({"query": np.zeros((100, 100, 6))}).body or b"") < 100
+    with pytest.raises(errors.InvalidRequest):
+        client.plan(np.zeros((2, 3, 7)), layer="float32")
+
+
+def test_layers_are_made_listed_and_removed(client):
+    spec = LayerSpec(d_model=6, num_heads=3, seed=9)
+    made = client.put_layer("made", spec)
+    assert made == client.layer("made") and made.spec == spec
+    assert made in client.layers()
+    client.delete_layer("made")
+    with pytest.raises(errors.LayerNotFound):
+        client.layer("made")
+
+
+def test_weights_are_those_given(client):
+    weights = {f"{name}.weight": RNG.standard_normal((6, 6)) for name in ("query", "key", "value", "output")}
+    client.put_layer("mine", {**SPEC, "bias": False, "dtype": "float64"}, weights)
+    projected = client.attend(SMALL, layer="mine", outputs=["query_projection"]).query_projection
+    expected = SMALL.astype(np.float64) @ weights["query.weight"].T
+    np.testing.assert_allclose(projected.transpose(0, 2, 1, 3).reshape(2, 3, 6), expected, rtol=1e-12)
+
+
+def test_a_name_is_quoted(client):
+    with pytest.raises(errors.InvalidRequest):
+        client.put_layer("a b?c#d", SPEC)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "at"),
+    [
+        (lambda c: c.attend(SMALL, layer="none"), errors.LayerNotFound, "/layer"),
+        (lambda c: c.attend(SMALL[..., :5], layer="float32"), errors.InvalidRequest, "/query"),
+        (lambda c: c.attend(SMALL, layer="float32", mask=[[1]]), errors.InvalidRequest, "/mask"),
+        (lambda c: c.attend(SMALL, layer="float32", no_such_field=1), errors.InvalidRequest, "/no_such_field"),
+        (lambda c: c.attend(SMALL * np.nan, layer="float32"), errors.InvalidRequest, "/query/0/0/0"),
+        (lambda c: c.attend(LARGE * np.inf, layer="float32"), errors.InvalidRequest, "/query/0/0/0"),
+        (lambda c: c.attend(SMALL > 0, layer="float32"), errors.InvalidRequest, "/query/0/0/0"),
+        (lambda c: c.attend(np.zeros((2000, 100, 6)), layer="float32"), errors.TooLarge, ""),
+        (lambda c: c.put_layer("x", {"d_model": 6}), errors.InvalidRequest, "/spec/num_heads"),
+        (lambda c: c.put_layer("x", SPEC, {"query.weight": np.eye(5)}), errors.InvalidRequest, "/weights/query.bias"),
+    ],
+)
+def test_a_refusal_is_raised_as_what_it_was(client, ask, kind, at):
+    with pytest.raises(kind) as refused:
+        ask(client)
+    first = refused.value.problems[0]
+    assert first.at == at and first.expected and first.got
+    assert refused.value.__notes__[0].startswith("HTTP 4") and client.attend(SMALL, layer="float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"query": [[1.0], [1.0, 2.0]]}, "/query"),
+        ({"query": [["a"]]}, "/query"),
+        ({"query": [[1j]]}, "/query"),
+        ({"query": [[None, 1.0]]}, "/query"),
+        ({"query": torch.zeros(2, 6, dtype=torch.bfloat16)}, "/query"),
+        ({"query": SMALL, "bias": [["inf?"]]}, "/bias"),
+        ({"query": SMALL, "scale": float("nan")}, "/scale"),
+        ({"query": SMALL, "dropout": {"p": np.float32("inf"), "seed": 1}}, "/dropout/p"),
+        ({"query": SMALL, "outputs": {"output"}}, ""),
+    ],
+)
+def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
+    """A NaN would leave as null, and null means the layer's own scale."""
+
+    def unreached(request: httpx.Request) -> httpx.Response:
+        raise AssertionError("sent")
+
+    with Client(transport=httpx.MockTransport(unreached)) as client, pytest.raises(errors.InvalidRequest) as refused:
+        client.attend(**fields)
+    assert refused.value.problems[0].at == at
+
+
+def answering(*responses: httpx.Response) -> Client:
+    """A client whose server gives these answers."""
+    answers = iter(responses)
+    return Client(transport=httpx.MockTransport(lambda request: next(answers)))
+
+
+@pytest.mark.parametrize("kind", sorted(STATUSES, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+def test_every_class_of_the_tree_comes_back_as_itself(kind):
+    found = (errors.Problem("/query", "this", "that"),)
+    body = problem(STATUSES[kind], kind.title, "the detail", "id-7", found)
+    response = httpx.Response(STATUSES[kind], content=body, headers={"X-Request-Id": "id-7", "Retry-After": "9"})
+    with pytest.raises(kind) as raised:
+        answering(response).layers()
+    assert type(raised.value) is kind and raised.value.detail == "the detail" and raised.value.problems == found
+    assert raised.value.__notes__ == [f"HTTP {STATUSES[kind]}, request id id-7"]
+    if isinstance(raised.value, errors.Overloaded):
+        assert raised.value.retry_after == 9
+
+
+def test_titles_tell_classes_apart():
+    """Two classes of one title could not both be raised again."""
+    assert set(CLASSES.values()) >= set(STATUSES)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (302, BadReply),
+        (404, errors.RequestError),
+        (429, errors.CapacityError),
+        (502, errors.ServiceFault),
+        (503, errors.CapacityError),
+    ],
+)
+def test_a_proxys_page_is_told_by_its_status(status, kind):
+    with pytest.raises(kind, match=f"HTTP {status} .*: <h1>Sorry</h1>") as raised:
+        answering(httpx.Response(status, html="<h1>Sorry</h1>\n")).attend(SMALL)
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b"{}", b'{"layer": 1, "fully_masked_rows": 0}', b'{"layer": {"name": "x"}, "fully_masked_rows": 0}']
+    + [
+        b'{"layer": {"name": "x", "fingerprint": "y"}, "fully_masked_rows": 0, "output": ' + tensor + b"}"
+        for tensor in (
+            b'"text"',
+            b"[[1], [1, 2]]",
+            b'{"shape": [2], "datatype": "FP99", "data": [1, 2]}',
+            b'{"shape": [3], "datatype": "FP32", "data": [1, 2]}',
+            b'{"shape": [1], "datatype": "FP32", "base64": "AAA="}',
+            b'{"shape": [1], "datatype": "FP32"}',
+        )
+    ],
+)
+def test_a_reply_that_is_none_is_said_to_be_none(body):
+    with pytest.raises(BadReply):
+        answering(httpx.Response(200, content=body)).attend(SMALL)
+
+
+def test_a_document_of_another_version_is_said_to_be_one():
+    with pytest.raises(BadReply, match=r"older than the server.*/layers/0/colour"):
+        answering(httpx.Response(200, json={"layers": [{"colour": "red"}]})).layers()
+
+
+# --- connections ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, socket.socket]]:
+    """The URL of a socket that listens and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", listening
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_server_that_is_not_there():
+    url = closed_port()
+    with Client(url) as client:
+        with pytest.raises(Unreachable, match=url):
+            client.layers()
+        assert not client.ready()
+
+
+def test_a_server_that_never_answers(silent):
+    with Client(silent[0], timeout=0.1) as client, pytest.raises(TimedOut, match="in time"):
+        client.layers()
+
+
+def test_a_server_that_hangs_up(silent):
+    url, listening = silent
+
+    def hang_up() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1)
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    with Client(url) as client, pytest.raises(Unreachable):
+        client.layers()
+    thread.join()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://x", "http://x:port"])
+def test_a_url_that_is_none(url):
+    with pytest.raises(Unreachable, match="expected a URL such as"):
+        Client(url).layers()
+
+
+def test_ready(client):
+    assert client.ready()
+    assert not answering(httpx.Response(503, json={"ready": False})).ready()
+    with pytest.raises(errors.RequestError):
+        answering(httpx.Response(404)).ready()

@@ -1,0 +1,53 @@
+"""The committed OpenAPI document is the one the application serves, and its examples are answered as it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+COMMITTED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "openapi" / "openapi.json").read_text())
+
+
+def examples() -> list[tuple[str, str, Any]]:
+    """(method, path, body) of every example, layers first."""
+    found = [
+        (method, path, example["value"])
+        for path, operations in COMMITTED["paths"].items()
+        for method, operation in operations.items()
+        for example in operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("examples", {}).values()
+    ]
+    return sorted(found, key=lambda item: item[0] != "put")
+
+
+def test_the_committed_document_is_what_is_served(http: httpx.Client) -> None:
+    """Regenerate it with `attend openapi -o openapi/openapi.json`."""
+    assert http.get("/openapi.json").json() == COMMITTED
+
+
+def test_every_reference_in_the_document_resolves() -> None:
+    """A generated client would stumble over one that does not."""
+    references = {part.split('"')[0] for part in json.dumps(COMMITTED).split('"$ref": "')[1:]}
+
+    assert references
+    for reference in references:
+        assert reference.removeprefix("#/components/schemas/") in COMMITTED["components"]["schemas"]
+
+
+def test_every_example_is_answered(http: httpx.Client) -> None:
+    """Posted as they stand, in an order in which a reader would."""
+    assert len(examples()) >= 3
+    for method, path, body in examples():
+        reply = http.request(method, path.replace("{name}", "tiny"), json=body)
+        assert reply.status_code in (200, 201), reply.text
+
+
+@pytest.mark.parametrize("path", ["/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon-32x32.png"])
+def test_the_page_and_its_assets_come_from_here(http: httpx.Client, path: str) -> None:
+    """/docs works without any network."""
+    reply = http.get(path)
+
+    assert reply.status_code == 200
+    if path == "/docs":
+        assert "https://" not in reply.text.replace("https://github.com", "")

@@ -1,0 +1,1014 @@
+"""Good paths over HTTP: what a reply holds, in which shape and form, for every field of a request."""
+
+import base64
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+B, Q, K = 2, 3, 5  # of most requests here; the layer `cross` has d_model 4, 2 heads, key_dim 3, value_dim 5
+H, D = 2, 2
+RNG = np.random.default_rng(11)
+QUERY = RNG.standard_normal((B, Q, 4)).round(3)
+KEY = RNG.standard_normal((B, K, 3)).round(3)
+VALUE = RNG.standard_normal((B, K, 5)).round(3)
+OUTPUTS = {
+    "output": (B, Q, 4),
+    "attention_weights": (B, H, Q, K),
+    "scores": (B, H, Q, K),
+    "log_sum_exp": (B, H, Q),
+    "query_projection": (B, H, Q, D),
+    "key_projection": (B, H, K, D),
+    "value_projection": (B, H, K, D),
+    "head_outputs": (B, H, Q, D),
+    "concatenated": (B, Q, 4),
+}
+DTYPES = {"FP16": np.float16, "BF16": ml_dtypes.bfloat16, "FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
+
+
+@pytest.fixture
+def ask(http: httpx.Client, layers: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """POST /attend with these fields (arrays become lists); the reply, which must be 200."""
+
+    def send(path: str = "/attend", **fields: Any) -> dict[str, Any]:
+        body = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+        answer = http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    return send
+
+
+@pytest.fixture
+def cross(ask: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The batched request to the layer `cross`, with these fields besides."""
+    return lambda **fields: ask(**{"layer": "cross", "query": QUERY, "key": KEY, "value": VALUE, **fields})
+
+
+def unpack(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """A tensor in form `flat` or `base64` as an array."""
+    dtype = np.dtype(DTYPES[tensor["datatype"]])
+    data = (
+        np.frombuffer(base64.b64decode(tensor["base64"], validate=True), dtype) if "base64" in tensor else np.array(tensor["data"], dtype)
+    )
+    return data.reshape(tensor["shape"])
+
+
+def words(tensor: Any) -> np.ndarray[Any, Any]:
+    """Nested lists with "-inf" among the numbers as an array."""
+    return np.array(tensor, np.float64)
+
+
+# Shapes
+
+
+def test_every_output_has_its_shape(cross: Callable[..., dict[str, Any]]) -> None:
+    """All nine outputs at once, in the order asked for, with sizes that cannot be mistaken for one another."""
+    reply = cross(outputs=list(OUTPUTS))
+
+    assert list(reply) == ["layer", "fully_masked_rows", *OUTPUTS]
+    assert {name: np.shape(reply[name]) for name in OUTPUTS} == OUTPUTS
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_asked_for_alone_is_the_same(cross: Callable[..., dict[str, Any]], name: str) -> None:
+    """What else is asked for decides the way of computing, never the result."""
+    together = cross(outputs=list(OUTPUTS), causal=True, query_offset=1)
+    alone = cross(outputs=[name], causal=True, query_offset=1)
+
+    assert list(alone) == ["layer", "fully_masked_rows", name]
+    np.testing.assert_allclose(words(alone[name]), words(together[name]), rtol=0, atol=1e-6)
+
+
+def test_the_default_outputs(cross: Callable[..., dict[str, Any]]) -> None:
+    """Output and weights, as nested numbers."""
+    assert list(cross()) == ["layer", "fully_masked_rows", "output", "attention_weights"]
+
+
+def test_outputs_come_in_the_order_asked_for(cross: Callable[..., dict[str, Any]]) -> None:
+    """The caller's order, not the service's."""
+    assert list(cross(outputs=["scores", "output", "log_sum_exp"]))[2:] == ["scores", "output", "log_sum_exp"]
+
+
+def test_the_outputs_fit_together(cross: Callable[..., dict[str, Any]]) -> None:
+    """Weights are the softmax of the scores, head outputs are weights times values, merged side by side."""
+    reply = {name: words(tensor) for name, tensor in cross(outputs=list(OUTPUTS)).items() if name in OUTPUTS}
+
+    scores = reply["query_projection"] @ reply["key_projection"].swapaxes(-1, -2) / math.sqrt(D)
+    np.testing.assert_allclose(reply["scores"], scores, atol=1e-5)
+    np.testing.assert_allclose(reply["log_sum_exp"], np.log(np.exp(scores).sum(-1)), atol=1e-5)
+    np.testing.assert_allclose(reply["attention_weights"], np.exp(scores - reply["log_sum_exp"][..., None]), atol=1e-5)
+    np.testing.assert_allclose(reply["head_outputs"], reply["attention_weights"] @ reply["value_projection"], atol=1e-5)
+    np.testing.assert_allclose(reply["concatenated"], reply["head_outputs"].transpose(0, 2, 1, 3).reshape(B, Q, 4), atol=0)
+
+
+UNBATCHED: list[tuple[str, dict[str, Any]]] = [
+    ("nothing", {}),
+    ("mask [q, k]", {"attend_mask": [[[1, 0, 1, 0, 1], [0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]] * B}),
+    ("mask [h, q, k]", {"block_mask": RNG.integers(0, 2, (B, H, Q, K)).tolist()}),
+    ("mask [1, q, k]", {"block_mask": RNG.integers(0, 2, (B, 1, Q, K)).tolist()}),
+    ("mask [h, 1, k]", {"attend_mask": RNG.integers(0, 2, (B, H, 1, K)).tolist()}),
+    ("attend_keys [k]", {"attend_keys": [[1, 0, 1, 1, 0]] * B}),
+    ("block_keys [k]", {"block_keys": [[True, False, True, True, False]] * B}),
+    ("valid_lens, a number", {"valid_lens": [3, 2]}),
+    ("valid_lens [q]", {"valid_lens": [[3, 2, 5], [0, 1, 4]]}),
+    ("bias [q, k]", {"bias": RNG.standard_normal((B, Q, K)).tolist()}),
+    ("bias [h, q, k]", {"bias": RNG.standard_normal((B, H, Q, K)).tolist()}),
+    ("offset", {"causal": True, "query_offset": [1, -1]}),
+    ("offset end", {"causal": True, "query_offset": "end", "valid_lens": [4, 3]}),
+    ("head_scale [h]", {"head_scale": [[0.5, 2], [1, 0]]}),
+    ("tokens", {"tokens": {"query": [["a", "b", "c"]] * B, "key": [["a", "b", "c", "d", "e"]] * B}}),
+]
+
+
+@pytest.mark.parametrize("fields", [fields for _, fields in UNBATCHED], ids=[name for name, _ in UNBATCHED])
+def test_an_unbatched_call_drops_b_everywhere(
+    cross: Callable[..., dict[str, Any]], ask: Callable[..., dict[str, Any]], fields: dict[str, Any]
+) -> None:
+    """Every item of a batch, sent by itself with each field's leading b dropped, gets its part of the batch's reply."""
+    batched = cross(outputs=list(OUTPUTS), **fields)
+    whole = ("causal", "tokens")
+    rows = 0
+    for i in range(B):
+        own = {name: value[i] if isinstance(value, list) else value for name, value in fields.items() if name not in whole}
+        own |= {name: fields[name] for name in whole if name in fields}
+        if "tokens" in own:
+            own["tokens"] = {name: lists[i] for name, lists in own["tokens"].items()}
+        reply = ask(layer="cross", query=QUERY[i], key=KEY[i], value=VALUE[i], outputs=list(OUTPUTS), **own)
+        rows += reply["fully_masked_rows"]
+        for name, shape in OUTPUTS.items():
+            assert np.shape(reply[name]) == shape[1:]
+            np.testing.assert_allclose(words(reply[name]), words(batched[name][i]), rtol=0, atol=1e-6, err_msg=name)
+    assert rows == batched["fully_masked_rows"]
+
+
+def test_value_defaults_to_key_and_both_to_query(ask: Callable[..., dict[str, Any]]) -> None:
+    """Self-attention needs a query alone; null is left out. The products may be fused, so the last bits may differ."""
+    query, key = QUERY, QUERY[:, :2] + 1
+
+    def same(left: dict[str, Any], right: dict[str, Any]) -> None:
+        for name in ("output", "attention_weights"):
+            np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6)
+
+    same(ask(layer="tiny", query=query), ask(layer="tiny", query=query, key=query, value=query))
+    same(ask(layer="tiny", query=query, key=key), ask(layer="tiny", query=query, key=key, value=key))
+    assert ask(layer="tiny", query=query, key=None, value=None, attend_mask=None, select=None) == ask(layer="tiny", query=query)
+
+
+def test_the_three_forms_of_a_tensor_say_the_same(cross: Callable[..., dict[str, Any]]) -> None:
+    """Nested lists, shape and data, shape and base64, in whatever datatype holds the numbers."""
+    nested = cross(valid_lens=[3, 4], block_keys=[[0, 1, 0, 0, 0]] * B)
+    flat = cross(
+        query={"shape": [B, Q, 4], "data": QUERY.reshape(-1).tolist()},
+        key={"shape": [B, K, 3], "datatype": "FP64", "data": KEY.tolist()},
+        value={"shape": [B, K, 5], "datatype": "FP64", "base64": base64.b64encode(VALUE.astype("<f8").tobytes()).decode()},
+        valid_lens={"shape": [B], "datatype": "INT8", "base64": base64.b64encode(bytes([3, 4])).decode()},
+        block_keys={"shape": [B, K], "datatype": "BOOL", "data": [[False, True, False, False, False]] * B},
+    )
+
+    assert flat == nested
+
+
+def test_masks_are_told_in_ones_or_trues(cross: Callable[..., dict[str, Any]]) -> None:
+    """0 and 1, false and true, mixed; and the opposite mask under the opposite name."""
+    mask = RNG.integers(0, 2, (Q, K))
+    numbers = cross(attend_mask=mask)
+
+    assert cross(attend_mask=(mask == 1)) == numbers
+    assert cross(attend_mask=[[bool(x) if j % 2 else int(x) for j, x in enumerate(row)] for row in mask]) == numbers
+    assert cross(block_mask=1 - mask) == numbers
+    assert cross(attend_mask=mask[None, None].repeat(H, 1).repeat(B, 0)) == numbers
+
+
+def test_every_mask_must_allow_a_key(cross: Callable[..., dict[str, Any]]) -> None:
+    """Different masks combine: a key counts only where all of them let it through."""
+    fields = {
+        "attend_mask": np.array([[1, 1, 1, 1, 0]] * Q),
+        "block_keys": np.array([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]),
+        "valid_lens": np.array([5, 3]),
+        "bias": [["-inf", 0, 0, 0, 0]] * Q,
+        "causal": True,
+        "query_offset": 2,
+    }
+    weights = np.array(cross(**fields)["attention_weights"])
+
+    first = np.array([[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0]], bool)
+    second = np.array([[0, 1, 1, 0, 0]] * 3, bool)
+    np.testing.assert_array_equal(weights[:, 0] > 0, [first, second])
+    np.testing.assert_array_equal(weights[:, 1] > 0, [first, second])
+
+
+# Selection
+
+
+def test_heads_and_queries_are_chosen_in_the_callers_order(cross: Callable[..., dict[str, Any]]) -> None:
+    """0-based, in the order given; nothing but the weights is chosen from."""
+    everything = cross(outputs=["output", "attention_weights", "scores"])
+    weights = np.array(everything["attention_weights"])
+
+    chosen = cross(outputs=["output", "attention_weights", "scores"], select={"heads": [1, 0], "queries": [2, 0]})
+
+    np.testing.assert_allclose(chosen["attention_weights"], weights[:, [1, 0]][:, :, [2, 0]], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(chosen["scores"], everything["scores"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(chosen["output"], everything["output"], rtol=0, atol=1e-6)
+
+
+def test_average_is_over_the_chosen_heads(cross: Callable[..., dict[str, Any]]) -> None:
+    """And drops the axis of heads."""
+    weights = np.array(cross()["attention_weights"])
+
+    np.testing.assert_allclose(cross(select={"average": True})["attention_weights"], weights.mean(1), rtol=0, atol=1e-7)
+    one = cross(select={"average": True, "heads": [1], "queries": [1]})["attention_weights"]
+    np.testing.assert_allclose(one, weights[:, 1, [1]], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "select", [{}, {"heads": [1]}, {"queries": [2, 1]}, {"average": True}, {"heads": [1, 0], "queries": [0], "average": True}]
+)
+@pytest.mark.parametrize("n", [1, 3, K, K + 4])
+def test_top_k_gives_the_largest_first(cross: Callable[..., dict[str, Any]], n: int, select: dict[str, Any]) -> None:
+    """Keys and values of min(n, k) weights of each row, sorted."""
+    weights = np.array(cross(select=select)["attention_weights"], np.float32)
+
+    top = cross(select={**select, "top_k": n})["attention_weights"]
+
+    assert list(top) == ["keys", "values"]
+    keys, values = np.array(top["keys"]), np.array(top["values"], np.float32)
+    assert keys.dtype == np.int64
+    assert keys.shape == values.shape == (*weights.shape[:-1], min(n, K))
+    order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
+    np.testing.assert_array_equal(keys, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(weights, order, -1))
+
+
+def test_top_k_ties_go_to_the_lower_key(ask: Callable[..., dict[str, Any]]) -> None:
+    """Twenty keys of equal weight, some blocked: the lowest open ones come first, in order, and the zeros after them."""
+    query = np.ones((20, 4))
+    blocked = [j % 3 == 0 for j in range(20)]
+
+    top = ask(layer="tiny", query=query, block_keys=blocked, select={"top_k": 20, "queries": [0]})["attention_weights"]
+
+    expected = [j for j in range(20) if j % 3] + [j for j in range(20) if not j % 3]
+    assert top["keys"] == [[expected]] * H
+
+
+# Forms of the reply
+
+
+@pytest.mark.parametrize("datatype", [None, "FP16", "BF16", "FP32", "FP64"])
+def test_reply_forms_hold_the_same_numbers(cross: Callable[..., dict[str, Any]], datatype: str | None) -> None:
+    """Nested, flat and base64 in every datatype: bit for bit the same, and as near to float32 as the datatype can be."""
+    plain = cross(outputs=list(OUTPUTS), reply={"form": "base64"})
+    nested = cross(outputs=list(OUTPUTS), reply={"datatype": datatype})
+    flat = cross(outputs=list(OUTPUTS), reply={"form": "flat", "datatype": datatype})
+    packed = cross(outputs=list(OUTPUTS), reply={"form": "base64", "datatype": datatype})
+
+    for name, shape in OUTPUTS.items():
+        assert list(flat[name]) == ["shape", "datatype", "data"]
+        assert list(packed[name]) == ["shape", "datatype", "base64"]
+        assert flat[name]["datatype"] == packed[name]["datatype"] == (datatype or "FP32")
+        assert tuple(flat[name]["shape"]) == tuple(packed[name]["shape"]) == shape
+        array = unpack(packed[name])
+        np.testing.assert_array_equal(unpack(flat[name]), array)
+        np.testing.assert_array_equal(np.array(nested[name], np.float64).astype(array.dtype), array)
+        np.testing.assert_array_equal(unpack(plain[name]).astype(array.dtype), array)
+
+
+def test_top_k_in_the_other_forms(cross: Callable[..., dict[str, Any]]) -> None:
+    """Keys are INT64 whatever datatype the values get."""
+    nested = cross(select={"top_k": 2})["attention_weights"]
+
+    for form in ("flat", "base64"):
+        top = cross(select={"top_k": 2}, reply={"form": form, "datatype": "FP64"})["attention_weights"]
+        assert (top["keys"]["datatype"], top["values"]["datatype"]) == ("INT64", "FP64")
+        np.testing.assert_array_equal(unpack(top["keys"]), nested["keys"])
+        np.testing.assert_array_equal(unpack(top["values"]).astype(np.float32), np.array(nested["values"], np.float32))
+
+
+@pytest.mark.parametrize("decimals", [0, 3, 17])
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_decimals_round_the_text(cross: Callable[..., dict[str, Any]], http: httpx.Client, form: str, decimals: int) -> None:
+    """Each number is the exact one, rounded; and is written short."""
+    exact = cross(outputs=["scores", "output"], reply={"datatype": "FP64"})
+    rounded = cross(outputs=["scores", "output"], reply={"decimals": decimals, "form": form})
+
+    for name in ("scores", "output"):
+        numbers = rounded[name] if form == "nested" else unpack(rounded[name])
+        np.testing.assert_allclose(numbers, exact[name], rtol=1e-6, atol=0.5000001 * 10**-decimals)
+        if decimals == 3:
+            data = np.ravel(rounded[name] if form == "nested" else rounded[name]["data"])
+            assert max(len(str(number).partition(".")[2]) for number in data.tolist()) <= 3
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_decimals_hold_for_narrow_datatypes(cross: Callable[..., dict[str, Any]], datatype: str) -> None:
+    """A datatype of two bytes is rounded in text too."""
+    data = np.ravel(cross(outputs=["output"], reply={"decimals": 2, "datatype": datatype})["output"]).tolist()
+
+    assert max(len(str(number).partition(".")[2]) for number in data) <= 2
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_decimals_leave_huge_numbers_finite(ask: Callable[..., dict[str, Any]], form: str) -> None:
+    """Rounding 1e300 to 17 decimals is 1e300, not an overflow on the way."""
+    query = [[1e300, 1, -1e300, 1e-300]]
+
+    reply = ask(layer="exact", query=query, outputs=["value_projection"], reply={"decimals": 17, "form": form})["value_projection"]
+
+    assert np.ravel(reply if form == "nested" else reply["data"]).tolist() == [1e300, 1.0, -1e300, 0.0]
+
+
+def test_minus_infinity_is_a_value_in_scores(cross: Callable[..., dict[str, Any]]) -> None:
+    """ "-inf" in JSON, itself in base64, whatever `nonfinite` says; in the weights it is a plain 0."""
+    for nonfinite in ("error", "null", "string"):
+        reply = cross(outputs=["scores", "log_sum_exp", "attention_weights"], valid_lens=[0, 3], reply={"nonfinite": nonfinite})
+        assert reply["scores"][0] == [[["-inf"] * K] * Q] * H
+        assert reply["log_sum_exp"][0] == [["-inf"] * Q] * H
+        assert all(row[3:] == ["-inf", "-inf"] and "-inf" not in row[:3] for head in reply["scores"][1] for row in head)
+        assert np.all(np.array(reply["attention_weights"])[0] == 0)
+    for form in ("flat", "base64"):
+        scores = cross(outputs=["scores"], valid_lens=[0, 3], reply={"form": form})["scores"]
+        np.testing.assert_array_equal(unpack(scores), words(reply["scores"]).astype(np.float32))
+
+
+def test_nonfinite_numbers_as_null_or_words(ask: Callable[..., dict[str, Any]]) -> None:
+    """What overflowed the reply's datatype becomes null, or "inf" and "-inf", in its place."""
+    fields = {"layer": "same", "query": [[1e6, 2, -1e6, 3]], "outputs": ["query_projection", "output"]}
+
+    null = ask(**fields, reply={"nonfinite": "null", "datatype": "FP16"})
+    string = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16"})
+    flat = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "flat"})
+    packed = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "base64"})
+    rounded = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "decimals": 1})
+
+    assert null["query_projection"] == [[[None, 2.0]], [[None, 3.0]]]
+    assert string["query_projection"] == rounded["query_projection"] == [[["inf", 2.0]], [["-inf", 3.0]]]
+    assert flat["output"]["data"] == ["inf", 2.0, "-inf", 3.0]
+    np.testing.assert_array_equal(unpack(packed["output"]), [[np.inf, 2, -np.inf, 3]])
+
+
+def test_no_reply_holds_a_bare_nan(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """NaN that arises inside is a word too, so that the reply stays JSON."""
+    body = {"layer": "same", "query": [[1e30, 1, 1, 1]], "reply": {"nonfinite": "string"}}
+
+    answer = http.post("/attend", json=body)
+
+    assert answer.status_code == 200
+    assert b'"nan"' in answer.content
+    json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))
+
+
+# Axes of length zero
+
+
+def empty(*shape: int) -> dict[str, Any]:
+    return {"shape": shape, "data": []}
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
+def test_zero_length_axes(ask: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
+    """Nothing to attend from, or to: answered in a form that has `shape`; with no key a row is fully masked."""
+    fields = {
+        name: empty(*array.shape) if 0 in array.shape else array
+        for name, array in (("query", QUERY[:b, :q]), ("key", KEY[:b, :k]), ("value", VALUE[:b, :k]))
+    }
+    sizes = {B: b, Q: q, K: k}
+    shapes = {
+        name: tuple(sizes[n] if i == 0 or (n in (Q, K) and n != 4) else n for i, n in enumerate(shape)) for name, shape in OUTPUTS.items()
+    }
+
+    reply = ask(layer="cross", **fields, outputs=list(OUTPUTS), reply={"form": form})
+
+    assert reply["fully_masked_rows"] == (b * H * q if k == 0 else 0)
+    for name, shape in shapes.items():
+        if 0 in shape or form != "nested":
+            assert tuple(reply[name]["shape"]) == shape, name
+            assert unpack(reply[name]).shape == shape
+        else:
+            assert np.shape(reply[name]) == shape, name
+    if form == "flat" and k == 0:
+        assert set(unpack(reply["log_sum_exp"]).ravel().tolist()) <= {-np.inf}
+        assert not unpack(reply["concatenated"]).any()
+
+
+def test_zero_length_axes_with_everything_on(ask: Callable[..., dict[str, Any]]) -> None:
+    """Masks, lengths, causality, dropout and selections of nothing are nothing."""
+    fields = {
+        "layer": "cross",
+        "attend_keys": empty(B, 0),
+        "valid_lens": [0, 0],
+        "attend_mask": empty(Q, 0),
+        "bias": empty(B, H, Q, 0),
+        "causal": True,
+        "query_offset": "end",
+        "window": {"left": 1, "right": None},
+        "dropout": {"p": 0.5, "seed": 1},
+        "head_scale": [1, 2],
+        "fully_masked": "uniform",
+        "outputs": list(OUTPUTS),
+    }
+
+    reply = ask(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), **fields)
+    top = ask(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), layer="cross", select={"top_k": 3, "average": True})
+
+    assert reply["fully_masked_rows"] == B * H * Q
+    assert reply["attention_weights"]["shape"] == [B, H, Q, 0]
+    assert np.shape(reply["output"]) == (B, Q, 4)
+    assert top["attention_weights"]["keys"] == {"shape": [B, Q, 0], "datatype": "INT64", "data": []}
+
+
+# Rows without keys
+
+
+def test_fully_masked_rows_are_zero_by_default(cross: Callable[..., dict[str, Any]]) -> None:
+    """Weights 0, head outputs 0, output the output projection's bias, counted over batch, heads and queries."""
+    reply = cross(valid_lens=[[0, 5, 0], [1, 2, 3]], outputs=["output", "attention_weights", "concatenated"])
+
+    assert reply["fully_masked_rows"] == 2 * H
+    assert np.array(reply["attention_weights"])[0, :, [0, 2]].any() == np.False_
+    assert reply["concatenated"][0][0] == reply["output"][0][2] == [0.0] * 4  # the bias of a seeded layer is 0
+    np.testing.assert_allclose(np.array(reply["attention_weights"]).sum(-1)[1], 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("outputs", [["output"], ["output", "attention_weights", "concatenated"]])
+def test_fully_masked_rows_uniform(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
+    """1/k over all keys, blocked ones too, whichever way the output is computed."""
+    values = np.array(cross(outputs=["value_projection"])["value_projection"])
+    plain = cross(outputs=["concatenated"])
+
+    reply = cross(valid_lens=[0, 5], fully_masked="uniform", outputs=[*outputs, "head_outputs"])
+
+    assert reply["fully_masked_rows"] == H * Q
+    np.testing.assert_allclose(np.array(reply["head_outputs"])[0], values[0].mean(1, keepdims=True).repeat(Q, 1), atol=1e-6)
+    if "attention_weights" in outputs:
+        np.testing.assert_allclose(np.array(reply["attention_weights"])[0], 1 / K, atol=1e-7)
+        np.testing.assert_allclose(reply["concatenated"][1], plain["concatenated"][1], atol=1e-6)
+
+
+@pytest.mark.parametrize("outputs", [["output"], ["scores"], ["query_projection"], ["attention_weights"]])
+def test_fully_masked_rows_are_counted_whatever_is_asked(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
+    """Masks, lengths, causality, window and bias of -inf all empty rows; the count does not depend on the outputs."""
+    assert cross(outputs=outputs)["fully_masked_rows"] == 0
+    assert cross(outputs=outputs, block_keys=[[1] * K, [0] * K])["fully_masked_rows"] == H * Q
+    assert cross(outputs=outputs, causal=True, query_offset=-2)["fully_masked_rows"] == B * H * 2
+    assert cross(outputs=outputs, causal=True, query_offset=[-1, 0])["fully_masked_rows"] == H
+    assert cross(outputs=outputs, window={"left": 0, "right": 0}, query_offset=3)["fully_masked_rows"] == B * H
+    assert cross(outputs=outputs, bias=[["-inf"] * K, [0] * K, [0] * K])["fully_masked_rows"] == B * H
+    assert cross(outputs=outputs, block_mask=[[[[0] * K] * Q, [[0] * K, [1] * K, [0] * K]]] * B)["fully_masked_rows"] == B
+    assert cross(outputs=outputs, attend_keys=[[1, 1, 0, 0, 0]] * B, block_mask=[[1, 1, 0, 0, 0]] * Q)["fully_masked_rows"] == B * H * Q
+
+
+def test_fully_masked_error_lets_good_rows_through(cross: Callable[..., dict[str, Any]]) -> None:
+    """It asks for an error only where a row is empty."""
+    assert cross(fully_masked="error", valid_lens=[1, 5])["fully_masked_rows"] == 0
+
+
+def test_blocked_keys_count_for_nothing_however_large(cross: Callable[..., dict[str, Any]]) -> None:
+    """A blocked key and value of 1e38, whose products overflow, changes no bit of what else is replied."""
+    outputs = ["output", "attention_weights", "scores", "log_sum_exp"]
+    masks = {"attend_keys": [[1, 1, 0, 1, 1]] * B}
+    key, value = KEY.copy(), VALUE.copy()
+    key[:, 2] = value[:, 2] = 1e38
+
+    assert cross(key=key, value=value, outputs=outputs, **masks) == cross(outputs=outputs, **masks)
+    np.testing.assert_allclose(
+        cross(key=key, value=value, outputs=["output"], **masks)["output"], cross(outputs=["output"], **masks)["output"], rtol=0, atol=1e-6
+    )
+
+
+# Position
+
+
+def test_causal_self_attention_needs_no_offset(ask: Callable[..., dict[str, Any]]) -> None:
+    """With q = k the diagonal is where it always is."""
+    weights = np.array(ask(layer="tiny", query=QUERY, causal=True)["attention_weights"])
+
+    np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(Q, dtype=bool), (B, H, Q, Q)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "offsets"),
+    [
+        ({"query_offset": 0}, [0, 0]),
+        ({"query_offset": "end"}, [2, 2]),
+        ({"query_offset": -1}, [-1, -1]),
+        ({"query_offset": [2, 0]}, [2, 0]),
+        ({"query_offset": "end", "valid_lens": [4, 2]}, [1, -1]),
+        ({"query_offset": "end", "valid_lens": [[1, 2, 3], [0, 0, 5]]}, [0, 2]),
+        ({"query_offset": "end", "valid_lens": [0, 5]}, [-3, 2]),
+        ({"query_offset": "end", "attend_keys": [[1, 0, 1, 0, 0], [1, 1, 1, 1, 1]]}, [0, 2]),
+        ({"query_offset": "end", "block_keys": [[0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]}, [1, -3]),
+        ({"query_offset": "end", "block_keys": [[0, 0, 0, 1, 0]] * B, "valid_lens": [4, 5]}, [0, 2]),
+    ],
+)
+def test_where_the_queries_stand(cross: Callable[..., dict[str, Any]], fields: dict[str, Any], offsets: list[int]) -> None:
+    """Query i stands at key i + offset; "end" puts the last query on the last key that lengths and key masks leave open."""
+    reply = cross(causal=True, **fields)
+    there = np.array(reply["attention_weights"]) > 0
+
+    open_keys = np.array(cross(**fields)["attention_weights"]) > 0
+    at = np.arange(Q)[None, :, None] + np.array(offsets)[:, None, None]
+    np.testing.assert_array_equal(there, open_keys & (np.arange(K) <= at)[:, None])
+
+
+@pytest.mark.parametrize(
+    "window", [{"left": 1}, {"right": 1}, {"left": 0, "right": 0}, {"left": 2, "right": 1}, {"left": None, "right": None}, {}]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows(cross: Callable[..., dict[str, Any]], window: dict[str, int | None], causal: bool) -> None:
+    """i + offset - left <= j <= i + offset + right, null is no bound, and causal cuts what lies ahead."""
+    weights = np.array(cross(window=window, causal=causal, query_offset=1)["attention_weights"])
+
+    ahead = np.arange(K)[None] - (np.arange(Q)[:, None] + 1)
+    seen = np.ones((Q, K), bool)
+    if window.get("left") is not None:
+        seen &= ahead >= -window["left"]
+    if window.get("right") is not None:
+        seen &= ahead <= window["right"]
+    if causal:
+        seen &= ahead <= 0
+    np.testing.assert_array_equal(weights > 0, np.broadcast_to(seen, weights.shape))
+
+
+@pytest.mark.parametrize("width", [2**31, 2**63 - 1, 2**63, 10**30])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_window_wider_than_anything_bounds_nothing(cross: Callable[..., dict[str, Any]], side: str, width: int) -> None:
+    """Whatever the integer: arithmetic on positions does not wrap."""
+    assert cross(window={side: width}, query_offset=1) == cross(window={side: K + Q}, query_offset=1)
+
+
+@pytest.mark.parametrize("offset", [2**31 - 1, 1 - 2**31])
+def test_far_offsets(cross: Callable[..., dict[str, Any]], offset: int) -> None:
+    """A query far behind the keys sees them all, one far before them none."""
+    reply = cross(causal=True, query_offset=offset)
+
+    assert reply["fully_masked_rows"] == (0 if offset > 0 else B * H * Q)
+
+
+# Modifiers
+
+
+def test_dropout_is_the_documented_stream(cross: Callable[..., dict[str, Any]]) -> None:
+    """RandomState(seed).random_sample((b, h, q, k)) >= p is kept and divided by 1 - p; scores stay what they are."""
+    p, seed = 0.4, 12345
+    outputs = ["attention_weights", "scores", "log_sum_exp", "head_outputs", "value_projection"]
+    plain, dropped = cross(outputs=outputs), cross(outputs=outputs, dropout={"p": p, "seed": seed})
+
+    kept = np.random.RandomState(seed).random_sample((B, H, Q, K)) >= p
+    expected = np.where(kept, np.array(plain["attention_weights"]) / (1 - p), 0)
+    np.testing.assert_allclose(dropped["attention_weights"], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(dropped["head_outputs"], expected @ np.array(plain["value_projection"]), rtol=0, atol=1e-5)
+    assert (dropped["scores"], dropped["log_sum_exp"]) == (plain["scores"], plain["log_sum_exp"])
+    assert not kept.all()
+
+
+def test_dropout_falls_on_the_chosen_rows_alike(cross: Callable[..., dict[str, Any]]) -> None:
+    """A selection sees the same stream as the whole."""
+    dropout = {"p": 0.5, "seed": 7}
+    whole = np.array(cross(dropout=dropout)["attention_weights"])
+
+    chosen = cross(dropout=dropout, select={"heads": [1], "queries": [2, 0]})["attention_weights"]
+
+    np.testing.assert_allclose(chosen, whole[:, [1]][:, :, [2, 0]], rtol=0, atol=1e-7)
+
+
+def test_dropout_of_0_drops_nothing(cross: Callable[..., dict[str, Any]]) -> None:
+    """p = 0 keeps all."""
+    np.testing.assert_allclose(cross(dropout={"p": 0, "seed": 1})["attention_weights"], cross()["attention_weights"], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [[0.5, -2], [[1, 0], [0, 3]]])
+def test_head_scale_multiplies_head_outputs_alone(cross: Callable[..., dict[str, Any]], scale: Any) -> None:
+    """[h] or [b, h]: head outputs and what follows from them, not the weights."""
+    plain, scaled = cross(outputs=list(OUTPUTS)), cross(outputs=list(OUTPUTS), head_scale=scale)
+
+    factors = np.broadcast_to(np.array(scale), (B, H))
+    expected = np.array(plain["head_outputs"]) * factors[:, :, None, None]
+    np.testing.assert_allclose(scaled["head_outputs"], expected, atol=1e-6)
+    np.testing.assert_allclose(scaled["concatenated"], expected.transpose(0, 2, 1, 3).reshape(B, Q, 4), atol=1e-6)
+    assert scaled["attention_weights"] == plain["attention_weights"]
+    np.testing.assert_allclose(cross(outputs=["output"], head_scale=scale)["output"], scaled["output"], atol=1e-6)
+
+
+def test_scale_softcap_bias_in_their_order(cross: Callable[..., dict[str, Any]]) -> None:
+    """Scale, then the cap, then what is added; a cap of 0 is none."""
+    bias = RNG.standard_normal((Q, K)).round(3)
+    raw = cross(outputs=["scores"], scale=1.0)["scores"]
+
+    scores = cross(outputs=["scores"], scale=3, softcap=0.7, bias=bias)["scores"]
+
+    np.testing.assert_allclose(scores, 0.7 * np.tanh(3 * np.array(raw) / 0.7) + bias, atol=1e-5)
+    assert cross(softcap=0) == cross()
+
+
+def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
+    """[q, k], [b, q, k], [b, h, q, k], and an axis of 1 for all of it."""
+    plain = np.array(cross(outputs=["scores"])["scores"])
+    for shape in ((Q, K), (1, K), (Q, 1), (B, Q, K), (B, 1, K), (1, Q, K), (B, H, Q, K), (1, H, 1, K), (B, 1, Q, 1), (1, 1, 1, 1)):
+        bias = RNG.standard_normal(shape).round(3)
+        added = bias[:, None] if bias.ndim == 3 else bias
+        np.testing.assert_allclose(cross(outputs=["scores"], bias=bias)["scores"], plain + added, atol=1e-5, err_msg=str(shape))
+
+
+def test_reproducible_is_bit_for_bit(ask: Callable[..., dict[str, Any]], http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Twice the same bytes, and the numbers of the usual way but for rounding."""
+    query = RNG.standard_normal((2, 37, 64))
+    fields = {"query": query, "causal": True, "reproducible": True, "outputs": ["output", "attention_weights"], "reply": {"form": "base64"}}
+
+    first, second = ask(**fields), ask(**fields)
+    usual = ask(**{**fields, "reproducible": False})
+
+    assert first == second
+    for name in ("output", "attention_weights"):
+        np.testing.assert_allclose(unpack(first[name]), unpack(usual[name]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_layers_of_every_dtype(http: httpx.Client, layers: dict[str, Any], dtype: str) -> None:
+    """The reply comes in the layer's own datatype, and nearer to float64 the wider that is."""
+    tolerance, name = {"float64": (1e-12, "FP64"), "float32": (1e-5, "FP32"), "bfloat16": (0.15, "BF16"), "float16": (0.02, "FP16")}[dtype]
+    query = RNG.standard_normal((5, 8)).round(1)
+    replies = []
+    for kind in (dtype, "float64"):
+        assert http.put("/layers/dtype", json={"spec": {"d_model": 8, "num_heads": 2, "dtype": kind}}).status_code in (200, 201)
+        answer = http.post(
+            "/attend", json={"layer": "dtype", "query": query.tolist(), "outputs": list(OUTPUTS), "reply": {"form": "base64"}}
+        )
+        assert answer.status_code == 200, answer.text
+        replies.append(answer.json())
+    assert http.delete("/layers/dtype").status_code == 204
+
+    for output in OUTPUTS:
+        assert replies[0][output]["datatype"] == name, output
+        ours, exact = (unpack(reply[output]).astype(np.float64) for reply in replies)
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance, err_msg=output)
+
+
+# torch as an oracle
+
+
+@pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (10, 14)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_mha_is_torchs_own_module(http: httpx.Client, layers: dict[str, Any], bias: bool, kdim: int | None, vdim: int | None) -> None:
+    """`init: torch_mha` draws torch's own weights, bit for bit by their fingerprint, and gives its output and weights."""
+    spec = {"d_model": 12, "num_heads": 3, "seed": 99, "init": "torch_mha", "bias": bias, "key_dim": kdim, "value_dim": vdim}
+    seeded = http.put("/layers/torch", json={"spec": spec}).json()
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        module = torch.nn.MultiheadAttention(12, 3, bias=bias, kdim=kdim, vdim=vdim, batch_first=True)
+    packed = module.in_proj_weight
+    parts = packed.chunk(3) if packed is not None else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    weights = {f"{name}.weight": part for name, part in zip(("query", "key", "value"), parts, strict=True)}
+    weights["output.weight"] = module.out_proj.weight
+    if bias:
+        weights |= {f"{name}.bias": part for name, part in zip(("query", "key", "value"), module.in_proj_bias.chunk(3), strict=True)}
+        weights["output.bias"] = module.out_proj.bias
+    loaded = http.put("/layers/torch", json={"spec": spec, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}).json()
+    query, key, value = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 12), (2, 7, kdim or 12), (2, 7, vdim or 12)))
+    blocked = RNG.random((5, 7)) < 0.3
+    padding = np.array([[False] * 5 + [True] * 2, [False] * 7])
+    blocked[:, 0] = False
+
+    body = {
+        name: x.tolist() for name, x in {"query": query, "key": key, "value": value, "block_mask": blocked, "block_keys": padding}.items()
+    }
+    reply = http.post("/attend", json={"layer": "torch", **body}).json()
+    inputs = (torch.from_numpy(x) for x in (query, key, value))
+    output, attention = module(
+        *inputs, attn_mask=torch.from_numpy(blocked), key_padding_mask=torch.from_numpy(padding), average_attn_weights=False
+    )
+    assert http.delete("/layers/torch").status_code == 204
+
+    assert seeded["fingerprint"] == loaded["fingerprint"]
+    np.testing.assert_allclose(reply["output"], output.detach().numpy(), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(reply["attention_weights"], attention.detach().numpy(), rtol=0, atol=2e-6)
+
+
+def test_torch_mha_weights_bit_for_bit(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The value projection of the identity is the weight itself, transposed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        module = torch.nn.MultiheadAttention(6, 2)
+    assert http.put("/layers/torch", json={"spec": {"d_model": 6, "num_heads": 2, "seed": 5, "init": "torch_mha"}}).status_code == 201
+
+    outputs = ["query_projection", "key_projection", "value_projection"]
+    reply = http.post(
+        "/attend", json={"layer": "torch", "query": np.eye(6).tolist(), "outputs": outputs, "reply": {"form": "base64"}}
+    ).json()
+    assert http.delete("/layers/torch").status_code == 204
+
+    for name, weight in zip(outputs, module.in_proj_weight.detach().numpy().reshape(3, 6, 6), strict=True):
+        ours = unpack(reply[name]).transpose(0, 2, 1).reshape(6, 6)  # [h, n, d] -> [h * d, n]
+        np.testing.assert_array_equal(ours, weight)
+
+
+# The plan
+
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"outputs": list(OUTPUTS)},
+    {"outputs": list(OUTPUTS), "reply": {"datatype": "FP64"}},
+    {"outputs": list(OUTPUTS), "reply": {"datatype": "BF16"}},
+    {"select": {"heads": [1], "queries": [2, 0]}},
+    {"select": {"heads": [1, 0], "average": True}},
+    {"select": {"top_k": 3}},
+    {"select": {"top_k": 99, "average": True, "queries": [1]}},
+    {"outputs": ["scores"], "reply": {"decimals": 3}},
+]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+def test_the_plan_is_what_the_reply_then_is(http: httpx.Client, layers: dict[str, Any], fields: dict[str, Any], batched: bool) -> None:
+    """Names, shapes, datatypes and bytes of every tensor; the size of the whole nearly exact in base64, within half and twice in text."""
+    query, key, value = RNG.standard_normal((3, 19, 4)), RNG.standard_normal((3, 23, 3)), RNG.standard_normal((3, 23, 5))
+    body = {"layer": "cross", **fields}
+    body |= {name: (x if batched else x[0]).tolist() for name, x in (("query", query), ("key", key), ("value", value))}
+    for form in ("base64", "nested"):
+        reply = {"form": form, **fields.get("reply", {})}
+        if form == "base64":
+            reply.pop("decimals", None)
+        answer = http.post("/attend", json={**body, "reply": reply})
+        assert answer.status_code == 200, answer.text
+
+        plan = http.post("/attend/plan", json={**body, "reply": reply}).json()
+
+        assert (plan["admitted"], plan["refusals"], plan["layer"]) == (True, [], answer.json()["layer"])
+        if form == "base64":
+            assert abs(plan["reply_bytes"] - len(answer.content)) <= 300
+            tensors = {name: tensor for name, tensor in answer.json().items() if name not in ("layer", "fully_masked_rows")}
+            for name in list(tensors):
+                if "keys" in tensors[name]:
+                    tensors |= {f"{name}.{part}": tensor for part, tensor in tensors.pop(name).items()}
+            assert list(plan["outputs"]) == list(tensors)
+            for name, tensor in tensors.items():
+                raw = len(base64.b64decode(tensor["base64"]))
+                assert plan["outputs"][name] == {"shape": tensor["shape"], "datatype": tensor["datatype"], "bytes": raw}
+        else:
+            assert plan["reply_bytes"] / 2 <= len(answer.content) <= plan["reply_bytes"] * 2
+
+
+def test_a_plan_takes_shapes_alone(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Every tensor by its shape: the same plan as for the numbers themselves."""
+    shapes = {
+        "query": [B, Q, 4],
+        "key": [B, K, 3],
+        "value": [B, K, 5],
+        "attend_mask": [B, H, Q, K],
+        "block_keys": [B, K],
+        "valid_lens": [B, Q],
+        "bias": [Q, K],
+        "head_scale": [B, H],
+    }
+    numbers = {name: np.zeros(shape, int).tolist() for name, shape in shapes.items()}
+
+    by_shape = http.post("/attend/plan", json={"layer": "cross", **{name: {"shape": shape} for name, shape in shapes.items()}})
+    by_number = http.post("/attend/plan", json={"layer": "cross", **numbers})
+
+    assert by_shape.status_code == by_number.status_code == 200, by_shape.text
+    assert by_shape.json() == by_number.json()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"attend_mask": {"shape": [1_000_000, 1_000_000]}},
+        {"bias": {"shape": [1, 8, 1_000_000, 1_000_000]}},
+        {"valid_lens": {"shape": [100, 1_000_000]}},
+        {"block_keys": {"shape": [100, 1_000_000]}},
+    ],
+    ids=str,
+)
+def test_a_plan_of_huge_shapes_computes_nothing(http: httpx.Client, layers: dict[str, Any], more: dict[str, Any]) -> None:
+    """Terabytes of scores are told of, not made: answered at once, not admitted, with the reason."""
+    body = {"query": {"shape": [100, 1_000_000, 64]}, "causal": True, **more}
+
+    answer = http.post("/attend/plan", json=body, timeout=5)
+
+    assert answer.status_code == 200, answer.text
+    plan = answer.json()
+    assert plan["outputs"]["attention_weights"]["shape"] == [100, 8, 1_000_000, 1_000_000]
+    assert plan["outputs"]["attention_weights"]["bytes"] == 4 * 8 * 10**14
+    assert plan["operations"] >= 4 * 100 * 10**12 * 64
+    assert not plan["admitted"]
+    assert "max_scores" in plan["refusals"][0]["expected"]
+
+
+def test_a_plan_of_huge_lengths_computes_nothing(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Nor does comparing 10^12 lengths with the number of keys make anything of that size."""
+    body = {"query": {"shape": [1_000_000, 1_000_000, 64]}, "valid_lens": {"shape": [1_000_000, 1_000_000]}, "outputs": ["log_sum_exp"]}
+
+    answer = http.post("/attend/plan", json=body, timeout=5)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"]["log_sum_exp"]["shape"] == [1_000_000, 8, 1_000_000]
+
+
+def test_a_plan_tells_what_attend_would_refuse(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """What the caller can mend is refused with the same words."""
+    body = {"layer": "cross", "query": QUERY.tolist()}
+
+    attend, plan = (http.post(path, json=body) for path in ("/attend", "/attend/plan"))
+
+    assert attend.status_code == plan.status_code == 422
+    assert attend.json()["errors"] == plan.json()["errors"]
+
+
+# Around the call
+
+
+def test_the_request_id_is_taken_or_made(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """A sensible id comes back; otherwise each request gets one of its own, refusals too."""
+    body = {"layer": "tiny", "query": QUERY.tolist()}
+    given = http.post("/attend", json=body, headers={"X-Request-Id": "trace-1.a/b"})
+    refused = http.post("/attend", json={}, headers={"X-Request-Id": "trace-2"})
+    made = [http.post("/attend", json=body).headers["x-request-id"] for _ in range(3)]
+    odd = [http.get("/health/live", headers={"X-Request-Id": value}).headers["x-request-id"] for value in ("a b", "", "x" * 129)]
+
+    assert given.headers["x-request-id"] == "trace-1.a/b"
+    assert refused.headers["x-request-id"] == refused.json()["request_id"] == "trace-2"
+    assert len({*made, *odd}) == 6
+    assert all(re.fullmatch(r"[0-9a-f]{16,}", value) for value in (*made, *odd))
+
+
+def test_server_timing(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Four phases in milliseconds, in the order of the path."""
+    header = http.post("/attend", json={"layer": "tiny", "query": QUERY.tolist()}).headers["server-timing"]
+
+    number = r"(\d+\.\d+)"
+    match = re.fullmatch(rf"decode;dur={number}, queue;dur={number}, compute;dur={number}, encode;dur={number}", header)
+    assert match
+    assert all(0 <= float(ms) < 10_000 for ms in match.groups())
+    assert float(match[3]) > 0
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health/live", "/health/ready", "/health/startup", "/metrics", "/layers", "/layers/tiny", "/docs", "/openapi.json"]
+)
+def test_head_is_get_without_its_body(http: httpx.Client, server: Any, layers: dict[str, Any], path: str) -> None:
+    """The same status and type, no body, and the connection stays usable."""
+    with httpx.Client(base_url=server.url) as client:
+        got = client.get(path)
+        for _ in range(2):
+            head = client.head(path)
+            assert (head.status_code, head.headers["content-type"], head.content) == (200, got.headers["content-type"], b"")
+        assert client.get("/health/live").json() == {"live": True}
+
+
+def test_health(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Three questions, three answers."""
+    assert http.get("/health/live").json() == {"live": True}
+    assert http.get("/health/ready").json() == {"ready": True}
+    assert http.get("/health/startup").json() == {"started": True}
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """The value of one line of the Prometheus text; 0 where it does not stand there yet."""
+    for line in text.splitlines():
+        if line.startswith(name + ("{" if labels else " ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def test_metrics_count_what_happened(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Requests by endpoint and status, failures by reason, phases as histograms, layers as they are."""
+    before = http.get("/metrics").text
+
+    http.post("/attend", json={"layer": "tiny", "query": QUERY.tolist()})
+    http.post("/attend", content=b"{")
+    http.get("/layers/tiny")
+    http.get("/no/such/page")
+    answer = http.get("/metrics")
+
+    assert answer.headers["content-type"].startswith("text/plain")
+
+    def grown(name: str, **labels: str) -> float:
+        return metric(answer.text, name, **labels) - metric(before, name, **labels)
+
+    assert grown("attend_requests_total", endpoint="/attend", status="200") == 1
+    assert grown("attend_requests_total", endpoint="/attend", status="400") == 1
+    assert grown("attend_requests_total", endpoint="/layers/{name}", status="200") == 1
+    assert grown("attend_failures_total", reason="MalformedBody") == 1
+    for phase in ("decode", "queue", "compute", "encode"):
+        assert grown("attend_phase_seconds_count", phase=phase) == 1
+        assert grown("attend_phase_seconds_sum", phase=phase) >= 0
+    assert metric(answer.text, "attend_layers") == len(http.get("/layers").json()["layers"])
+    assert "/no/such" not in answer.text
+
+
+def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Version, contract, threads, limits and layers for anything that is no browser."""
+    index = http.get("/", headers={"accept": "application/json"}).json()
+
+    assert {"version", "contract", "threads", "limits", "layers"} <= set(index)
+    assert index["threads"] >= 1
+    assert index["limits"]["max_body_bytes"] == 4 * 1024 * 1024
+    assert {"default", *layers} <= set(index["layers"])
+
+
+# Layers
+
+
+def test_a_layer_comes_and_goes(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """201 for a new one, 200 for a replaced one, 204 and then 404; PUT answers what GET answers."""
+    spec = {"d_model": 6, "num_heads": 2, "seed": 1}
+    new = http.put("/layers/coming", json={"spec": spec})
+    same = http.put("/layers/coming", json={"spec": spec})
+    other = http.put("/layers/coming", json={"spec": {**spec, "seed": 2}})
+    got = http.get("/layers/coming")
+    listed = {layer["name"]: layer for layer in http.get("/layers").json()["layers"]}
+    gone = http.delete("/layers/coming")
+
+    assert [answer.status_code for answer in (new, same, other, got, gone)] == [201, 200, 200, 200, 204]
+    assert new.json() == same.json() != other.json() == got.json() == listed["coming"]
+    assert gone.content == b""
+    assert http.get("/layers/coming").status_code == http.delete("/layers/coming").status_code == 404
+    assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
+
+
+def test_what_a_layer_tells(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Its spec with defaults filled in, its parameters, its fingerprint, where it lives."""
+    layer = http.get("/layers/cross").json()
+
+    assert layer["name"] == "cross"
+    assert (
+        layer["spec"]
+        | {
+            "d_model": 4,
+            "num_heads": 2,
+            "key_dim": 3,
+            "value_dim": 5,
+            "bias": True,
+            "scale": 1 / math.sqrt(2),
+            "softcap": None,
+            "seed": 4,
+            "init": "xavier_uniform",
+            "dtype": "float32",
+        }
+        == layer["spec"]
+    )
+    assert layer["parameters"] == 4 * 4 + 4 * 3 + 4 * 5 + 4 * 4 + 4 * 4
+    assert (layer["state"], layer["device"]) == ("ready", "cpu")
+    assert re.fullmatch(r"[0-9a-f]{64}", layer["fingerprint"])
+
+
+def test_what_the_fingerprint_depends_on(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Spelled-out defaults change nothing; another seed, width of a head or dtype does, and so does a scale."""
+    spec = {"d_model": 4, "num_heads": 2, "seed": 3}
+
+    def fingerprint(**fields: Any) -> str:
+        return str(http.put("/layers/print", json={"spec": {**spec, **fields}}).json()["fingerprint"])
+
+    same = fingerprint()
+    assert same == layers["tiny"]["fingerprint"]
+    assert same == fingerprint(
+        key_dim=4, value_dim=4, bias=True, scale=1 / math.sqrt(2), softcap=None, init="xavier_uniform", dtype="float32"
+    )
+    assert same == fingerprint(softcap=0, scale=None)
+    others = {
+        fingerprint(seed=4),
+        fingerprint(num_heads=1),
+        fingerprint(dtype="float64"),
+        fingerprint(scale=1),
+        fingerprint(softcap=1),
+        same,
+    }
+    assert len(others) == 6
+    assert http.delete("/layers/print").status_code == 204
+
+
+def test_a_replaced_layer_answers_with_its_own_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The reply names the fingerprint that computed it."""
+    answers = []
+    for seed in (1, 2, 1):
+        made = http.put("/layers/turning", json={"spec": {"d_model": 4, "num_heads": 2, "seed": seed}}).json()
+        answers.append(http.post("/attend", json={"layer": "turning", "query": QUERY.tolist()}).json())
+        assert answers[-1]["layer"] == {"name": "turning", "fingerprint": made["fingerprint"]}
+    assert http.delete("/layers/turning").status_code == 204
+
+    assert answers[0] == answers[2] != answers[1]
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-D", "9", "x" * 64])
+def test_names_that_layers_may_have(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
+    """Letters, digits, point, underscore, hyphen; 64 at most."""
+    assert http.put(f"/layers/{name}", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
+    assert http.post("/attend", json={"layer": name, "query": QUERY.tolist()}).status_code == 200
+    assert http.delete(f"/layers/{name}").status_code == 204
+
+
+def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
+    """`default`: d_model 64, 8 heads, seed 0."""
+    spec = http.get("/layers/default").json()["spec"]
+
+    assert (spec["d_model"], spec["num_heads"], spec["seed"], spec["dtype"]) == (64, 8, 0, "float32")

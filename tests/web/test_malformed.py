@@ -1,0 +1,898 @@
+"""Malformed requests over HTTP, as one table: each is refused with its status and its place, and the server then answers a good one."""
+
+import base64
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+TITLES = {
+    400: "malformed body",
+    404: "no such layer",
+    405: "method not allowed",
+    406: "not acceptable",
+    413: "too large",
+    415: "unsupported media type",
+    422: "invalid request",
+}
+QUERY = [[[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]], [[4, 3, 2, 1], [8, 7, 6, 5], [3, 2, 1, 9]]]  # [b 2, q 3, 4]
+KEY = np.arange(30).reshape(2, 5, 3).tolist()  # [b 2, k 5, 3]
+VALUE = np.arange(50).reshape(2, 5, 5).tolist()  # [b 2, k 5, 5]
+LIMIT = 4 * 1024 * 1024  # what the fixture `server` takes
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A request and its refusal: the status, the exact `at`, fragments of `expected` and `got`. No `at`: no place is to blame."""
+
+    name: str
+    status: int
+    at: str | None
+    expected: str
+    got: str
+    body: bytes = b""
+    method: str = "POST"
+    path: str = "/attend"
+    headers: Mapping[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
+
+
+def tiny(**fields: Any) -> bytes:
+    """A body for the layer `tiny` (d_model 4, 2 heads) with b 2, q = k = 3; good but for `fields`."""
+    return json.dumps({"layer": "tiny", "query": QUERY, **fields}).encode()
+
+
+def cross(**fields: Any) -> bytes:
+    """A body for the layer `cross` (key_dim 3, value_dim 5) with b 2, q 3, k 5; good but for `fields`."""
+    return json.dumps({"layer": "cross", "query": QUERY, "key": KEY, "value": VALUE, **fields}).encode()
+
+
+def loose(**fields: Any) -> bytes:
+    """An unbatched body for the layer `tiny` with q = k = 3; good but for `fields`."""
+    return json.dumps({"layer": "tiny", "query": QUERY[0], **fields}).encode()
+
+
+def raw(query: str, more: str = "") -> bytes:
+    """A body for the layer `tiny` whose query is this very text."""
+    return f'{{"layer": "tiny", "query": {query}{more}}}'.encode()
+
+
+def packed(array: Any, dtype: str) -> str:
+    return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
+
+
+def coded(shape: list[Any], datatype: Any, text: Any) -> bytes:
+    return tiny(query={"shape": shape, "datatype": datatype, "base64": text})
+
+
+def flat(shape: Any, data: Any, **more: Any) -> bytes:
+    return tiny(query={"shape": shape, "data": data, **more})
+
+
+def zeros(*shape: int) -> Any:
+    return np.zeros(shape, int).tolist()
+
+
+def spec(**fields: Any) -> bytes:
+    return json.dumps({"spec": {"d_model": 4, "num_heads": 2, **fields}}).encode()
+
+
+def weights(**changes: Any) -> bytes:
+    """A good PUT of weights for d_model 2 without biases, but for `changes` (`query` is `query.weight`; None takes it away)."""
+    given = {f"{name}.weight": [[1, 0], [0, 1]] for name in ("query", "key", "value", "output")}
+    given |= {f"{name}.weight": value for name, value in changes.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    return json.dumps({"spec": {"d_model": 2, "num_heads": 1, "bias": False}, "weights": given}).encode()
+
+
+def put(name: str, at: str | None, expected: str, got: str, body: bytes, status: int = 422, path: str = "/layers/bad") -> Bad:
+    return Bad(f"put-{name}", status, at, expected, got, body, "PUT", path)
+
+
+ROWS = "[[1, 2, 3, 4], [5, 6, 7, 8]]"
+NUMBER = "1" + "0" * 400
+WORDS = ["a", "b", "c"]
+
+SYNTAX = [
+    Bad("empty", 400, "", "JSON", "end of the body"),
+    Bad("not-json", 400, "", "JSON", "line 1 column 1", b"hello"),
+    Bad("html", 400, "", "JSON", "'<'", b"<html></html>"),
+    Bad("form-fields", 400, "", "JSON", "'q'", b"query=1&key=2"),
+    Bad("truncated", 400, "", "JSON", "end of the body", b'{"layer": "tiny", "query": [[1, 2'),
+    Bad("truncated-string", 400, "", "JSON", "", b'{"layer": "ti'),
+    Bad("truncated-number", 400, "", "JSON", "", b'{"query": [[1, 2e'),
+    Bad("trailing-garbage", 400, "", "JSON", "'x'", raw(ROWS) + b" x"),
+    Bad("two-documents", 400, "", "JSON", "", raw(ROWS) + raw(ROWS)),
+    Bad("trailing-comma", 400, "", "JSON", "", raw("[[1, 2, 3, 4,]]")),
+    Bad("missing-comma", 400, "", "JSON", "", raw("[[1 2, 3, 4]]")),
+    Bad("leading-zero", 400, "", "JSON", "", raw("[[01, 2, 3, 4]]")),
+    Bad("plus-sign", 400, "", "JSON", "", raw("[[+1, 2, 3, 4]]")),
+    Bad("bare-point", 400, "", "JSON", "", raw("[[.5, 2, 3, 4]]")),
+    Bad("hexadecimal", 400, "", "JSON", "", raw("[[0x1, 2, 3, 4]]")),
+    Bad("single-quotes", 400, "", "JSON", "", b"{'layer': 'tiny'}"),
+    Bad("comment", 400, "", "JSON", "", b'{"layer": "tiny" /* the small one */}'),
+    Bad("bare-key", 400, "", "JSON", "", b'{layer: "tiny"}'),
+    Bad("line-break-in-string", 400, "", "JSON", "", b'{"layer": "ti\nny"}'),
+    Bad("bad-escape", 400, "", "JSON", "", rb'{"layer": "ti\xny"}'),
+    Bad("null-byte", 400, "", "JSON", "", raw(ROWS) + b"\0"),
+    Bad("invalid-utf8", 400, "", "UTF-8", "offset 11", b'{"layer": "\xff"}'),
+    Bad("overlong-utf8", 400, "", "UTF-8", "offset 11", b'{"layer": "\xc0\xaf"}'),
+    Bad("utf16", 400, "", "JSON", "", raw(ROWS).decode().encode("utf-16")),
+    Bad("nan", 400, "/query/0/1", "a JSON number", "NaN", raw("[[1, NaN, 3, 4]]")),
+    Bad("infinity", 400, "/query/1/0", "a JSON number", "Infinity", raw("[[1, 2, 3, 4], [Infinity, 2, 3, 4]]")),
+    Bad("minus-infinity", 400, "/bias/0/0", "a JSON number", "-Infinity", raw(ROWS, ', "bias": [[-Infinity, 0], [0, 0]]')),
+    Bad("nan-scalar", 400, "/scale", "a JSON number", "NaN", raw(ROWS, ', "scale": NaN')),
+    Bad("nan-in-large-body", 400, "/query/9999/3", "a JSON number", "NaN", raw("[" + "[1, 2, 3, 4], " * 9999 + "[1, 2, 3, NaN]]")),
+    Bad("1e999", 422, "/query/0/2", "a finite number", "", raw("[[1, 2, 1e999, 4]]")),
+    Bad("minus-1e999", 422, "/bias/0/0", "a finite number", "", raw(ROWS, ', "bias": [[-1e999, 0], [0, 0]]')),
+    Bad("1e999-scalar", 422, "/scale", "a finite number", "", raw(ROWS, ', "scale": 1e999')),
+    Bad("400-digits", 422, "/query", "within the range of a float64", "", raw(f"[[1, 2, {NUMBER}, 4]]")),
+    Bad("400-digits-scalar", 422, "/scale", "number", "", raw(ROWS, f', "scale": {NUMBER}')),
+    Bad("400-digits-length", 422, "/valid_lens", "", "", raw(ROWS, f', "valid_lens": {NUMBER}')),
+    Bad("5000-digits", 422, "", "within the range of a float64", "", raw(f"[[1, 2, {NUMBER * 13}, 4]]")),
+    Bad("twice", 400, "/causal", "each key once", '"causal" twice', raw(ROWS, ', "causal": true, "causal": false')),
+    Bad("twice-tensor", 400, "/query", "each key once", '"query" twice', raw(ROWS, f', "query": {ROWS}')),
+    Bad("twice-by-escape", 400, "/query", "each key once", '"query" twice', raw(ROWS, rf', "qu\u0065ry": {ROWS}')),
+    Bad("twice-nested", 400, "/reply/form", "each key once", "twice", raw(ROWS, ', "reply": {"form": "flat", "form": "nested"}')),
+    Bad("twice-in-form", 400, "/query/shape", "each key once", "twice", raw('{"shape": [1, 4], "data": [1, 2, 3, 4], "shape": [1, 4]}')),
+    Bad("twice-beside-nan", 400, "/layer", "each key once", "twice", b'{"layer": "a", "layer": "b", "scale": NaN}'),
+    Bad("list", 422, "", "a JSON object", "a list", b"[1, 2]"),
+    Bad("number", 422, "", "a JSON object", "3", b"3"),
+    Bad("string", 422, "", "a JSON object", '"tiny"', b'"tiny"'),
+    Bad("null", 422, "", "a JSON object", "null", b"null"),
+    Bad("null-byte-in-key", 422, "/\0", "no field of that name", "null character", raw(ROWS, r', "\u0000": 1')),
+    Bad("null-byte-in-key-of-form", 422, "/query/shape\0", "one of shape", "", raw(r'{"shape\u0000": [1, 4]}')),
+    Bad("lone-surrogate", 422, "/layer", "string", "", rb'{"layer": "\ud800", "query": [[1, 2, 3, 4]]}'),
+    Bad("too-deep", 413, "/query", "64 deep", "deeper", raw("[" * 65 + "1" + "]" * 65)),
+    Bad("too-deep-unknown-field", 413, "/extra", "64 deep", "deeper", raw(ROWS, f', "extra": {"[" * 100 + "]" * 100}')),
+    Bad("too-deep-objects", 413, "/reply", "64 deep", "deeper", raw(ROWS, ', "reply": ' + '{"form": ' * 80 + "1" + "}" * 80)),
+    Bad("far-too-deep", 413, "", "64 deep", "deeper", raw("[" * 100_000 + "1" + "]" * 100_000)),
+    Bad("too-deep-and-truncated", 413, "", "", "deep", b'{"query": ' + b"[" * 100_000),
+]
+
+TENSORS = [
+    Bad("ragged-rows", 422, "/query/1", "4 values", "3", raw("[[1, 2, 3, 4], [1, 2, 3]]")),
+    Bad("ragged-last-row-longer", 422, "/query/2", "4 values", "5", raw("[[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5]]")),
+    Bad("ragged-batch", 422, "/query/1", "2 values", "1", raw(f"[{ROWS}, [[1, 2, 3, 4]]]")),
+    Bad("ragged-in-batch", 422, "/query/1/0", "4 values", "3", raw(f"[{ROWS}, [[1, 2, 3], [1, 2, 3, 4]]]")),
+    Bad("ragged-same-count", 422, "/query/1/0", "4 values", "3", raw(f"[{ROWS}, [[1, 2, 3], [1, 2, 3, 4, 5]]]")),
+    Bad(
+        "ragged-mask", 422, "/attend_mask/1/1/2", "3 values", "2", tiny(attend_mask=[zeros(2, 3, 3), [zeros(3, 3), [*zeros(2, 3), [0, 0]]]])
+    ),
+    Bad("ragged-empty-row", 422, "/query/1", "4 values", "0", raw("[[1, 2, 3, 4], []]")),
+    Bad("list-among-numbers", 422, "/query/1/0", "a number", "a list of 1", raw("[[1, 2], [[3], 4]]")),
+    Bad("list-of-list-among-numbers", 422, "/query/0/1/3", "a number", "a list", raw("[[[1, 2, 3, 4], [5, 6, 7, [[8]]]]]")),
+    Bad("list-first-elsewhere", 422, "/query/0/1", "a list of 1", "2", raw("[[[1], 2], [[3], [4]]]")),
+    Bad("list-in-mask", 422, "/attend_mask/2/2", "", "a list of 1", tiny(attend_mask=[[1, 1, 1], [1, 1, 1], [1, 1, [1]]])),
+    Bad("number-among-lists", 422, "/query/1", "a list of 4", "5", raw("[[1, 2, 3, 4], 5]")),
+    Bad("list-among-numbers-large", 422, "/query/9999/3", "a number", "a list", raw("[" + "[1, 2, 3, 4], " * 9999 + "[1, 2, 3, [4]]]")),
+    Bad("list-beside-brackets-in-words", 422, "/query/0/3", "a number", "a list", raw("[[1, 2, 3, [4]]]", ', "tokens": {"query": ["]"]}')),
+    Bad("list-beside-escapes", 422, "/query/0/3", "a number", "a list", raw("[[1, 2, 3, [4]]]", r', "tokens": {"query": ["\u005b\\"]}')),
+    Bad("string-among-numbers", 422, "/query/0/1", "a number", '"2"', raw('[[1, "2", 3, 4]]')),
+    Bad("nan-string", 422, "/query/0/0", "a number", '"nan"', raw('[["nan", 2, 3, 4]]')),
+    Bad("minus-inf-in-query", 422, "/query/0/0", "a number", '"-inf"', raw('[["-inf", 2, 3, 4]]')),
+    Bad("null-among-numbers", 422, "/query/0/3", "a number", "null", raw("[[1, 2, 3, null]]")),
+    Bad("true-among-numbers", 422, "/query/0/0", "a number", "true", raw("[[true, 2, 3, 4]]")),
+    Bad("false-in-bias", 422, "/bias/1/2", 'a number or "-inf"', "false", tiny(bias=[[0, 0, 0], [0, 0, False], [0, 0, 0]])),
+    Bad("object-among-numbers", 422, "/query/0/2", "a number", "an object", raw('[[1, 2, {"a": 3}, 4]]')),
+    Bad("string-row", 422, "/query/1", "a list of 4", '"row"', raw('[[1, 2, 3, 4], "row"]')),
+    Bad("tensor-is-string", 422, "/query", "a tensor", "", raw('"abc"')),
+    Bad("tensor-is-true", 422, "/query", "a tensor", "", raw("true")),
+    Bad("tensor-is-null", 422, "/query", "a tensor", "null", raw("null")),
+    Bad("tensor-missing", 422, "/query", "a value", "nothing", b'{"layer": "tiny"}'),
+    Bad("rank-0", 422, "/query", "rank 2 or 3", "shape []", raw("3")),
+    Bad("rank-1", 422, "/query", "rank 2 or 3", "shape [4]", raw("[1, 2, 3, 4]")),
+    Bad("rank-4", 422, "/query", "rank 2 or 3", "shape [1, 1, 1, 4]", raw("[[[[1, 2, 3, 4]]]]")),
+    Bad("rank-5", 422, "/query", "at most 4", "5", raw("[[[[[1, 2, 3, 4]]]]]")),
+    Bad("zero-length", 422, "/query", "shape", "empty", raw("[]")),
+    Bad("zero-length-nested", 422, "/query", "shape", "empty", raw("[[], []]")),
+    Bad("beyond-float32", 422, "/query/0/1/2", "a finite float32", "1e+39", tiny(query=[[[1, 2, 3, 4], [1, 2, 1e39, 4]]])),
+    Bad("beyond-float16", 422, "/query/0/2", "a finite float16", "65520", raw("[[1, 2, 65520, 4]]").replace(b"tiny", b"half")),
+    Bad("bias-beyond-float32", 422, "/bias/0/1", "a finite float32", "-1e+39", tiny(bias=[[0, -1e39, 0], [0, 0, 0], [0, 0, 0]])),
+]
+
+FORMS = [
+    Bad("base64-characters", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", "????")),
+    Bad("base64-line-breaks", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4")[:8] + "\n")),
+    Bad("base64-padding", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4").rstrip("="))),
+    Bad("base64-padding-inside", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", "AAA=AAAA")),
+    Bad("base64-short", 422, "/query/base64", "16 bytes", "12", coded([1, 4], "FP32", packed([1, 2, 3], "<f4"))),
+    Bad("base64-long", 422, "/query/base64", "16 bytes", "20", coded([1, 4], "FP32", packed([1, 2, 3, 4, 5], "<f4"))),
+    Bad("base64-empty", 422, "/query/base64", "16 bytes", "0", coded([1, 4], "FP32", "")),
+    Bad("base64-is-list", 422, "/query/base64", "a base64 string", "a list of 4", coded([1, 4], "FP32", [1, 2, 3, 4])),
+    Bad("base64-is-null", 422, "/query/base64", "a base64 string", "null", coded([1, 4], "FP32", None)),
+    Bad("base64-without-datatype", 422, "/query/datatype", "FP32", "null", tiny(query={"shape": [1, 4], "base64": "AAAA"})),
+    Bad("base64-nan", 422, "/query/0/2", "a finite float32", "nan", coded([1, 4], "FP32", packed([1, 2, np.nan, 4], "<f4"))),
+    Bad("base64-infinity", 422, "/query/0/3", "a finite float32", "inf", coded([1, 4], "FP32", packed([1, 2, 3, np.inf], "<f4"))),
+    Bad(
+        "base64-bool-2",
+        422,
+        "/attend_keys/base64",
+        "BOOL",
+        "",
+        tiny(attend_keys={"shape": [2, 3], "datatype": "BOOL", "base64": "AAECAAAA"}),
+    ),
+    Bad("base64-bool-query", 422, "/query", "numbers", "bool", coded([1, 4], "BOOL", "AAAAAA==")),
+    Bad(
+        "base64-mask-2",
+        422,
+        "/attend_keys/0/2",
+        "0, 1",
+        "2",
+        tiny(attend_keys={"shape": [2, 3], "datatype": "UINT8", "base64": "AAECAAAA"}),
+    ),
+    Bad(
+        "base64-length-infinite",
+        422,
+        "/valid_lens/1",
+        "",
+        "inf",
+        tiny(valid_lens={"shape": [2], "datatype": "FP32", "base64": packed([1, np.inf], "<f4")}),
+    ),
+    Bad(
+        "base64-length-nan",
+        422,
+        "/valid_lens/0",
+        "",
+        "nan",
+        tiny(valid_lens={"shape": [2], "datatype": "FP32", "base64": packed([np.nan, 1], "<f4")}),
+    ),
+    Bad(
+        "base64-length-2^64",
+        422,
+        "/valid_lens/1",
+        "",
+        "",
+        tiny(valid_lens={"shape": [2], "datatype": "UINT64", "base64": packed([1, 2**64 - 1], "<u8")}),
+    ),
+    Bad(
+        "base64-bias-plus-infinity",
+        422,
+        "/bias/0/1",
+        "a finite float32",
+        "inf",
+        tiny(bias={"shape": [1, 3], "datatype": "FP32", "base64": packed([0, np.inf, 0], "<f4")}),
+    ),
+    Bad("datatype-numpy", 422, "/query/datatype", "FP32", '"float32"', flat([1, 4], [1, 2, 3, 4], datatype="float32")),
+    Bad("datatype-number", 422, "/query/datatype", "FP32", "32", flat([1, 4], [1, 2, 3, 4], datatype=32)),
+    Bad("datatype-overflow", 422, "/query/data", "INT8", "", flat([1, 4], [1, 2, 300, 4], datatype="INT8")),
+    Bad("datatype-fraction", 422, "/query/data", "INT32", "", flat([1, 4], [1, 2, 3.5, 4], datatype="INT32")),
+    Bad("datatype-negative", 422, "/query/data", "UINT16", "", flat([1, 4], [1, 2, -3, 4], datatype="UINT16")),
+    Bad("datatype-fp16-overflow", 422, "/query/0/2", "finite", "", flat([1, 4], [1, 2, 1e6, 4], datatype="FP16")),
+    Bad("data-short", 422, "/query/data", "8 values for shape [2, 4]", "7", flat([2, 4], [1, 2, 3, 4, 5, 6, 7])),
+    Bad("data-long", 422, "/query/data", "4 values for shape [1, 4]", "5", flat([1, 4], [1, 2, 3, 4, 5])),
+    Bad("data-empty", 422, "/query/data", "4 values", "0", flat([1, 4], [])),
+    Bad("data-nested-otherwise", 422, "/query/data", "8 values for shape [2, 4]", "shape [4, 2]", flat([2, 4], zeros(4, 2))),
+    Bad("data-ragged", 422, "/query/data/1", "4 values", "3", flat([2, 4], [[1, 2, 3, 4], [5, 6, 7]])),
+    Bad("data-string", 422, "/query/data/1", "a number", '"2"', flat([1, 4], [1, "2", 3, 4])),
+    Bad("data-list-inside", 422, "/query/data/3", "a number", "a list of 1", flat([1, 4], [1, 2, 3, [4]])),
+    Bad("data-is-object", 422, "/query/data", "a list of numbers", "an object", flat([1, 4], {"a": 1})),
+    Bad("data-is-null", 422, "/query/data", "a list of numbers", "null", flat([1, 4], None)),
+    Bad("data-and-base64", 422, "/query", "either data or base64", "both", flat([1, 4], [1, 2, 3, 4], base64="AAAA", datatype="FP32")),
+    Bad("shape-alone", 422, "/query", "data", "", tiny(query={"shape": [1, 3, 4]})),
+    Bad("shape-alone-huge", 422, "/query", "data", "", tiny(query={"shape": [1, 10**9, 4]}, outputs=["log_sum_exp"])),
+    Bad("mask-shape-alone", 422, "/attend_mask", "data", "", tiny(attend_mask={"shape": [3, 3]})),
+    Bad("shape-missing", 422, "/query/shape", "a list of lengths", "nothing", tiny(query={"data": [1, 2, 3, 4]})),
+    Bad("shape-number", 422, "/query/shape", "a list of lengths", "4", flat(4, [1, 2, 3, 4])),
+    Bad("shape-negative", 422, "/query/shape/0", "a length of 0 or more", "-1", flat([-1, 4], [1, 2, 3, 4])),
+    Bad("shape-fraction", 422, "/query/shape/1", "a length of 0 or more", "4.0", flat([1, 4.0], [1, 2, 3, 4])),
+    Bad("shape-bool", 422, "/query/shape/0", "a length of 0 or more", "true", flat([True, 4], [1, 2, 3, 4])),
+    Bad("shape-string", 422, "/query/shape/0", "a length of 0 or more", '"1"', flat(["1", 4], [1, 2, 3, 4])),
+    Bad("shape-rank", 422, "/query/shape", "at most 4 axes", "5", flat([1, 1, 1, 1, 4], [1, 2, 3, 4])),
+    Bad("shape-2^31", 422, "/query/shape/0", "a length of 0 or more", "2147483648", flat([2**31, 4], [1])),
+    Bad("shape-2^64", 422, "/query/shape/0", "a length of 0 or more", "18446744073709551616", flat([2**64, 4], [1])),
+    Bad("shape-overflows", 413, "/query/shape", "2^48", "", flat([2**31 - 1, 2**31 - 1, 4], [1])),
+    Bad("shape-overflows-to-0", 413, "/query/shape", "2^48", "", flat([2**30, 2**30, 16], [1])),
+    Bad(
+        "form-unknown-member",
+        422,
+        "/query/dtype",
+        "one of shape, datatype, data, base64",
+        '"dtype"',
+        flat([1, 4], [1, 2, 3, 4], dtype="FP32"),
+    ),
+    Bad("form-empty", 422, "/query/shape", "a list of lengths", "nothing", tiny(query={})),
+]
+
+FIELDS = [
+    Bad("mask", 422, "/mask", "attend_mask, block_mask, attend_keys, block_keys", '"mask"', tiny(mask=zeros(3, 3))),
+    Bad("unknown-field", 422, "/querry", "no field of that name", "", tiny(querry=1)),
+    Bad("unknown-field-escaped", 422, "/a~1b~0c", "no field of that name", "", tiny(**{"a/b~c": 1})),
+    Bad("metrics", 422, "/metrics", "no field of that name", "a list of 1", tiny(metrics=["entropy"])),
+    Bad("figure", 422, "/figure", "no field of that name", "an object", tiny(figure={"format": "png"})),
+    Bad("attn-mask", 422, "/attn_mask", "no field of that name", "", tiny(attn_mask=zeros(3, 3))),
+    Bad("unknown-in-reply", 422, "/reply/colour", "no field of that name", '"red"', tiny(reply={"colour": "red"})),
+    Bad("unknown-in-window", 422, "/window/lef", "no field of that name", "1", tiny(window={"lef": 1})),
+    Bad("unknown-in-select", 422, "/select/head", "no field of that name", "", tiny(select={"head": [0]})),
+    Bad("unknown-in-dropout", 422, "/dropout/q", "no field of that name", "1", tiny(dropout={"p": 0, "seed": 1, "q": 1})),
+    Bad("unknown-in-tokens", 422, "/tokens/value", "no field of that name", "", tiny(tokens={"value": WORDS})),
+    Bad("layer-unknown", 404, "/layer", "a layer that is held", '"nobody"', tiny(layer="nobody")),
+    Bad("layer-number", 422, "/layer", "a string", "5", tiny(layer=5)),
+    Bad("layer-null", 422, "/layer", "a string", "null", tiny(layer=None)),
+    Bad("layer-empty", 422, "/layer", "", '""', tiny(layer="")),
+    Bad("layer-leading-point", 422, "/layer", "", '".tiny"', tiny(layer=".tiny")),
+    Bad("layer-slash", 422, "/layer", "", '"a/b"', tiny(layer="a/b")),
+    Bad("layer-line-break", 422, "/layer", "", r'"tiny\n"', tiny(layer="tiny\n")),
+    Bad("layer-65", 422, "/layer", "", '"aaa', tiny(layer="a" * 65)),
+    Bad("value-without-key", 422, "/value", "a key beside", "a value alone", tiny(value=QUERY)),
+    Bad("batch-of-key", 422, "/key", "2 batch items", "1", tiny(key=QUERY[:1])),
+    Bad("batch-of-value", 422, "/value", "2 batch items", "1", tiny(key=QUERY, value=QUERY[:1])),
+    Bad("rank-of-key", 422, "/key", "rank 3, as the query", "rank 2", tiny(key=QUERY[0])),
+    Bad("rank-of-value", 422, "/value", "rank 2, as the query", "rank 3", loose(key=QUERY[0], value=QUERY)),
+    Bad("rows-of-value", 422, "/value", "5 rows, as the key", "4", cross(value=zeros(2, 4, 5))),
+    Bad("width-of-query", 422, "/query", '4 values per query for layer "tiny"', "3", tiny(query=zeros(2, 3, 3))),
+    Bad("width-of-key", 422, "/key", '3 values per key for layer "cross"', "4", cross(key=zeros(2, 5, 4))),
+    Bad("width-of-value", 422, "/value", '5 values per value for layer "cross"', "3", cross(value=zeros(2, 5, 3))),
+    Bad("width-of-key-by-default", 422, "/key", "3 values per key", "4 (taken from the query)", tiny(layer="cross")),
+    Bad("width-of-value-by-default", 422, "/value", "5 values per value", "3 (taken from the key)", tiny(layer="cross", key=KEY)),
+    Bad("fully-masked-word", 422, "/fully_masked", '"zero", "uniform" or "error"', '"none"', tiny(fully_masked="none")),
+    Bad("fully-masked-null", 422, "/fully_masked", '"zero"', "null", tiny(fully_masked=None)),
+    Bad(
+        "fully-masked-rows",
+        422,
+        "/fully_masked",
+        "a key to attend to",
+        "(batch 1, head 0, query 0)",
+        tiny(valid_lens=[1, 0], fully_masked="error"),
+    ),
+    Bad(
+        "fully-masked-head",
+        422,
+        "/fully_masked",
+        "a key to attend to",
+        "(batch 0, head 1, query 2)",
+        tiny(block_mask=[[zeros(3, 3), [*zeros(2, 3), [1, 1, 1]]]] * 2, fully_masked="error"),
+    ),
+    Bad("head-scale-count", 422, "/head_scale", "2 factors", "3", tiny(head_scale=[1, 1, 1])),
+    Bad("head-scale-per-item-count", 422, "/head_scale", "2 factors", "1", tiny(head_scale=[[1], [1]])),
+    Bad("head-scale-batch", 422, "/head_scale", "[2, heads]", "shape [3, 2]", tiny(head_scale=zeros(3, 2))),
+    Bad("head-scale-unbatched", 422, "/head_scale", "[heads]", "shape [1, 2]", loose(head_scale=[[1, 1]])),
+    Bad("head-scale-rank", 422, "/head_scale", "rank 1 or 2", "shape [1, 1, 2]", tiny(head_scale=[[[1, 1]]])),
+    Bad("head-scale-number", 422, "/head_scale", "rank 1 or 2", "shape []", tiny(head_scale=1)),
+    Bad("head-scale-bool", 422, "/head_scale/0", "a number", "true", tiny(head_scale=[True, False])),
+    Bad("head-scale-beyond", 422, "/head_scale/1", "a finite float32", "1e+39", tiny(head_scale=[1, 1e39])),
+    Bad("dropout-1", 422, "/dropout/p", "less than 1", "1", tiny(dropout={"p": 1, "seed": 1})),
+    Bad("dropout-negative", 422, "/dropout/p", "greater than or equal to 0", "-0.1", tiny(dropout={"p": -0.1, "seed": 1})),
+    Bad("dropout-string", 422, "/dropout/p", "a number", '"0.1"', tiny(dropout={"p": "0.1", "seed": 1})),
+    Bad("dropout-true", 422, "/dropout/p", "a number", "true", tiny(dropout={"p": True, "seed": 1})),
+    Bad("dropout-without-seed", 422, "/dropout/seed", "a value", "nothing", tiny(dropout={"p": 0.1})),
+    Bad("dropout-without-p", 422, "/dropout/p", "a value", "nothing", tiny(dropout={"seed": 1})),
+    Bad("dropout-seed-negative", 422, "/dropout/seed", "greater than or equal to 0", "-1", tiny(dropout={"p": 0.1, "seed": -1})),
+    Bad("dropout-seed-2^32", 422, "/dropout/seed", "4294967295", "4294967296", tiny(dropout={"p": 0.1, "seed": 2**32})),
+    Bad("dropout-seed-fraction", 422, "/dropout/seed", "an integer", "1.5", tiny(dropout={"p": 0.1, "seed": 1.5})),
+    Bad("dropout-number", 422, "/dropout", "an object", "0.1", tiny(dropout=0.1)),
+    Bad("scale-string", 422, "/scale", "a number", '"1"', tiny(scale="1")),
+    Bad("scale-true", 422, "/scale", "a number", "true", tiny(scale=True)),
+    Bad("softcap-negative", 422, "/softcap", "greater than or equal to 0", "-1", tiny(softcap=-1)),
+    Bad("softcap-list", 422, "/softcap", "a number", "a list of 1", tiny(softcap=[1])),
+    Bad("reproducible-1", 422, "/reproducible", "true or false", "1", tiny(reproducible=1)),
+    Bad("tokens-count", 422, "/tokens/query", "3 words", "2", tiny(tokens={"query": ["a", "b"]})),
+    Bad("tokens-per-item-count", 422, "/tokens/key", "5 words", "4", cross(tokens={"key": [["a"] * 5, ["a"] * 4]})),
+    Bad("tokens-items", 422, "/tokens/query", "one list, or one per batch item", "3 lists", tiny(tokens={"query": [WORDS] * 3})),
+    Bad("tokens-items-unbatched", 422, "/tokens/query", "one list", "1 lists", loose(tokens={"query": [WORDS]})),
+    Bad("tokens-number", 422, "/tokens/query", "a list of words", "", tiny(tokens={"query": ["a", "b", 3]})),
+    Bad("tokens-string", 422, "/tokens/key", "a list of words", "", tiny(tokens={"key": "abc"})),
+]
+
+MASKS = [
+    Bad(
+        "attend-and-block-mask",
+        422,
+        "/block_mask",
+        "either attend_mask or block_mask",
+        "both",
+        tiny(attend_mask=zeros(3, 3), block_mask=zeros(3, 3)),
+    ),
+    Bad(
+        "attend-and-block-keys",
+        422,
+        "/block_keys",
+        "either attend_keys or block_keys",
+        "both",
+        tiny(attend_keys=zeros(2, 3), block_keys=zeros(2, 3)),
+    ),
+    Bad("mask-2", 422, "/attend_mask/1/2", "0, 1, true or false", "2", tiny(attend_mask=[[0, 0, 0], [0, 0, 2], [0, 0, 0]])),
+    Bad("mask-half", 422, "/block_mask/2/0", "0, 1, true or false", "0.5", tiny(block_mask=[[0, 0, 0], [0, 0, 0], [0.5, 0, 0]])),
+    Bad("mask-minus-1", 422, "/attend_keys/1/1", "0, 1, true or false", "-1", tiny(attend_keys=[[0, 0, 0], [0, -1, 0]])),
+    Bad("mask-2-among-true", 422, "/attend_keys/1/1", "0, 1, true or false", "2", tiny(attend_keys=[[True, False, True], [True, 2, True]])),
+    Bad("mask-string", 422, "/block_keys/0/1", "0, 1, true or false", '"1"', tiny(block_keys=[[0, "1", 0], [0, 0, 0]])),
+    Bad("mask-null", 422, "/block_keys/0/2", "0, 1, true or false", "null", tiny(block_keys=[[0, 1, None], [0, 0, 0]])),
+    Bad(
+        "mask-minus-inf", 422, "/attend_mask/0/0", "0, 1, true or false", '"-inf"', tiny(attend_mask=[["-inf", 0, 0], [0, 0, 0], [0, 0, 0]])
+    ),
+    Bad("mask-true", 422, "/attend_mask", "rank 2 or 3 or 4", "shape []", tiny(attend_mask=True)),
+    Bad("mask-rank-1", 422, "/attend_mask", "rank 2 or 3 or 4", "shape [3]", tiny(attend_mask=[1, 1, 1])),
+    Bad("mask-keys", 422, "/attend_mask", "[3, 5]", "shape [3, 4]", cross(attend_mask=zeros(3, 4))),
+    Bad("mask-queries", 422, "/block_mask", "[3, 5]", "shape [2, 5]", cross(block_mask=zeros(2, 5))),
+    Bad("mask-transposed", 422, "/attend_mask", "[3, 5]", "shape [5, 3]", cross(attend_mask=zeros(5, 3))),
+    Bad("mask-of-keys", 422, "/attend_mask", "[3, 5]", "shape [2, 5]", cross(attend_mask=zeros(2, 5))),
+    Bad("mask-batch", 422, "/attend_mask", "[2, 3, 5]", "shape [3, 3, 5]", cross(attend_mask=zeros(3, 3, 5))),
+    Bad("mask-batch-of-4", 422, "/attend_mask", "[2, heads, 3, 5]", "shape [3, 2, 3, 5]", cross(attend_mask=zeros(3, 2, 3, 5))),
+    Bad("mask-heads", 422, "/attend_mask", '2 heads (or 1) for layer "cross"', "3", cross(attend_mask=zeros(2, 3, 3, 5))),
+    Bad("mask-heads-unbatched", 422, "/block_mask", '2 heads (or 1) for layer "tiny"', "3", loose(block_mask=zeros(3, 3, 3))),
+    Bad("mask-rank-4-unbatched", 422, "/attend_mask", "[heads, 3, 3]", "shape [1, 2, 3, 3]", loose(attend_mask=zeros(1, 2, 3, 3))),
+    Bad("mask-zero-axis", 422, "/attend_mask", "[3, 5]", "shape [3, 0]", cross(attend_mask={"shape": [3, 0], "data": []})),
+    Bad("key-mask-count", 422, "/attend_keys", "shape [2, 5]", "shape [2, 3]", cross(attend_keys=zeros(2, 3))),
+    Bad("key-mask-batch", 422, "/block_keys", "shape [2, 5]", "shape [3, 5]", cross(block_keys=zeros(3, 5))),
+    Bad("key-mask-without-batch", 422, "/attend_keys", "shape [2, 5]", "shape [5]", cross(attend_keys=zeros(5))),
+    Bad("key-mask-unbatched", 422, "/attend_keys", "shape [3]", "shape [1, 3]", loose(attend_keys=zeros(1, 3))),
+    Bad("key-mask-rank", 422, "/attend_keys", "rank 1 or 2", "shape [2, 1, 5]", cross(attend_keys=zeros(2, 1, 5))),
+    Bad("bias-shape", 422, "/bias", "[3, 5]", "shape [5, 5]", cross(bias=zeros(5, 5))),
+    Bad("bias-heads", 422, "/bias", "2 heads (or 1)", "4", cross(bias=zeros(2, 4, 3, 5))),
+    Bad("bias-rank", 422, "/bias", "rank 2 or 3 or 4", "shape [5]", cross(bias=zeros(5))),
+    Bad("bias-plus-inf", 422, "/bias/0/0", 'a number or "-inf"', '"inf"', tiny(bias=[["inf", 0, 0], [0, 0, 0], [0, 0, 0]])),
+    Bad(
+        "bias-other-spelling", 422, "/bias/0/1", 'a number or "-inf"', '"-Infinity"', tiny(bias=[[0, "-Infinity", 0], [0, 0, 0], [0, 0, 0]])
+    ),
+    Bad("bias-null", 422, "/bias/2/2", 'a number or "-inf"', "null", tiny(bias=[[0, 0, 0], [0, 0, 0], [0, 0, None]])),
+    Bad("lens-too-large", 422, "/valid_lens/1", "at most 5, the number of keys", "6", cross(valid_lens=[5, 6])),
+    Bad("lens-per-query-too-large", 422, "/valid_lens/1/2", "at most 5", "9", cross(valid_lens=[[1, 2, 3], [4, 5, 9]])),
+    Bad("lens-first-of-two", 422, "/valid_lens/0", "at most 5", "6", cross(valid_lens=[6, 9])),
+    Bad("lens-1e300", 422, "/valid_lens/0", "", "1e+300", cross(valid_lens=[1e300, 1])),
+    Bad("lens-negative", 422, "/valid_lens/0", "a whole number of keys", "-1", cross(valid_lens=[-1, 2])),
+    Bad("lens-fraction", 422, "/valid_lens/1", "a whole number of keys", "1.5", cross(valid_lens=[1, 1.5])),
+    Bad("lens-shape", 422, "/valid_lens", "[2] or [2, 3]", "shape [3]", cross(valid_lens=[1, 2, 3])),
+    Bad("lens-shape-per-query", 422, "/valid_lens", "[2] or [2, 3]", "shape [2, 5]", cross(valid_lens=zeros(2, 5))),
+    Bad("lens-scalar-in-batch", 422, "/valid_lens", "[2] or [2, 3]", "a single number", cross(valid_lens=3)),
+    Bad("lens-unbatched", 422, "/valid_lens", "a single number or [3]", "shape [1]", loose(valid_lens=[3])),
+    Bad("lens-rank", 422, "/valid_lens", "rank 0 or 1 or 2", "shape [2, 3, 1]", tiny(valid_lens=zeros(2, 3, 1))),
+    Bad("lens-true", 422, "/valid_lens/0", "a whole number", "true", cross(valid_lens=[True, 2])),
+    Bad("lens-scalar-true", 422, "/valid_lens", "", "", loose(valid_lens=True)),
+    Bad("lens-string", 422, "/valid_lens/1", "a whole number", '"2"', cross(valid_lens=[1, "2"])),
+    Bad("lens-scalar-fraction", 422, "/valid_lens", "a whole number of keys", "2.5", loose(valid_lens=2.5)),
+    Bad("lens-scalar-too-large", 422, "/valid_lens", "at most 3", "4", loose(valid_lens=4)),
+    Bad("offset-fraction", 422, "/query_offset", "an integer", "1.5", tiny(query_offset=1.5)),
+    Bad("offset-whole-float", 422, "/query_offset", "an integer", "1.0", tiny(query_offset=1.0)),
+    Bad("offset-word", 422, "/query_offset", '"end"', '"start"', tiny(query_offset="start")),
+    Bad("offset-true", 422, "/query_offset", "an integer", "true", tiny(query_offset=True)),
+    Bad("offset-object", 422, "/query_offset", "an integer", "an object", tiny(query_offset={})),
+    Bad("offset-nested", 422, "/query_offset", "an integer", "a list of 2", tiny(query_offset=[[0, 0]])),
+    Bad("offset-list-with-end", 422, "/query_offset", "a list of integers", '"end" in a list', tiny(query_offset=[0, "end"])),
+    Bad("offset-list-count", 422, "/query_offset", "2 offsets", "a list of 3", tiny(query_offset=[0, 1, 2])),
+    Bad("offset-list-unbatched", 422, "/query_offset", 'one integer or "end"', "a list of 1", loose(query_offset=[0])),
+    Bad("offset-2^31", 422, "/query_offset", "32 bits", "2147483648", tiny(query_offset=2**31)),
+    Bad("offset-10^30", 422, "/query_offset", "32 bits", "1000", tiny(query_offset=10**30)),
+    Bad("offset-missing-causal", 422, "/query_offset", "causal is on and 3 queries meet 5 keys", "nothing", cross(causal=True)),
+    Bad("offset-missing-window", 422, "/query_offset", "window is on and 3 queries meet 5 keys", "nothing", cross(window={"left": 1})),
+    Bad("offset-null-causal", 422, "/query_offset", "causal is on", "nothing", cross(causal=True, query_offset=None)),
+    Bad("causal-1", 422, "/causal", "true or false", "1", tiny(causal=1)),
+    Bad("causal-string", 422, "/causal", "true or false", '"true"', tiny(causal="true")),
+    Bad("causal-null", 422, "/causal", "true or false", "null", tiny(causal=None)),
+    Bad("window-number", 422, "/window", "an object", "3", tiny(window=3)),
+    Bad("window-list", 422, "/window", "an object", "a list of 2", tiny(window=[1, 2])),
+    Bad("window-negative", 422, "/window/left", "greater than or equal to 0", "-1", tiny(window={"left": -1})),
+    Bad("window-fraction", 422, "/window/right", "an integer", "1.5", tiny(window={"right": 1.5})),
+    Bad("window-true", 422, "/window/left", "an integer", "true", tiny(window={"left": True})),
+]
+
+REPLIES = [
+    Bad("outputs-unknown", 422, "/outputs/1", '"attention_weights"', '"weights"', tiny(outputs=["output", "weights"])),
+    Bad("outputs-empty", 422, "/outputs", "at least 1", "a list of 0", tiny(outputs=[])),
+    Bad("outputs-twice", 422, "/outputs/2", "each output once", '"output" twice', tiny(outputs=["output", "scores", "output"])),
+    Bad("outputs-string", 422, "/outputs", "a list", '"output"', tiny(outputs="output")),
+    Bad("outputs-null", 422, "/outputs", "a list", "null", tiny(outputs=None)),
+    Bad("outputs-number", 422, "/outputs/0", '"output"', "1", tiny(outputs=[1])),
+    Bad(
+        "select-without-weights",
+        422,
+        "/select",
+        "attention_weights among the outputs",
+        "without",
+        tiny(outputs=["output"], select={"heads": [0]}),
+    ),
+    Bad("select-head", 422, "/select/heads/1", "a head below 2", "2", tiny(select={"heads": [0, 2]})),
+    Bad("select-head-negative", 422, "/select/heads/0", "greater than or equal to 0", "-1", tiny(select={"heads": [-1]})),
+    Bad("select-head-twice", 422, "/select/heads/2", "each index once", "1 twice", tiny(select={"heads": [1, 0, 1]})),
+    Bad("select-head-true", 422, "/select/heads/0", "an integer", "true", tiny(select={"heads": [True]})),
+    Bad("select-heads-empty", 422, "/select/heads", "at least 1", "a list of 0", tiny(select={"heads": []})),
+    Bad("select-heads-number", 422, "/select/heads", "a list", "0", tiny(select={"heads": 0})),
+    Bad("select-query", 422, "/select/queries/0", "a query below 3", "3", tiny(select={"queries": [3]})),
+    Bad("select-query-twice", 422, "/select/queries/1", "each index once", "0 twice", tiny(select={"queries": [0, 0]})),
+    Bad("select-query-10^30", 422, "/select/queries/0", "", "1000", tiny(select={"queries": [10**30]})),
+    Bad("select-average-1", 422, "/select/average", "true or false", "1", tiny(select={"average": 1})),
+    Bad("select-top-0", 422, "/select/top_k", "greater than or equal to 1", "0", tiny(select={"top_k": 0})),
+    Bad("select-top-fraction", 422, "/select/top_k", "an integer", "1.5", tiny(select={"top_k": 1.5})),
+    Bad("select-list", 422, "/select", "an object", "a list of 1", tiny(select=[0])),
+    Bad("reply-form", 422, "/reply/form", '"nested", "flat" or "base64"', '"xml"', tiny(reply={"form": "xml"})),
+    Bad("reply-datatype", 422, "/reply/datatype", '"FP16", "BF16", "FP32" or "FP64"', '"float32"', tiny(reply={"datatype": "float32"})),
+    Bad("reply-datatype-int", 422, "/reply/datatype", '"FP16", "BF16", "FP32" or "FP64"', '"INT8"', tiny(reply={"datatype": "INT8"})),
+    Bad("reply-decimals-negative", 422, "/reply/decimals", "greater than or equal to 0", "-1", tiny(reply={"decimals": -1})),
+    Bad("reply-decimals-18", 422, "/reply/decimals", "less than or equal to 17", "18", tiny(reply={"decimals": 18})),
+    Bad("reply-decimals-fraction", 422, "/reply/decimals", "an integer", "1.5", tiny(reply={"decimals": 1.5})),
+    Bad("reply-decimals-base64", 422, "/reply/decimals", "text", "base64", tiny(reply={"decimals": 3, "form": "base64"})),
+    Bad("reply-nonfinite", 422, "/reply/nonfinite", '"error", "null" or "string"', '"nan"', tiny(reply={"nonfinite": "nan"})),
+    Bad("reply-null", 422, "/reply", "an object", "null", tiny(reply=None)),
+    Bad("reply-string", 422, "/reply", "an object", '"flat"', tiny(reply="flat")),
+    *(
+        Bad(
+            f"overflow-{form}",
+            422,
+            "/reply/nonfinite",
+            "finite numbers in query_projection as FP16",
+            "query_projection[1, 1, 2, 0] = inf",
+            json.dumps(
+                {
+                    "layer": "same",
+                    "query": [*QUERY[:1], [*QUERY[1][:2], [1, 2, 70000, 9]]],
+                    "outputs": ["query_projection"],
+                    "reply": {"form": form, "datatype": "FP16"},
+                }
+            ).encode(),
+        )
+        for form in ("nested", "flat", "base64")
+    ),
+    Bad(
+        "nan-from-overflowing-scores",
+        422,
+        "/reply/nonfinite",
+        "finite numbers in attention_weights",
+        "attention_weights[0, 0, 0, 0] = nan",
+        json.dumps({"layer": "same", "query": [[[1e30, 1, 1, 1]]], "outputs": ["attention_weights"]}).encode(),
+    ),
+]
+
+LAYERS = [
+    put("name-leading-point", "", "a layer name", '".bad"', spec(), path="/layers/.bad"),
+    put("name-space", "", "a layer name", '"a b"', spec(), path="/layers/a%20b"),
+    put("name-65", "", "a layer name", '"aaa', spec(), path="/layers/" + "a" * 65),
+    put("name-line-break", "", "a layer name", r'"bad\n"', spec(), path="/layers/bad%0A"),
+    put("name-umlaut", "", "a layer name", '"ä"', spec(), path="/layers/%C3%A4"),
+    put("no-json", "", "JSON", "", b"{", status=400),
+    put("no-spec", "/spec", "a value", "nothing", b"{}"),
+    put("spec-alone", "/d_model", "no field of that name", "4", b'{"d_model": 4, "num_heads": 2, "spec": {"d_model": 4, "num_heads": 2}}'),
+    put("spec-null", "/spec", "an object", "null", b'{"spec": null}'),
+    put("spec-list", "/spec", "an object", "a list of 0", b'{"spec": []}'),
+    put("twice", "/spec/seed", "each key once", "twice", b'{"spec": {"seed": 1, "d_model": 4, "num_heads": 2, "seed": 2}}', status=400),
+    put("d-model-missing", "/spec/d_model", "a value", "nothing", b'{"spec": {"num_heads": 2}}'),
+    put("heads-missing", "/spec/num_heads", "a value", "nothing", b'{"spec": {"d_model": 4}}'),
+    put("d-model-0", "/spec/d_model", "greater than or equal to 1", "0", spec(d_model=0)),
+    put("d-model-float", "/spec/d_model", "an integer", "4.0", spec(d_model=4.0)),
+    put("d-model-true", "/spec/d_model", "an integer", "true", spec(d_model=True)),
+    put("d-model-string", "/spec/d_model", "an integer", '"4"', spec(d_model="4")),
+    put("d-model-10^30", "/spec/d_model", "", "1000", spec(d_model=10**30)),
+    put("heads-0", "/spec/num_heads", "greater than or equal to 1", "0", spec(num_heads=0)),
+    put("heads-no-divisor", "/spec/num_heads", "a divisor of d_model 4", "3", spec(num_heads=3)),
+    put("heads-beyond-width", "/spec/num_heads", "a divisor of d_model 4", "8", spec(num_heads=8)),
+    put("key-dim-0", "/spec/key_dim", "greater than or equal to 1", "0", spec(key_dim=0)),
+    put("value-dim-negative", "/spec/value_dim", "greater than or equal to 1", "-5", spec(value_dim=-5)),
+    put("bias-1", "/spec/bias", "true or false", "1", spec(bias=1)),
+    put("bias-string", "/spec/bias", "true or false", '"yes"', spec(bias="yes")),
+    put("scale-string", "/spec/scale", "a number", '"1"', spec(scale="1")),
+    put("scale-nan", "/spec/scale", "a JSON number", "NaN", b'{"spec": {"d_model": 4, "num_heads": 2, "scale": NaN}}', status=400),
+    put("softcap-negative", "/spec/softcap", "greater than or equal to 0", "-1", spec(softcap=-1)),
+    put("seed-negative", "/spec/seed", "greater than or equal to 0", "-1", spec(seed=-1)),
+    put("seed-2^32", "/spec/seed", "4294967295", "4294967296", spec(seed=2**32)),
+    put("seed-string", "/spec/seed", "an integer", '"7"', spec(seed="7")),
+    put("init", "/spec/init", '"xavier_uniform"', '"kaiming"', spec(init="kaiming")),
+    put("dtype", "/spec/dtype", '"bfloat16"', '"FP32"', spec(dtype="FP32")),
+    put("unknown", "/spec/heads", "no field of that name", "2", spec(heads=2)),
+    put("numpy-key-dim", "/spec/key_dim", "4, since init numpy_normal", "3", spec(init="numpy_normal", key_dim=3)),
+    put("numpy-value-dim", "/spec/value_dim", "4, since init numpy_uniform", "5", spec(init="numpy_uniform", value_dim=5)),
+    put("numpy-bias", "/spec/bias", "false, since init numpy_normal", "true", spec(init="numpy_normal", bias=True)),
+    put("weights-list", "/weights", "an object", "a list of 0", b'{"spec": {"d_model": 4, "num_heads": 2}, "weights": []}'),
+    put(
+        "weights-empty",
+        "/weights/query.weight",
+        "a tensor of shape [4, 4]",
+        "nothing",
+        b'{"spec": {"d_model": 4, "num_heads": 2}, "weights": {}}',
+    ),
+    put("weights-missing", "/weights/value.weight", "a tensor of shape [2, 2]", "nothing", weights(value=None)),
+    put("weights-surplus", "/weights/extra.weight", "one of query.weight, key.weight", '"extra.weight"', weights(extra=[1])),
+    put(
+        "weights-surplus-bias",
+        "/weights/query.bias",
+        "one of",
+        '"query.bias"',
+        weights().replace(b'"query.weight"', b'"query.bias": [0, 0], "query.weight"'),
+    ),
+    put("weights-surplus-escaped", "/weights/a~1b.weight", "one of", '"a/b.weight"', weights(**{"a/b": [1]})),
+    put("weights-shape", "/weights/key.weight", "shape [2, 2]", "shape [2, 1]", weights(key=[[1], [2]])),
+    put("weights-rank", "/weights/key.weight", "", "shape [4]", weights(key=[1, 0, 0, 1])),
+    put("weights-ragged", "/weights/output.weight/1", "2 values", "1", weights(output=[[1, 0], [1]])),
+    put("weights-list-inside", "/weights/output.weight/1/1", "a number", "a list of 1", weights(output=[[1, 0], [0, [1]]])),
+    put("weights-string", "/weights/query.weight/0/1", "a number", '"0"', weights(query=[[1, "0"], [0, 1]])),
+    put("weights-null", "/weights/query.weight", "a tensor", "null", weights().replace(b"[[1, 0], [0, 1]]", b"null", 1)),
+    put("weights-nan", "/weights/query.weight/0/1", "a JSON number", "NaN", weights().replace(b"0", b"NaN", 1), status=400),
+    put("weights-1e999", "/weights/query.weight/0/1", "a finite number", "", weights().replace(b"0", b"1e999", 1)),
+    put("weights-beyond-float32", "/weights/value.weight/1/0", "a finite float32", "1e+39", weights(value=[[1, 0], [1e39, 1]])),
+    put(
+        "weights-nan-in-base64",
+        "/weights/key.weight/0/0",
+        "a finite float32",
+        "nan",
+        weights(key={"shape": [2, 2], "datatype": "FP32", "base64": packed([np.nan, 0, 0, 1], "<f4")}),
+    ),
+    put(
+        "weights-twice", "/weights/key.weight", "each key once", "twice", weights().replace(b'"value.weight"', b'"key.weight"'), status=400
+    ),
+    put("parameters", "/spec", "at most 268435456 parameters", "268468224", spec(d_model=8192), status=413),
+    put("parameters-2^62", "/spec", "at most 268435456 parameters", "", spec(d_model=2**31 - 2), status=413),
+    Bad("delete-unknown", 404, "/layer", "a layer that is held", '"nobody"', method="DELETE", path="/layers/nobody"),
+    Bad("get-unknown", 404, "/layer", "a layer that is held", '"nobody"', method="GET", path="/layers/nobody"),
+]
+
+HTTP = [
+    *(
+        Bad(f"content-type-{media}", 415, "", "application/json", f'"{media}"', tiny(), headers={"content-type": media})
+        for media in ("text/plain", "image/png", "multipart/form-data", "application/xml", "json")
+    ),
+    Bad("content-type-charset", 415, "", "application/json", '"text/plain"', tiny(), headers={"content-type": "text/plain; charset=utf-8"}),
+    Bad(
+        "content-type-plan",
+        415,
+        "",
+        "application/json",
+        '"text/plain"',
+        tiny(),
+        path="/attend/plan",
+        headers={"content-type": "text/plain"},
+    ),
+    Bad("content-type-put", 415, "", "application/json", '"text/plain"', spec(), "PUT", "/layers/bad", {"content-type": "text/plain"}),
+    *(
+        Bad(f"accept-{accept}", 406, "", "application/json", f'"{accept}"', tiny(), headers={"accept": accept})
+        for accept in (
+            "image/png",
+            "text/html, image/*",
+            "application/json;q=0",
+            "*/*;q=0",
+            "application/*;q=0, */*;q=1",
+        )
+    ),
+    Bad("get-attend", 405, None, "", "", method="GET"),
+    Bad("put-attend", 405, None, "", "", tiny(), method="PUT"),
+    Bad("get-plan", 405, None, "", "", method="GET", path="/attend/plan"),
+    Bad("post-layers", 405, None, "", "", spec(), path="/layers"),
+    Bad("post-layer", 405, None, "", "", spec(), path="/layers/tiny"),
+    Bad("patch-layer", 405, None, "", "", spec(), "PATCH", "/layers/tiny"),
+    Bad("post-health", 405, None, "", "", path="/health/live"),
+    Bad("delete-index", 405, None, "", "", method="DELETE", path="/"),
+    *(
+        Bad(f"no-page{path.replace('/', '-')}", 404, None, "", "", tiny(), method, path)
+        for method, path in (
+            ("GET", "/nowhere"),
+            ("POST", "/attend/"),
+            ("POST", "/Attend"),
+            ("GET", "/health"),
+            ("GET", "/layers/"),
+            ("PUT", "/layers/a/b"),
+            ("PUT", "/layers/a%2Fb"),
+            ("GET", "/layers/..%2F..%2Fetc%2Fpasswd"),
+            ("GET", "/favicon.ico"),
+        )
+    ),
+    Bad("body-too-large", 413, "", f"at most {LIMIT} bytes", f"{LIMIT + 1}", tiny() + b" " * (LIMIT + 1 - len(tiny()))),
+    Bad("put-too-large", 413, "", f"at most {LIMIT} bytes", "", spec() + b" " * LIMIT, "PUT", "/layers/bad"),
+    Bad(
+        "too-many-scores",
+        413,
+        "",
+        "at most 268435456 weights and scores",
+        "288000000",
+        json.dumps({"layer": "thin", "query": zeros(12000, 2), "outputs": ["attention_weights"]}).encode(),
+    ),
+]
+
+TABLE = [*SYNTAX, *TENSORS, *FORMS, *FIELDS, *MASKS, *REPLIES, *LAYERS, *HTTP]
+
+
+def hold(bad: Bad, answer: httpx.Response) -> None:
+    """Asserts that the refusal is the one the row asks for, in the form of RFC 9457."""
+    assert answer.status_code == bad.status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert list(problem) == ["type", "title", "status", "detail", "request_id", "errors"]
+    assert problem["status"] == bad.status
+    assert problem["title"] == ("no such page" if bad.status == 404 and bad.at is None else TITLES[bad.status])
+    assert problem["request_id"] == answer.headers["x-request-id"] != ""
+    for forbidden in ("Traceback", "/service/", ".py", "site-packages"):
+        assert forbidden not in answer.text
+    if bad.at is None:
+        assert problem["errors"] == []
+        return
+    first = problem["errors"][0]
+    assert first["at"] == bad.at
+    assert bad.expected in first["expected"]
+    assert bad.got in first["got"]
+    assert f"expected {first['expected']}, got {first['got']}" in problem["detail"]
+    assert max(len(first["expected"]), len(first["got"])) < 400, "a refusal is no echo"
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
+def test_malformed_request(http: httpx.Client, answers_well: Callable[[], None], bad: Bad) -> None:
+    """The request is refused with its status, its place and its words, and the server answers a good request afterwards."""
+    answer = http.request(bad.method, bad.path, content=bad.body, headers=dict(bad.headers))
+
+    hold(bad, answer)
+    answers_well()
+
+
+def test_the_table_is_large_and_its_names_are_its_own() -> None:
+    """No row hides another, and there are at least the sixty that were asked for."""
+    assert len({bad.name for bad in TABLE}) == len(TABLE) >= 60
+
+
+def test_malformed_requests_left_no_layer(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """None of the refused layers was made."""
+    assert "bad" not in {layer["name"] for layer in http.get("/layers").json()["layers"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "allowed"),
+    [
+        ("/attend", "GET", {"POST"}),
+        ("/attend", "DELETE", {"POST"}),
+        ("/attend/plan", "PUT", {"POST"}),
+        ("/layers", "POST", {"GET", "HEAD"}),
+        ("/layers/tiny", "POST", {"GET", "HEAD", "PUT", "DELETE"}),
+        ("/health/ready", "DELETE", {"GET", "HEAD"}),
+        ("/metrics", "POST", {"GET", "HEAD"}),
+        ("/", "POST", {"GET", "HEAD"}),
+        ("/openapi.json", "POST", {"GET", "HEAD"}),
+        ("/docs", "POST", {"GET", "HEAD"}),
+    ],
+)
+def test_a_wrong_verb_names_the_right_ones(http: httpx.Client, path: str, method: str, allowed: set[str]) -> None:
+    """405 carries `Allow`, HEAD beside every GET."""
+    answer = http.request(method, path)
+
+    assert answer.status_code == 405
+    assert {verb.strip() for verb in answer.headers["allow"].split(",")} == allowed
+
+
+def test_a_chunked_body_that_grows_too_large_is_refused(http: httpx.Client, answers_well: Callable[[], None]) -> None:
+    """Without a Content-Length the limit holds while the body comes."""
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(LIMIT // 65536 + 2):
+            yield b" " * 65536
+
+    answer = http.post("/attend", content=pieces(), headers={"content-type": "application/json"})
+
+    hold(Bad("", 413, "", f"at most {LIMIT} bytes", f"more than {LIMIT}"), answer)
+    answers_well()
+
+
+def test_a_body_of_exactly_the_limit_is_taken(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The limit is the largest body, not the smallest refused."""
+    body = tiny(outputs=["log_sum_exp"])
+
+    answer = http.post("/attend", content=body + b" " * (LIMIT - len(body)))
+
+    assert answer.status_code == 200, answer.text
+
+
+def test_several_faults_are_told_at_once(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Each field that is wrong by itself has its own entry."""
+    answer = http.post("/attend", content=tiny(causal=1, outputs=[], extra=1, dropout={"p": 2}))
+
+    assert answer.status_code == 422
+    assert {error["at"] for error in answer.json()["errors"]} == {"/causal", "/outputs", "/extra", "/dropout/p", "/dropout/seed"}
+
+
+def test_a_refusal_of_many_faults_is_small(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """A refusal does not grow with the body: a hundred thousand unknown fields get a few entries, and soon."""
+    body = tiny(**{f"field{i}": 0 for i in range(100_000)})
+
+    answer = http.post("/attend", content=body)
+
+    assert answer.status_code == 413
+    assert len(answer.content) < 64 * 1024
+
+
+@pytest.mark.parametrize("field", ["heads", "queries"])
+def test_a_long_selection_is_refused_at_once(http: httpx.Client, layers: dict[str, Any], field: str) -> None:
+    """The work of refusing a selection grows with its length, not with its square."""
+    answer = http.post("/attend", content=tiny(select={field: list(range(60_000))}), timeout=5)
+
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["at"] == f"/select/{field}/{2 if field == 'heads' else 3}"
+
+
+@pytest.mark.parametrize(
+    "media", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.mine+json"]
+)
+def test_content_types_that_are_read_as_json(http: httpx.Client, layers: dict[str, Any], media: str | None) -> None:
+    """No type, curl's form type, and JSON under its names."""
+    answer = http.post("/attend", content=tiny(), headers={} if media is None else {"content-type": media})
+
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        None,
+        "*/*",
+        "application/json",
+        "application/*",
+        "text/html, application/xhtml+xml, */*;q=0.1",
+        "image/png, application/json;q=0.001",
+        "image/png;q=1, application/json ; q=0.5",
+        "*/*;q=0, application/json",
+        "Application/JSON",
+        "application/vnd.safetensors;q=0.9, */*;q=0.9",
+    ],
+)
+def test_accepts_that_admit_json(http: httpx.Client, layers: dict[str, Any], accept: str | None) -> None:
+    """The most specific range decides, and any quality above 0 admits."""
+    answer = http.post("/attend", content=tiny(), headers={} if accept is None else {"accept": accept})
+
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), answer.text
+
+
+def test_errors_ignore_accept(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """A refusal is a problem document whatever the caller accepts."""
+    answer = http.post("/attend", content=b"{", headers={"accept": "application/json"})
+    layer = http.get("/layers/nobody", headers={"accept": "image/png"})
+
+    assert answer.headers["content-type"] == layer.headers["content-type"] == "application/problem+json"
+
+
+def test_a_byte_order_mark_is_passed_over(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """As RFC 8259 section 8.1 allows; the same whether the fast parser or the slow one reads the body."""
+    fast = http.post("/attend", content=b"\xef\xbb\xbf" + tiny())
+    slow = http.post("/attend", content=b"\xef\xbb\xbf" + tiny(select={"top_k": 10**30}))
+
+    assert (fast.status_code, slow.status_code) == (200, 200), slow.text
+
+
+def test_a_parameter_budget_is_shared_by_all_layers(start: Callable[..., Any]) -> None:
+    """A layer that fits by itself is refused where it does not fit beside the others, and may replace one that it then fits in for."""
+    server = start("--max-total-parameters", "17000")  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
+    with httpx.Client(base_url=server.url) as client:
+        hold(
+            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 held", b"", 413),
+            client.put("/layers/a", content=spec(d_model=16)),
+        )
+        assert client.put("/layers/default", content=spec(d_model=16)).status_code == 200
+        assert client.put("/layers/a", content=spec(d_model=16)).status_code == 201
+
+
+def test_nothing_above_was_unforeseen(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
+    """The server's log tells of refusals alone: no exception that nobody had thought of, and no line with a stack in it."""
+    surprises = [event for event in server.events if event["event"] == "unforeseen" or "exception" in event]
+
+    assert [str(event.get("exception"))[:200] for event in surprises] == []
+
+
+def test_the_log_holds_no_payload(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
+    """Neither the numbers nor the words of a request stand in the log, whether it was answered or refused."""
+    number, word = 1234.56789, "unmistakable"
+    query = [[number, 2, 3, 4], [1, 2, 3, 4]]
+    answered = loose(query=query, tokens={"query": [word, "b"]})
+    for body in (answered, answered[:-1], raw(f"[[{number}, 1], [2]]"), loose(query=query, tokens={"query": [word]})):
+        http.post("/attend", content=body, headers={"x-request-id": "payload-test"})
+
+    deadline, lines = time.monotonic() + 10, []
+    while len(lines) < 4 and time.monotonic() < deadline:  # a line is written after its answer, and read by a thread
+        lines = [line for line in server.log if "payload-test" in line]
+
+    assert len(lines) == 4
+    assert not [line for line in lines if "1234.5" in line or word in line]
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_stack_in_the_log_holds_no_payload(form: str) -> None:
+    """Should something unforeseen happen, the log tells where, but not what was in the variables there: that is the caller's."""
+    script = (
+        "import structlog\n"
+        "from service.cli.logs import configure_logs\n"
+        f"configure_logs({form!r}, 'info')\n"
+        "body = b'unmistak' + b'able'\n"
+        "try:\n"
+        "    raise RuntimeError('broken')\n"
+        "except RuntimeError:\n"
+        "    structlog.get_logger('attend').exception('unforeseen')\n"
+    )
+
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+
+    assert "RuntimeError" in told and "broken" in told
+    assert "unmistakable" not in told

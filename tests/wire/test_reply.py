@@ -1,0 +1,227 @@
+"""Replies in JSON, written and read back: every form and datatype, and the words for what JSON has no number for."""
+
+import base64
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from service.errors import InvalidRequest
+from service.wire.answer import decode_reply
+from service.wire.documents import ReplyOptions
+from service.wire.reply import Reply, encode_json
+
+DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64)}
+SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4)
+ODD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+calm = settings(max_examples=80, deadline=None)
+
+
+def write(tensors: dict[str, Any], datatype: str = "FP32", **options: Any) -> dict[str, Any]:
+    """What a caller reads of a reply with these tensors; no bare NaN is let through."""
+    reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, datatype, tensors)
+    document: dict[str, Any] = json.loads(text(reply, **options), parse_constant=lambda word: pytest.fail(f"a bare {word}"))
+    assert list(document) == ["layer", "fully_masked_rows", *tensors]
+    assert (document["layer"], document["fully_masked_rows"]) == ({"name": "tiny", "fingerprint": "abc"}, 7)
+    return document
+
+
+def text(reply: Reply, **options: Any) -> bytes:
+    return b"".join(encode_json(reply, ReplyOptions(**options)))
+
+
+def read(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The inverse of the forms with a shape."""
+    dtype = {**DTYPES, "INT64": np.dtype(np.int64)}[tensor["datatype"]]
+    if "base64" in tensor:
+        return np.frombuffer(base64.b64decode(tensor["base64"], validate=True), dtype).reshape(tensor["shape"])
+    return np.array([ODD.get(x, x) if isinstance(x, str) else x for x in tensor["data"]], np.float64).astype(dtype).reshape(tensor["shape"])
+
+
+def finite(dtype: Any) -> st.SearchStrategy[Any]:
+    width = np.dtype(dtype).itemsize * 8
+    return hnp.arrays(dtype, SHAPES, elements=st.floats(allow_nan=False, allow_infinity=False, width=width))
+
+
+def same(left: Any, right: Any) -> None:
+    """Bit for bit, but for the sign of a zero."""
+    left, right = np.asarray(left), np.asarray(right)
+    assert (left.shape, left.dtype) == (right.shape, right.dtype)
+    np.testing.assert_array_equal(left.astype(np.float64), right.astype(np.float64))
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize("datatype", ["FP32", "FP64"])
+@calm
+@given(data=st.data())
+def test_numbers_survive_the_way(datatype: str, form: str, data: st.DataObject) -> None:
+    """Any finite number of the datatype, subnormals and negative zeros too, comes back to the last bit."""
+    array = data.draw(finite(DTYPES[datatype]))
+
+    tensor = write({"output": array}, datatype, form=form)["output"]
+
+    back = np.array(tensor, np.float64).astype(array.dtype) if form == "nested" else read(tensor)
+    same(back, array)
+    assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize("datatype", DTYPES)
+@calm
+@given(array=finite(np.float32))
+def test_every_datatype_holds_the_rounded_number(datatype: str, form: str, array: Any) -> None:
+    """What the cast gives, in each form; an overflow, which only narrow datatypes have, is refused."""
+    with np.errstate(over="ignore"):
+        cast = array.astype(DTYPES[datatype])
+    if not np.isfinite(cast).all():
+        with pytest.raises(InvalidRequest):
+            write({"output": array}, datatype, form=form)
+        return
+
+    tensor = write({"output": array}, datatype, form=form)["output"]
+
+    if form != "nested":
+        assert (list(tensor), tensor["datatype"]) == (["shape", "datatype", "data" if form == "flat" else "base64"], datatype)
+        assert tensor["shape"] == list(array.shape)
+    same(np.array(tensor, np.float64).astype(cast.dtype) if form == "nested" else read(tensor), cast)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize("datatype", DTYPES)
+@calm
+@given(array=finite(np.float16), keys=hnp.arrays(np.int64, SHAPES))
+def test_the_clients_inverse_is_the_inverse(datatype: str, form: str, array: Any, keys: Any) -> None:
+    """`decode_reply` gives the arrays that were written, and the two parts of a selection."""
+    cast = array.astype(DTYPES[datatype])
+    if not np.isfinite(cast).all():
+        return
+    reply = Reply({"name": "a", "fingerprint": "b"}, 3, datatype, {"output": array, "attention_weights": {"keys": keys, "values": array}})
+
+    back = decode_reply(text(reply, form=form))
+
+    assert (back.layer, back.fully_masked_rows) == (reply.layer, 3)
+    selection = back.tensors["attention_weights"]
+    assert isinstance(selection, dict)
+    for tensor in (back.tensors["output"], selection["values"]):
+        assert isinstance(tensor, np.ndarray)
+        if form != "nested":
+            assert tensor.dtype == cast.dtype
+        same(tensor.astype(cast.dtype), cast)  # nested lists say no datatype, and are written shortest
+    np.testing.assert_array_equal(selection["keys"], keys)
+    assert selection["keys"].dtype == np.int64
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 0, 3), (1, 2, 0, 0)])
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize("datatype", DTYPES)
+def test_no_elements_still_have_a_shape(datatype: str, form: str, shape: tuple[int, ...]) -> None:
+    """A zero-length axis is answered in a form that has `shape`, whichever was asked for."""
+    tensor = write({"output": np.zeros(shape, np.float32)}, datatype, form=form)["output"]
+
+    assert (tensor["shape"], tensor["datatype"]) == (list(shape), datatype)
+    assert read(tensor).shape == shape
+
+
+@calm
+@given(
+    hnp.arrays(np.float32, SHAPES, elements=st.one_of(st.floats(width=32), st.sampled_from([np.nan, np.inf, -np.inf]))),
+    st.sampled_from(["nested", "flat"]),
+    st.sampled_from(["FP32", "FP64", "FP16", "BF16"]),
+    st.sampled_from([None, 0, 3]),
+)
+def test_words_stand_where_their_numbers_stood(array: Any, form: str, datatype: str, decimals: int | None) -> None:
+    """NaN and both infinities, any number of them in any order, each in its place between the numbers; or null for all."""
+    with np.errstate(over="ignore"):
+        cast = array.astype(DTYPES[datatype]).astype(np.float64)
+    expected = [{np.inf: "inf", -np.inf: "-inf"}.get(x, "nan" if np.isnan(x) else "number") for x in cast.ravel().tolist()]
+
+    for nonfinite in ("string", "null"):
+        tensor = write({"output": array}, datatype, form=form, nonfinite=nonfinite, decimals=decimals)["output"]
+        items = tensor["data"] if form == "flat" else list(np.array(tensor, object).ravel())
+        words = [item if item is None or isinstance(item, str) else "number" for item in items]
+        assert words == [None if word != "number" and nonfinite == "null" else word for word in expected]
+        numbers = [item for item in items if isinstance(item, float | int)]
+        atol = 1e-38 if decimals is None else 0.5000001 * 10**-decimals
+        np.testing.assert_allclose(numbers, cast.ravel()[np.isfinite(cast.ravel())], rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["scores", "log_sum_exp"])
+@pytest.mark.parametrize("nonfinite", ["error", "null", "string"])
+@calm
+@given(array=hnp.arrays(np.float32, SHAPES, elements=st.one_of(st.floats(-1e3, 1e3, width=32), st.just(-np.inf))))
+def test_minus_infinity_is_a_value_there(name: str, nonfinite: str, array: Any) -> None:
+    """In scores and log_sum_exp it is written whatever `nonfinite` says, and read back as itself in every form."""
+    nested = write({name: array}, nonfinite=nonfinite)[name]
+    same(np.array(nested, np.float64).astype(np.float32), array)
+    assert json.dumps(nested).count('"-inf"') == int(np.isneginf(array).sum())
+    for form in ("flat", "base64"):
+        same(read(write({name: array}, nonfinite=nonfinite, form=form)[name]), array)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize(
+    ("name", "odd", "datatype", "word"),
+    [
+        ("output", np.nan, "FP32", "nan"),
+        ("output", -np.inf, "FP32", "-inf"),
+        ("scores", np.inf, "FP32", "inf"),
+        ("scores", np.nan, "FP64", "nan"),
+        ("log_sum_exp", np.nan, "FP32", "nan"),
+        ("output", 65520, "FP16", "inf"),
+        ("output", -70000, "FP16", "-inf"),
+        ("output", 3.4e38, "BF16", "inf"),
+    ],
+)
+def test_an_error_names_output_and_index(name: str, odd: float, datatype: str, word: str, form: str) -> None:
+    """By default a number that is not finite, or no longer, is refused with its place, in binary too."""
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    array[1, 2, 1] = array[1, 2, 3] = odd
+    if name == "scores":
+        array[0, 0, 0] = -np.inf
+
+    with pytest.raises(InvalidRequest) as caught:
+        write({name: array}, datatype, form=form)
+
+    problem = caught.value.problems[0]
+    assert problem.at == "/reply/nonfinite"
+    assert problem.expected == f"finite numbers in {name} as {datatype}"
+    assert problem.got == f"{name}[1, 2, 1] = {word}"
+
+
+@calm
+@given(finite(np.float32), st.integers(0, 17), st.sampled_from(["nested", "flat"]), st.sampled_from(["FP32", "FP64"]))
+def test_decimals_round_and_never_overflow(array: Any, decimals: int, form: str, datatype: str) -> None:
+    """Every number, however large, is within half a unit of the last decimal, or of its own last bit."""
+    tensor = write({"output": array}, datatype, form=form, decimals=decimals)["output"]
+
+    numbers = np.array(tensor if form == "nested" else read(tensor), np.float64)
+    exact = array.astype(np.float64)
+    assert np.all(np.abs(numbers - exact) <= 0.51 * 10.0**-decimals + np.abs(exact) * 2e-7)
+
+
+@calm
+@given(hnp.arrays(np.int64, SHAPES))
+def test_keys_are_whole_numbers(keys: Any) -> None:
+    """The keys of a selection are INT64 in every form, whatever datatype the values have."""
+    tensors = {"attention_weights": {"keys": keys, "values": np.zeros(keys.shape, np.float32)}}
+
+    assert write(tensors, decimals=0)["attention_weights"]["keys"] == keys.tolist()
+    for form in ("flat", "base64"):
+        tensor = write(tensors, "FP16", form=form)["attention_weights"]["keys"]
+        assert (tensor["datatype"], tensor["shape"]) == ("INT64", list(keys.shape))
+        values = tensor["data"] if form == "flat" else np.frombuffer(base64.b64decode(tensor["base64"]), np.int64).tolist()
+        assert values == keys.ravel().tolist()
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_strided_and_foreign_arrays_are_written_in_their_order(form: str) -> None:
+    """Transposed, sliced, broadcast and big-endian arrays come out row-major and little-endian."""
+    whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for array in (whole.transpose(2, 0, 1), whole[:, ::-1, ::2], np.broadcast_to(whole[:1], (2, 3, 4)), whole.astype(">f4")):
+        tensor = write({"output": array}, form=form)["output"]
+        np.testing.assert_array_equal(tensor if form == "nested" else read(tensor), array)
