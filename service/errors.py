@@ -15,6 +15,7 @@
     │   ├── Overloaded            the queue is full; `retry_after` seconds may help
     │   ├── DeadlinePassed        the caller's own deadline came before the answer
     │   └── OutOfMemory           it passed admission, and the memory was not there
+    ├── CallerGone                the caller hung up; counted, and nobody is left to answer
     └── ServiceFault              ours to mend; the caller learns an id, the log the cause
 
 Every refusal carries `Problem`s: where (a JSON pointer), what was expected, what came.
@@ -112,6 +113,10 @@ class DeadlinePassed(CapacityError):
 
 class OutOfMemory(CapacityError):
     title = "out of memory"
+
+
+class CallerGone(AttendError):
+    title = "the caller has gone"
 
 
 class ServiceFault(AttendError):

@@ -107,8 +107,8 @@ class LayerSpec(BaseModel):
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of what the layer computes: the spec without how its weights came about, and the weights themselves.
 
-    The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed`, `init` and `matmul_precision`); then for each weight in
-    order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
+    The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed`, `init` and `matmul_precision`); then for each
+    weight in order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
     document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
     digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())

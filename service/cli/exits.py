@@ -14,7 +14,7 @@ from service.settings import BadSettings
 
 HINTS: dict[type[AttendError], str] = {
     TimedOut: "The server took too long; ask for less at once, or look at its log.",
-    Unreachable: "Start a server with `attend serve`, or leave --url out to compute in this process.",
+    Unreachable: "Start a server with `attend serve`, or leave --url out: then nothing has to run beforehand.",
     BadReply: "Is it a server of this version that answers at --url?",
     LayerNotFound: "`attend layers` shows what is held, with the same --url and layer flags.",
     Forbidden: "Run this against a server that listens on the loopback address, or leave --url out.",

@@ -48,7 +48,19 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         return
     with tempfile.TemporaryDirectory(prefix="attend-metrics-") as shared:
         os.environ[MULTIPROCESS] = shared
-        Multiprocess(config, [listening]).run()
+        Supervisor(config, [listening]).run()
+
+
+class Supervisor(Multiprocess):
+    """uvicorn's supervisor, which leaves the door to its workers once they are to leave: the last to close it closes it for all.
+
+    Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers.
+    """
+
+    def terminate_all(self) -> None:
+        super().terminate_all()
+        for listening in self.sockets:
+            listening.close()
 
 
 def _application(settings: Settings, threads: int) -> FastAPI:

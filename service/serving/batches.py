@@ -17,12 +17,14 @@ from service.attention.call import Call, Result
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
 
+GAIN = 4.0  # of a layer's scores; xavier weights have about 1
 STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A bound call that waits. `gone` says whether its caller still cares; `arrived` and `deadline` are readings of one clock."""
+    """A bound call that waits. `gone` says that its caller no longer cares, `done` that it has its answer already (its deadline came);
+    `arrived` and `deadline` are readings of one clock."""
 
     layer: HeldLayer
     call: Call
@@ -30,6 +32,7 @@ class Entry:
     arrived: float
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
+    done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
     kin: Any = field(init=False)
 
@@ -55,6 +58,8 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
     expired, abandoned, left = [], [], []
     operations = memory = 0
     for entry in waiting:
+        if entry.done():
+            continue
         if entry.gone():
             abandoned.append(entry)
         elif entry.deadline is not None and entry.deadline <= now:
@@ -77,8 +82,12 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
 
 
 def kinship(layer: HeldLayer, call: Call) -> Any:
-    """Equal for calls that can be stacked; None for one that must run alone: a seeded dropout's stream has the call's own shape."""
-    if call.dropout is not None or call.reproducible:
+    """Equal for calls that can be stacked; None for one that must run alone.
+
+    A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where a
+    layer makes scores of such size that softmax would turn that rounding into more than the answers may differ by, it is not stacked.
+    """
+    if call.dropout is not None or call.reproducible or (layer.gain > GAIN and layer.spec.dtype != "float64"):
         return None
     masks = call.masks
     return (
@@ -139,7 +148,7 @@ def split(result: Result, sizes: Sequence[int]) -> list[Result]:
     results, start = [], 0
     for size in sizes:
         here = slice(start, start + size)
-        empty = None if result.empty is None else result.empty[here] if result.empty.shape[0] > 1 else result.empty
+        empty = None if result.empty is None else result.empty[here]
         results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, empty))
         start += size
     return results

@@ -1,5 +1,6 @@
 """The layers a process holds. A layer is immutable: replacing one leaves the old one to the calls that were bound to it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class HeldLayer:
     spec: LayerSpec
     fingerprint: str
     attention: MultiHeadAttention
+    gain: float = 1.0  # standard deviation of its scores for inputs of unit variance; magnifies rounding as much
 
     def document(self) -> LayerDocument:
         return LayerDocument(
@@ -73,7 +75,7 @@ class Catalogue:
             tensors = _fitting(spec, weights)
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return HeldLayer(name, spec, fingerprint(spec, arrays), MultiHeadAttention(spec, moved))
+        return HeldLayer(name, spec, fingerprint(spec, arrays), MultiHeadAttention(spec, moved), _gain(spec, tensors))
 
     def put(self, layer: HeldLayer) -> bool:
         """Holds the layer; true if the name is new."""
@@ -85,6 +87,12 @@ class Catalogue:
         """Raises LayerNotFound."""
         self.find(name)
         del self._layers[name]
+
+
+def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
+    """Of the scores: scale times the root of head_dim times what query and key weights do to the variance of their inputs."""
+    query, key = (float(tensors[f"{name}.weight"].double().square().sum(1).mean().sqrt()) for name in ("query", "key"))
+    return abs(spec.scale) * math.sqrt(spec.head_dim) * query * key
 
 
 def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:

@@ -44,7 +44,8 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     size = BY_TORCH[spec.dtype].size
     outputs = {name: shape if request.batched else shape[1:] for name, shape in _shapes(request, b, q, k, h, head_dim).items()}
     projections = q * d * d + k * d * (spec.key_dim + spec.value_dim) + q * d * d * ("output" in request.outputs)
-    operations = 2 * b * (projections + 2 * q * k * d)
+    elements = h * q * k * (10 + 20 * (request.dropout is not None) + 20 * bool(request.select and request.select.top_k))
+    operations = b * (2 * (projections + 2 * q * k * d) + elements)  # softmax, random numbers and sorting are no products, yet take time
     selection = request.select
     rows = h * q if selection is None else len(selection.heads or range(h)) * len(selection.queries or range(q))
     scores = b * k * (rows * ("attention_weights" in request.outputs) + h * q * ("scores" in request.outputs))

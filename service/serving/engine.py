@@ -6,8 +6,9 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,7 +39,7 @@ log = structlog.get_logger("attend")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """What came over the wire: bytes, what form they have, what form the reply shall have, and how long the caller waits."""
 
@@ -49,6 +50,11 @@ class Asked:
     reply_coding: str = ""
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
+
+    def take_body(self) -> bytes:
+        """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
+        body, self.body = self.body, b""
+        return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +105,10 @@ class Engine:
     def device(self) -> str:
         return str(self.catalogue.device)
 
-    def begin(self, specs: dict[str, LayerSpec]) -> None:
-        """Starts in the background, on the running loop."""
+    def begin(self, specs: dict[str, LayerSpec]) -> "asyncio.Task[None]":
+        """Starts in the background, on the running loop; the task ends when it has, well or not."""
         self._starting = asyncio.get_running_loop().create_task(self._start_or_tell(specs))
+        return self._starting
 
     async def _start_or_tell(self, specs: dict[str, LayerSpec]) -> None:
         try:
@@ -121,17 +128,31 @@ class Engine:
             await self._warm(layer)
         self.started = True
 
-    def admit_body(self, size: int) -> None:
-        """Raises Overloaded where a body of that many bytes would be one too many beside those already held."""
-        room = self.scheduler.limits.memory_bytes
-        if self.held_bytes and self.held_bytes + size > room:
-            wanted = f"room for request bodies of {room} bytes in all (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", wanted, f"{size} beside {self.held_bytes}")])
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Counts a body among those held, from before it is read until it is answered: what it yields is told of bytes to come.
+
+        That raises Overloaded where they would be too many beside those already held.
+        """
+        room, held = self.scheduler.limits.memory_bytes, 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self.held_bytes > held and self.held_bytes + size > room:
+                wanted = f"room for request bodies of {room} bytes in all (max_queue_bytes)"
+                raise Overloaded(1, problems=[Problem("", wanted, f"{size} beside {self.held_bytes}")])
+            self.held_bytes += size
+            held += size
+
+        try:
+            yield hold
+        finally:
+            self.held_bytes -= held
 
     async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
         started = self.clock()
-        large = len(asked.body) > ON_THE_LOOP
+        large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
         bound = await self._aside(self._bound, asked) if large else self._bound(asked)
         phases = Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
@@ -190,8 +211,8 @@ class Engine:
         self._threads.shutdown()
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
-        body = unpack(asked.body, asked.coding, self.wire_limits.body_bytes)
-        return FORMS[asked.form].parse(body, kinds, self.wire_limits, shapes_alone)
+        form, limits = FORMS[asked.form], self.wire_limits
+        return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
 
     def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
         request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))

@@ -19,13 +19,14 @@ from functools import partial
 import torch
 
 from service.attention.call import Call, Result
-from service.errors import AttendError, DeadlinePassed, OutOfMemory, Overloaded, Problem, ServiceFault
+from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem, ServiceFault
 from service.serving.batches import BatchLimits, Entry, halves, split, stack, take
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
 from service.serving.metrics import Metrics
 
 INLINE_OPERATIONS = 1 << 24  # on a CPU, arithmetic of well under a millisecond, less than the way to a thread and back costs others
+MOMENT = 0.001  # seconds; what takes less says more of a call's overhead than of the device's speed
 OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
 
 
@@ -63,7 +64,9 @@ class Scheduler:
         self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
         self.waiting: deque[Entry] = deque()
         self.out_of_memory = 0  # calls in a row
-        self._busy = self._planned = False
+        self._asides: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
+        self._busy = self._planned = self._aside_last = self._swept = False
+        self._operations = self._memory = 0  # of all that waits
         self._rate = 1e9  # operations per second, learnt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
 
@@ -74,18 +77,22 @@ class Scheduler:
     @property
     def backlog(self) -> float:
         """Predicted seconds until the queue is empty."""
-        return sum(entry.cost.operations for entry in self.waiting) / self._rate
+        return self._operations / self._rate
 
     async def submit(
         self, layer: HeldLayer, call: Call, cost: Cost, deadline: float | None = None, gone: Callable[[], bool] = lambda: False
     ) -> Outcome:
-        """The outcome of a bound call. Raises Overloaded, DeadlinePassed, OutOfMemory, or ServiceFault where computing failed."""
+        """The outcome of a bound call. Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault."""
         self._admit(cost)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
-        entry = Entry(layer, call, cost, self.clock(), deadline, lambda: future.done() or gone(), partial(_settle, future))
+        abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # two things to ask of a future
+        answered = lambda: future.done() and not future.cancelled()  # noqa: E731
+        entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future))
         self.waiting.append(entry)
-        self._plan(loop)
+        self._operations += cost.operations
+        self._memory += cost.memory_bytes
+        self._next(loop)
         timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
         try:
             return await future
@@ -96,64 +103,110 @@ class Scheduler:
     async def aside(self, work: Callable[[], None]) -> None:
         """Runs something else on the device's thread, between batches: nothing computes beside it."""
         loop = asyncio.get_running_loop()
-        while self._busy:
-            await asyncio.wrap_future(self._thread.submit(lambda: None))
-        self._busy = True
-        try:
-            await loop.run_in_executor(self._thread, work)
-        finally:
-            self._finish(loop, ())
+        future: asyncio.Future[None] = loop.create_future()
+        self._asides.append((work, future))
+        self._next(loop)
+        await future
 
     def close(self) -> None:
         self._thread.shutdown()
 
     def _admit(self, cost: Cost) -> None:
         """A full queue is an answer. An empty one takes any call that passed admission."""
-        if not self.waiting:
+        if not self.waiting or self._fits(cost):
             return
-        operations = cost.operations + sum(entry.cost.operations for entry in self.waiting)
-        memory = cost.memory_bytes + sum(entry.cost.memory_bytes for entry in self.waiting)
-        if operations > self.limits.operations or memory > self.limits.memory_bytes:
-            retry = max(1, math.ceil(self.backlog))
+        if not self._swept:  # once between two batches: looking at all that wait for each that comes would be work without end
+            self._swept = True
+            self._drop([entry for entry in self.waiting if entry.gone() and not entry.done()])
+            self.waiting = deque(entry for entry in self.waiting if not entry.done() and not entry.gone())
+            self._count()
+        if self.waiting and not self._fits(cost):
             wanted = f"room in a queue of {self.limits.operations} operations and {self.limits.memory_bytes} bytes (max_queue_…)"
-            raise Overloaded(retry, problems=[Problem("", wanted, f"{operations} operations and {memory} bytes with this call")])
+            got = f"{cost.operations} operations and {cost.memory_bytes} bytes beside {len(self.waiting)} waiting calls"
+            raise Overloaded(max(1, math.ceil(self.backlog)), problems=[Problem("", wanted, got)])
 
-    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Forms a batch once the loop has taken in whatever else has arrived by now."""
-        if not self._busy and not self._planned:
+    def _fits(self, cost: Cost) -> bool:
+        operations, memory = self._operations + cost.operations, self._memory + cost.memory_bytes
+        return operations <= self.limits.operations and memory <= self.limits.memory_bytes
+
+    def _count(self) -> None:
+        """Adds up what waits; in between, each that comes is added."""
+        self._operations = sum(entry.cost.operations for entry in self.waiting)
+        self._memory = sum(entry.cost.memory_bytes for entry in self.waiting)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Gives a free device something to do: a batch, once the loop has taken in whatever else has arrived by now, or an aside.
+
+        Where both wait they take turns, so that neither waits for ever.
+        """
+        if self._busy:
+            return
+        if self._asides and not (self.waiting and self._aside_last):
+            work, future = self._asides.popleft()
+            self._busy = self._aside_last = True
+            done = self._thread.submit(work)
+            done.add_done_callback(lambda ran: loop.call_soon_threadsafe(self._aside_done, loop, future, ran.exception()))
+        elif self.waiting and not self._planned:
             self._planned = True
             if self.limits.delay:
                 loop.call_later(self.limits.delay, self._dispatch, loop)
             else:
                 loop.call_soon(self._dispatch, loop)
 
+    def _aside_done(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]", error: BaseException | None) -> None:
+        self._busy = False
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
+        self._next(loop)
+
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._planned = False
-        batch, expired, abandoned = take(self.waiting, self.batch_limits, self.clock())
-        for entry in expired:
-            entry.settle(_too_late())
-        if abandoned:
-            self.metrics.abandoned(len(abandoned))
-        if not batch:
+        if self._busy:  # an aside came first; what ends it plans again
             return
-        self.metrics.batched(len(batch))
-        if self.device.type == "cpu" and sum(entry.cost.operations for entry in batch) <= INLINE_OPERATIONS and not self.limits.delay:
+        self._aside_last = False
+        everyone = list(self.waiting)
+        try:
+            batch, expired, abandoned = take(self.waiting, self.batch_limits, self.clock())
+            self._count()
+            self._swept, everyone = False, batch
+            for entry in expired:
+                entry.settle(_too_late())
+            self._drop(abandoned)
+            if batch:
+                self.metrics.batched(len(batch))
+                self._start(loop, batch)
+            else:
+                self._next(loop)
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            self.waiting = deque(entry for entry in self.waiting if entry not in everyone)
+            self._count()
+            self._finish(loop, [(entry, _failure(error)) for entry in everyone])
+
+    def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
+        operations = sum(entry.cost.operations for entry in batch)
+        if self.device.type == "cpu" and operations <= INLINE_OPERATIONS and not self.limits.delay:
             self._finish(loop, compute(batch, self.clock))
         else:
             self._busy = True
             done = self._thread.submit(compute, batch, self.clock)
             done.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish, loop, future.result()))
 
+    def _drop(self, abandoned: Sequence[Entry]) -> None:
+        """Lets go of calls that nobody waits for; their coroutines, if they still do, end as well."""
+        for entry in abandoned:
+            entry.settle(CallerGone())
+        if abandoned:
+            self.metrics.abandoned(len(abandoned))
+
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: "Settled") -> None:
         self._busy = False
         for entry, outcome in settled:
             fits = not isinstance(outcome, OutOfMemory)
             self.out_of_memory = 0 if fits else self.out_of_memory + 1
-            if isinstance(outcome, Outcome) and outcome.compute > 0:
+            if isinstance(outcome, Outcome) and outcome.compute > MOMENT and entry.cost.operations:
                 self._rate += 0.1 * (entry.cost.operations * outcome.batch / outcome.compute - self._rate)
             entry.settle(outcome)
-        if self.waiting:
-            self._plan(loop)
+        self._next(loop)
 
 
 Settled = Sequence[tuple[Entry, Outcome | AttendError]]
@@ -166,13 +219,13 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float]) -> Settled:
         result = run(batch[0].layer, stack([entry.call for entry in batch]))
         results = split(_on_cpu(result), [entry.call.query.shape[0] for entry in batch])
     except Exception as error:
-        if _is_out_of_memory(error) and len(batch) > 1:
-            del error
-            return [pair for half in halves(batch) for pair in compute(half, clock)]
-        failed = _failure(error)
-        return [(entry, failed) for entry in batch]
-    took = clock() - started
-    return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
+        failed, results = _failure(error), None
+    if results is not None:
+        took = clock() - started
+        return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
+    if isinstance(failed, OutOfMemory) and len(batch) > 1:
+        return [pair for half in halves(batch) for pair in compute(half, clock)]
+    return [(entry, failed) for entry in batch]
 
 
 def run(layer: HeldLayer, call: Call) -> Result:
@@ -216,5 +269,5 @@ def _failure(error: Exception) -> AttendError:
     if _is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
     fault = ServiceFault("computing failed")
-    fault.__cause__ = error
+    fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much
     return fault

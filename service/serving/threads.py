@@ -32,4 +32,6 @@ def _quota(cgroup: Path) -> float | None:
             quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         except OSError:
             return None
-    return None if quota in ("max", "-1") or int(period) <= 0 else int(quota) / int(period)
+    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max", -1, or nothing we know
+        return None
+    return int(quota) / int(period)

@@ -14,10 +14,9 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import AttendError
+from service.errors import AttendError, CallerGone
 from service.serving.metrics import Metrics, Phases
 from service.web.failures import PROBLEM_JSON, problem, respond
-from service.web.reading import ClientGone
 
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -71,10 +70,10 @@ class Access:
         try:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             await self.hot.get((scope["method"], path), self.app)(scope, receive, answer)
+        except CallerGone:
+            record.reason = "CallerGone"
         except AttendError as error:
             await respond(error, scope)(scope, receive, answer)
-        except ClientGone:
-            record.reason = "client_gone"
         except Exception:
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])

@@ -25,7 +25,10 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.begin(settings.all_layers())
+        if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
+            await engine.begin(settings.all_layers())
+        else:
+            engine.begin(settings.all_layers())
         yield
         engine.close()
 

@@ -26,8 +26,9 @@ class Attend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         demand_started(self.engine)
-        asked = await read(scope, receive, self.engine)
-        answer = await self.engine.attend(asked)
+        with self.engine.holding() as hold:
+            asked = await read(scope, receive, self.engine, hold)
+            answer = await self.engine.attend(asked)
         record = scope["attend"]
         record.phases, record.about = answer.phases, answer.about
         start = [
@@ -104,4 +105,5 @@ def install(app: FastAPI, engine: Engine) -> None:
     async def plan(request: Request) -> Plan:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted. Computes nothing."""
         demand_started(engine)
-        return await engine.plan(await read(request.scope, request.receive, engine))
+        with engine.holding() as hold:
+            return await engine.plan(await read(request.scope, request.receive, engine, hold))

@@ -28,6 +28,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.Overloaded: 429,
     errors.DeadlinePassed: 504,
     errors.OutOfMemory: 507,
+    errors.CallerGone: 499,  # never sent: there is nobody to send it to
     errors.ServiceFault: 500,
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
@@ -61,6 +62,8 @@ def install(app: FastAPI) -> None:
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, errors.AttendError)
+        if isinstance(error, errors.CallerGone):
+            raise error  # to where it is counted
         return respond(error, request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:

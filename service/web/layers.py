@@ -45,7 +45,8 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         if not NAME.fullmatch(name):
             raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
         demand_started(engine)
-        layer, new = await engine.put_layer(name, await read(request.scope, request.receive, engine))
+        with engine.holding() as hold:
+            layer, new = await engine.put_layer(name, await read(request.scope, request.receive, engine, hold))
         response.status_code = 201 if new else 200
         return layer.document()
 

@@ -6,23 +6,21 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import CallerGone, InvalidRequest, MalformedBody, TooLarge
 from service.serving.engine import Asked, Engine
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import form_of_body, form_of_reply
 
-
-class ClientGone(Exception):
-    """The caller hung up before the body was whole; nobody is left to answer."""
+Hold = Callable[[int], None]  # is told of bytes to come; may raise Overloaded
 
 
-async def read(scope: Scope, receive: Receive, engine: Engine) -> Asked:
-    """The request as the engine takes it. Raises what its headers or its size deserve; ClientGone if it never comes whole."""
+async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold) -> Asked:
+    """The request as the engine takes it. Raises what its headers or its size deserve; CallerGone if it never comes whole."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
     deadline = _deadline(headers.get(b"x-request-timeout"), engine)
-    body = await _body(headers.get(b"content-length"), receive, engine)
+    body = await _body(headers.get(b"content-length"), receive, engine.wire_limits.body_bytes, hold)
     scope["attend"].received = len(body)
     coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
     return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
@@ -46,23 +44,24 @@ def _hung_up(receive: Any) -> Callable[[], bool]:
     return lambda: bool(getattr(cycle, "disconnected", False))
 
 
-async def _body(content_length: str | None, receive: Receive, engine: Engine) -> bytes:
-    limit = engine.wire_limits.body_bytes
+async def _body(content_length: str | None, receive: Receive, limit: int, hold: Hold) -> bytes:
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
         if int(content_length) > limit:
             raise _too_large(limit, content_length)
-        engine.admit_body(int(content_length))
+        hold(int(content_length))
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise CallerGone
         if piece := message.get("body", b""):
             size += len(piece)
             if size > limit:
                 raise _too_large(limit, f"more than {limit}")
+            if content_length is None:
+                hold(len(piece))
             pieces.append(piece)
         more = message.get("more_body", False)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -46,7 +46,9 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
         document = parse_slowly(body)
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
-    members = _Reader(body, kinds, limits, shapes_alone).members(document)
+    lists, escaped = _count(body, b"["), b"\\" in body
+    del body  # the parser has its own copy; where nobody else holds this one, its memory is the arrays' now
+    members = _Reader(lists, escaped, kinds, limits, shapes_alone).members(document)
     del document  # before the parser's next turn
     return members
 
@@ -63,16 +65,16 @@ def _own_parser() -> Any:
 
 
 class _Reader:
-    """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have."""
+    """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have; `lists` it has."""
 
-    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> None:
-        self.body, self.kinds, self.limits, self.shapes_alone = body, kinds, limits, shapes_alone
+    def __init__(self, lists: int, escaped: bool, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> None:
+        self.lists, self.escaped, self.kinds, self.limits, self.shapes_alone = lists, escaped, kinds, limits, shapes_alone
         self.brackets = 0
         self.nested: list[tuple[Any, Kind, str]] = []
 
     def members(self, document: Any) -> dict[str, Any]:
         members = self._object(document, "", self.kinds)
-        if self.nested and (b"\\" in self.body or self.brackets != _count(self.body, b"[")):
+        if self.nested and (self.escaped or self.brackets != self.lists):
             for (
                 value,
                 kind,

@@ -10,7 +10,7 @@ from command import run_attend
 
 from service import __version__
 
-COMMANDS = ["serve", "demo", "infer", "layers", "check", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "layers", "check", "bench", "openapi", "version"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 

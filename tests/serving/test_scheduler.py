@@ -1,0 +1,1291 @@
+"""The serving laws of DESIGN.md, section 7, one by one, on a real event loop and a real device thread.
+
+A device is kept busy by an event that the test holds, never by time; a clock is a number that the test sets.
+"""
+
+import asyncio
+import gzip
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from service.attention.call import Call, Result
+from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
+from service.serving import batches, scheduler
+from service.serving.batches import BatchLimits
+from service.serving.bind import bind, fit
+from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.engine import Asked, open_engine
+from service.serving.metrics import Metrics
+from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, Outcome, QueueLimits, Scheduler
+from service.settings import Settings
+from service.spec import LayerSpec
+from service.web.app import create_app
+from service.wire.documents import AttendRequest
+from service.wire.forms import FORMS
+from service.wire.limits import WireLimits
+from service.wire.negotiation import JSON
+from service.wire.refusals import validate
+
+SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
+CATALOGUE = Catalogue(torch.device("cpu"), ServingLimits())
+REAL = CATALOGUE.make("layer", SPEC)
+ASIDE = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
+PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
+LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
+
+
+class Attention:
+    """A layer's arithmetic with a door: a call waits before it until the door is open, and may be told to fail.
+
+    `seen` has every call that got there; `entered` is released once for each.
+    """
+
+    def __init__(self, real: Callable[[Call], Result] = REAL.attention) -> None:
+        self.real, self.device = real, torch.device("cpu")
+        self.seen: list[Call] = []
+        self.threads: list[int] = []
+        self.entered = threading.Semaphore(0)
+        self.door = threading.Event()
+        self.door.set()
+        self.fault: Callable[[Call], Any] = lambda call: None
+
+    def __call__(self, call: Call) -> Result:
+        self.seen.append(call)
+        self.threads.append(threading.get_ident())
+        self.entered.release()
+        assert self.door.wait(PATIENCE), "the test forgot to open the door"
+        self.fault(call)
+        return self.real(call)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Items of each call seen, in order."""
+        return [call.query.shape[0] for call in self.seen]
+
+
+class Clock:
+    """Time as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A scheduler over one layer with a door, and what it counts. To be used on a running loop."""
+
+    def __init__(self, clock: Callable[[], float] | None = None, **limits: Any) -> None:
+        self.attention = Attention()
+        self.layer = held(self.attention)
+        self.metrics = Metrics()
+        queue = QueueLimits(**{name: limits.pop(name) for name in ("operations", "memory_bytes", "delay") if name in limits})
+        knobs = {} if clock is None else {"clock": clock}
+        self.scheduler = Scheduler(torch.device("cpu"), self.metrics, queue, BatchLimits(**limits), **knobs)
+        self.unhandled: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unhandled.append(context))
+
+    def start(self, call: Call | None = None, operations: int = ASIDE, memory: int = 1, **knobs: Any) -> asyncio.Task[Outcome]:
+        """A caller; by default with one item, and too much for the event loop."""
+        call = request(1) if call is None else call
+        layer = knobs.pop("layer", self.layer)
+        cost = Cost({}, operations, 0, memory, 0)
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, **knobs))
+
+    async def occupy(self) -> asyncio.Task[Outcome]:
+        """Closes the door and waits until a call stands before it: from here on the device is busy."""
+        self.attention.door.clear()
+        task = self.start()
+        await self.until_entered()
+        return task
+
+    async def until_entered(self) -> None:
+        """Until one more call has come to the door."""
+        assert await asyncio.to_thread(self.attention.entered.acquire, timeout=PATIENCE)
+
+    def counted(self, name: str) -> float:
+        value = self.metrics.registry.get_sample_value(name)
+        assert value is not None
+        return value
+
+
+def held(attention: Any, name: str = "layer") -> HeldLayer:
+    return HeldLayer(name, SPEC, "fingerprint", attention)
+
+
+def request(b: int, seed: int = 0, **fields: Any) -> Call:
+    """A bound call of b items with four queries each."""
+    query = np.random.default_rng(seed).standard_normal((b, 4, 6))
+    return bind(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """The test on a loop of its own, given up if it hangs."""
+
+    async def guarded() -> None:
+        await asyncio.wait_for(test, PATIENCE)
+
+    asyncio.run(guarded())
+
+
+async def turns(n: int = 5) -> None:
+    """Lets everything that is due on the loop happen."""
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def settled(*tasks: asyncio.Task[Outcome]) -> list[Any]:
+    """What became of each: its outcome, or the exception. Fails, naming them, if some never end."""
+    _, pending = await asyncio.wait(tasks, timeout=LOST)
+    lost = [i for i, task in enumerate(tasks) if task in pending]
+    for task in pending:
+        task.cancel()
+    assert not lost, f"calls {lost} of {len(tasks)} wait for ever"
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
+    """Every outcome is the result of its own call."""
+    for outcome, call in zip(outcomes, calls, strict=True):
+        assert isinstance(outcome, Outcome), repr(outcome)
+        expected = REAL.attention(call)
+        for name, tensor in expected.tensors.items():
+            error = (outcome.result.tensors[name] - tensor).abs().max().item() if tensor.numel() else 0.0
+            assert error <= 1e-6 * tensor.abs().max().item() if tensor.numel() else True
+            assert outcome.result.tensors[name].shape == tensor.shape
+
+
+# 1. Decode and validate first; batch only what is bound.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no json",
+        b'{"layer": "layer", "query": [[1, 2, 3]]}',
+        b'{"layer": "nobody", "query": [[1, 2, 3, 4, 5, 6]]}',
+        b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 1e39]]}',
+        b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]], "attend_mask": [[1, 1]]}',
+    ],
+    ids=["malformed", "too narrow", "no such layer", "beyond float32", "a mask that does not fit"],
+)
+def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
+    """A bad body is refused while the device is busy with others, and leaves no trace in the queue nor in their batch."""
+
+    async def test() -> None:
+        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        attention = Attention()
+        engine.catalogue.put(held(attention))
+        good = Asked(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
+        attention.door.clear()
+        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
+        waiting = asyncio.create_task(engine.attend(good))
+        await turns()
+
+        before = list(engine.scheduler.waiting)
+        with pytest.raises(AttendError):
+            await engine.attend(Asked(body))
+        assert list(engine.scheduler.waiting) == before
+        assert len(before) == 1
+
+        attention.door.set()
+        await busy
+        assert b'"output"' in bytes((await waiting).pieces[0])
+        assert attention.sizes == [1, 1]
+        engine.close()
+
+    run(test())
+
+
+# 2. A future is settled only if it is not done; a call whose caller has gone is skipped before it costs anything, and counted.
+
+
+def test_law_2_a_cancelled_caller_is_skipped_and_counted() -> None:
+    """Cancelled while it waits: the device never sees it, its neighbours in the queue do not notice, and it is counted."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        calls = [request(b, seed=b) for b in (1, 2, 3)]
+        tasks = [bench.start(call) for call in calls]
+        await turns()
+        tasks[1].cancel()
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, *tasks)
+
+        assert isinstance(outcomes[2], asyncio.CancelledError)
+        assert_answers([outcomes[1], outcomes[3]], [calls[0], calls[2]])
+        assert bench.attention.sizes == [1, 1 + 3]
+        assert bench.counted("attend_abandoned_calls_total") == 1
+        assert bench.counted("attend_batch_calls_sum") == 3
+        assert not bench.unhandled
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_2_a_caller_who_hung_up_is_skipped_and_counted() -> None:
+    """Nobody cancels a request whose connection is gone; asked whether its caller is there, it says no. It ends all the same."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        hung_up = [False, False]
+        tasks = [bench.start(request(2), gone=lambda i=i: hung_up[i]) for i in range(2)]
+        await turns()
+        hung_up[0] = True
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, tasks[1])
+
+        assert_answers(outcomes, [request(1), request(2)])
+        assert bench.attention.sizes == [1, 2]
+        assert bench.counted("attend_abandoned_calls_total") == 1
+        await settled(tasks[0])
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_2_a_closed_connection_is_a_caller_who_hung_up() -> None:
+    """Through a real server: a request waits for a busy device, its connection is closed, and it is dropped, counted and done with."""
+
+    async def test() -> None:
+        app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        listening = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listening]))
+        engine, attention = app.state.engine, Attention()
+        while not engine.started:
+            await asyncio.sleep(0.001)
+        engine.catalogue.put(held(attention))
+        attention.door.clear()
+        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
+
+        _, writer = await asyncio.open_connection(*listening.getsockname())
+        body = b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}'
+        writer.write(b"POST /attend HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while not engine.scheduler.waiting:
+            await asyncio.sleep(0.001)
+        (waits,) = engine.scheduler.waiting
+        assert not waits.gone()
+        writer.close()
+        while not waits.gone():
+            await asyncio.sleep(0.001)
+        attention.door.set()
+        await busy
+        while server.server_state.tasks:
+            await asyncio.sleep(0.001)
+
+        assert attention.sizes == [1]
+        assert engine.metrics.registry.get_sample_value("attend_abandoned_calls_total") == 1
+        server.should_exit = True
+        await serving
+
+    run(test())
+
+
+@pytest.mark.parametrize("hung_up", [False, True], ids=["cancelled", "hung up"])
+def test_law_2_a_caller_who_goes_while_it_is_computed_harms_nobody(hung_up: bool) -> None:
+    """The result of a call in a batch that is under way has nobody to go to; the others in its batch get theirs."""
+
+    async def test() -> None:
+        bench = Bench()
+        bench.attention.door.clear()
+        gone = [False]
+        calls = [request(b, seed=b) for b in (2, 3)]
+        tasks = [bench.start(calls[0], gone=lambda: gone[0]), bench.start(calls[1])]
+        await bench.until_entered()
+        gone[0] = True
+        if not hung_up:
+            tasks[0].cancel()
+            await turns()
+            assert tasks[0].cancelled()
+        bench.attention.door.set()
+
+        outcomes = await settled(*tasks)
+
+        assert_answers(outcomes[1:], calls[1:])
+        assert bench.attention.sizes == [5]
+        assert not bench.unhandled
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_2_a_settled_future_is_left_alone() -> None:
+    """Deadline, cancellation and result may come in any order: the first counts, the others are dropped without a word."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        outcome = Outcome(REAL.attention(request(1)), 0.0, 0.0, 1)
+        late, fault = DeadlinePassed("late"), ServiceFault("fault")
+        for first in (outcome, late):
+            future: asyncio.Future[Outcome] = loop.create_future()
+            for what in (first, outcome, late, fault):
+                scheduler._settle(future, what)
+            assert (future.exception() or future.result()) is first
+        cancelled: asyncio.Future[Outcome] = loop.create_future()
+        cancelled.cancel()
+        scheduler._settle(cancelled, outcome)
+        assert cancelled.cancelled()
+
+    run(test())
+
+
+# 3. A failure in sizing, stacking, computing or splitting reaches every call of that batch, and the loop goes on.
+
+
+class Once:
+    """Fails the first time it is called, and is what it replaces from then on."""
+
+    def __init__(self, what: Callable[..., Any]) -> None:
+        self.what, self.failed = what, False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("out of order")
+        return self.what(*args)
+
+
+@pytest.mark.parametrize("operations", [1, ASIDE], ids=["on the loop", "on the thread"])
+@pytest.mark.parametrize("stage", ["sizing", "counting", "stacking", "computing", "splitting"])
+def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it happens, every call of the batch is told, none waits for ever, and the next batch is served."""
+
+    async def test() -> None:
+        bench = Bench()
+        if stage == "computing":
+            bench.layer = held(Once(bench.attention))
+            bench.layer.attention.device = torch.device("cpu")  # type: ignore[misc]
+        elif stage == "counting":
+            monkeypatch.setattr(bench.metrics, "batched", Once(bench.metrics.batched))
+        else:
+            name = {"sizing": "take", "stacking": "stack", "splitting": "split"}[stage]
+            monkeypatch.setattr(scheduler, name, Once(getattr(batches, name)))
+        calls = [request(b, seed=b) for b in (1, 2, 3)]
+
+        outcomes = await settled(*(bench.start(call, operations) for call in calls))
+
+        if stage == "counting" and any(isinstance(outcome, Outcome) for outcome in outcomes):
+            assert_answers(outcomes, calls)  # no harm done
+        else:
+            assert [type(outcome) for outcome in outcomes] == [ServiceFault] * 3
+            assert [type(outcome.__cause__) for outcome in outcomes] == [RuntimeError] * 3
+        assert_answers(await settled(*(bench.start(call, operations) for call in calls)), calls)
+        assert not bench.scheduler.waiting
+        assert bench.scheduler.healthy
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_3_a_failure_stays_in_its_batch() -> None:
+    """Calls that were waiting for another layer meanwhile are computed as if nothing had happened."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        broken = Attention()
+        broken.fault = lambda call: (_ for _ in ()).throw(ValueError("broken"))
+        broken_layer = held(broken)
+        tasks = [bench.start(layer=broken_layer if i % 2 else bench.layer) for i in range(6)]
+        await turns()
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, *tasks)
+
+        assert_answers([outcomes[i] for i in (0, 1, 3, 5)], [request(1)] * 4)
+        assert [type(outcomes[i]) for i in (2, 4, 6)] == [ServiceFault] * 3
+        assert broken.sizes == [3]
+        bench.scheduler.close()
+
+    run(test())
+
+
+# 4. A call larger than the batch limit but below the memory limit runs alone. None waits for ever.
+
+
+@pytest.mark.parametrize("knobs", [{"operations": 10**15}, {"memory": 10**12}], ids=["work", "memory"])
+def test_law_4_a_call_beyond_the_batch_runs_alone_and_soon(knobs: dict[str, int]) -> None:
+    """It stood in the queue with small calls before and behind it, and new ones keep coming as long as it waits."""
+
+    async def test() -> None:
+        bench = Bench(calls=4, operations=10**16, memory_bytes=10**13)
+        busy = await bench.occupy()
+        others = [bench.start() for _ in range(3)]
+        big = bench.start(request(9), **knobs)
+        others += [bench.start() for _ in range(3)]
+        await turns()
+        bench.attention.door.set()
+        while not big.done():
+            others.append(bench.start())
+            await turns(2)
+            assert len(others) < 10_000, "small calls for ever"
+
+        outcomes = await settled(busy, big, *others)
+
+        assert_answers(outcomes, [request(1), request(9), *[request(1)] * len(others)])
+        assert 9 in bench.attention.sizes
+        assert outcomes[1].batch == 1
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("calls", [1, 64], ids=["one by one", "batched"])
+def test_law_4_what_runs_aside_does_not_wait_for_ever(calls: int) -> None:
+    """Tuning a new layer takes the device's thread between batches; calls that never let the device rest do not keep it out."""
+
+    async def test() -> None:
+        bench = Bench(calls=calls)
+        square = torch.ones(600, 600)
+        bench.attention.fault = lambda call: square.mm(square).sum().item()  # a batch takes a while, as batches do
+        served, came = 0, asyncio.Event()
+
+        async def caller() -> None:
+            nonlocal served
+            while not came.is_set() and served < 300:
+                await bench.start()
+                served += 1
+
+        async def aside() -> None:
+            await bench.scheduler.aside(lambda: None)
+            came.set()
+
+        callers = [asyncio.create_task(caller()) for _ in range(8)]
+        await bench.until_entered()
+        tuning = asyncio.create_task(aside())
+        await asyncio.gather(*callers)
+        assert came.is_set(), f"{served} calls were computed, and it still waits"
+        await tuning
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_4_nothing_computes_beside_what_runs_aside() -> None:
+    """Calls that come at the same moment or meanwhile wait, even those small enough for the event loop; then they are computed."""
+
+    async def test() -> None:
+        bench = Bench()
+        began, free, ended, beside = threading.Event(), threading.Event(), threading.Event(), []
+
+        def work() -> None:
+            began.set()
+            assert free.wait(PATIENCE)
+            ended.set()
+
+        bench.attention.fault = lambda call: beside.append(began.wait(0.3) and not ended.is_set())
+        at_once = bench.start(operations=1)
+        aside = asyncio.create_task(bench.scheduler.aside(work))
+        await asyncio.to_thread(began.wait, PATIENCE)
+        later = [bench.start(operations=1), bench.start()]
+        await turns()
+        free.set()
+        await aside
+
+        assert_answers(await settled(at_once, *later), [request(1)] * 3)
+        assert beside
+        assert not any(beside)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_4_what_runs_aside_does_not_wait_behind_nobody() -> None:
+    """Two things to run aside, and between them a call whose caller has gone: that it is dropped is no reason to forget the second."""
+
+    async def test() -> None:
+        bench = Bench()
+        free, gone = threading.Event(), [False]
+
+        def work() -> None:
+            assert free.wait(PATIENCE)
+
+        first = asyncio.create_task(bench.scheduler.aside(work))
+        await turns()
+        second = asyncio.create_task(bench.scheduler.aside(lambda: None))
+        bench.start(gone=lambda: gone[0]).add_done_callback(lambda task: task.cancelled() or task.exception())
+        await turns()
+        gone[0] = True
+        free.set()
+        await first
+        _, pending = await asyncio.wait([second], timeout=LOST)
+        second.cancel()
+        assert not pending, "forgotten until somebody else comes"
+        assert not bench.attention.seen
+        bench.scheduler.close()
+
+    run(test())
+
+
+# 5. A full queue is an answer, bounded by cost, not by count.
+
+
+@pytest.mark.parametrize("limit", ["operations", "memory"])
+def test_law_5_a_full_queue_is_an_answer(limit: str) -> None:
+    """The call that is too much for the queue hears it at once and when to come again; those that wait are served; then there is room."""
+
+    async def test() -> None:
+        bench = Bench(operations=10 * ASIDE, memory_bytes=1000)
+        busy = await bench.occupy()
+        waiting = [bench.start(memory=50) for _ in range(8)]
+        await turns()
+        too_much = {"operations": ASIDE * 3} if limit == "operations" else {"memory": 601}
+        enough = {"operations": ASIDE * 2} if limit == "operations" else {"memory": 600}
+
+        with pytest.raises(Overloaded) as refusal:
+            await bench.start(**too_much)
+        fits = bench.start(**enough)
+        await turns()
+
+        assert refusal.value.retry_after >= 1
+        assert isinstance(refusal.value.retry_after, int)
+        assert "max_queue" in refusal.value.detail
+        assert not fits.done()
+        bench.attention.door.set()
+        await settled(busy, fits, *waiting)
+        assert isinstance(await bench.start(**too_much), Outcome)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_5_an_empty_queue_takes_any_call() -> None:
+    """What passed admission is served, even if it is more than the queue may hold: 429 would be an answer for ever."""
+
+    async def test() -> None:
+        bench = Bench(operations=10, memory_bytes=10)
+        assert isinstance(await bench.start(operations=10**15, memory=10**15), Outcome)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_5_the_bound_is_cost_not_count() -> None:
+    """Thousands of small calls may wait where two large ones may not."""
+
+    async def test() -> None:
+        bench = Bench(operations=10**6, memory_bytes=10**6)
+        busy = await bench.occupy()
+        small = [bench.start(operations=100, memory=100) for _ in range(2000)]
+        await turns()
+        assert len(bench.scheduler.waiting) == 2000
+        with pytest.raises(Overloaded):
+            await bench.start(operations=900_000, memory=1)
+        for task in small:
+            task.cancel()
+        bench.attention.door.set()
+        await busy
+        await turns()
+        assert not bench.scheduler.waiting
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_5_those_who_have_gone_leave_their_room() -> None:
+    """Callers who gave up do not fill the queue for those who come."""
+
+    async def test() -> None:
+        bench = Bench(operations=1000)
+        busy = await bench.occupy()
+        impatient = [bench.start(operations=100) for _ in range(10)]
+        await turns()
+        for task in impatient:
+            task.cancel()
+        await turns()
+
+        patient = bench.start(operations=100)
+        await turns()
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, patient)
+        assert_answers(outcomes, [request(1)] * 2)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_5_later_is_longer_when_more_waits() -> None:
+    """The advice grows with the queue, and falls again as the device is seen to be faster."""
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock, operations=10**13)
+        busy = await bench.occupy()
+        advice = []
+        for operations in (10**9, 10**11, 10**12):
+            bench.start(operations=operations).add_done_callback(lambda task: task.cancelled() or task.exception())
+            await turns()
+            with pytest.raises(Overloaded) as refusal:
+                await bench.start(operations=10**13)
+            advice.append(refusal.value.retry_after)
+
+        assert 1 <= advice[0] < advice[1] < advice[2]
+        bench.attention.door.set()
+        await busy
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("operations", [0, 1000], ids=["no work", "hardly any work"])
+def test_law_5_small_calls_do_not_spoil_the_advice(operations: int) -> None:
+    """Thousands of calls took a moment each for next to nothing, since a moment is the least that a call takes. That says nothing of
+    how fast the work in a full queue will go: the advice is no more than a few times what it was."""
+
+    async def advice(small: int) -> int:
+        ticks = iter(range(10**9))
+        bench = Bench(lambda: next(ticks) * 1e-4, operations=10**12)
+        for _ in range(small):
+            await bench.start(nothing, operations=operations, memory=0)
+        waiting = [await bench.occupy(), bench.start(operations=9 * 10**11)]
+        await turns()
+        with pytest.raises(Overloaded) as refusal:
+            await bench.start(operations=2 * 10**11)
+        bench.attention.door.set()
+        await settled(*waiting)
+        bench.scheduler.close()
+        return refusal.value.retry_after
+
+    async def test() -> None:
+        assert await advice(9000) <= 10 * await advice(0)
+
+    nothing = request(0)
+    run(test())
+
+
+def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
+    """Before a byte of it is read, a body that would be too much beside those already held is refused; room comes back with the answer."""
+    size = 700_000  # of a room of 1 MiB
+    body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
+
+    async def test() -> None:
+        app = create_app(Settings(d_model=4, num_heads=2, max_queue_bytes=1 << 20, access_log=False))
+
+        async def ask(sent: asyncio.Event) -> int:
+            """The status of the answer to this body, which comes once the event is set."""
+            statuses = []
+
+            async def receive() -> dict[str, Any]:
+                await sent.wait()
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            async def send(message: Any) -> None:
+                statuses.append(message.get("status"))
+
+            scope = {"type": "http", "method": "POST", "path": "/attend", "query_string": b"", "root_path": ""}
+            headers = [(b"content-length", str(size).encode())]
+            await app({**scope, "headers": headers, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}, receive, send)
+            return int(statuses[0])
+
+        async with app.router.lifespan_context(app):
+            while not app.state.engine.started:
+                await asyncio.sleep(0.001)
+            late, at_once = asyncio.Event(), asyncio.Event()
+            at_once.set()
+            first = asyncio.create_task(ask(late))
+            await turns()
+            assert await ask(at_once) == 429
+            late.set()
+            assert await first == 200
+            for _ in range(3):
+                assert await ask(at_once) == 200
+
+    run(test())
+
+
+# 6. No waiting for company: what is there when the device is free is the batch.
+
+
+def test_law_6_what_is_there_when_the_device_is_free_is_the_batch() -> None:
+    """Everything that came while the device was busy is one batch; a single call that finds it idle is one too."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        calls = [request(b, seed=b) for b in (1, 2, 3, 4)]
+        tasks = []
+        for call in calls:
+            tasks.append(bench.start(call))
+            await turns()
+        assert bench.attention.sizes == [1]
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, *tasks)
+
+        assert_answers(outcomes[1:], calls)
+        assert bench.attention.sizes == [1, 10]
+        assert [outcome.batch for outcome in outcomes] == [1, 4, 4, 4, 4]
+        assert bench.counted("attend_batch_calls_sum") == 5
+        assert bench.counted("attend_batch_calls_count") == 2
+        assert (await bench.start()).batch == 1
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("operations", [1, ASIDE], ids=["on the loop", "on the thread"])
+def test_law_6_an_idle_device_waits_for_nobody(operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a delay no timer is ever set: what has come in the same turn of the loop goes together, and goes at once."""
+
+    async def test() -> None:
+        bench = Bench()
+        loop = asyncio.get_running_loop()
+        timers: list[Any] = []
+        monkeypatch.setattr(loop, "call_later", lambda *args, **kwargs: timers.append(args))
+        together = [bench.start(operations=operations) for _ in range(3)]
+        outcomes = await asyncio.gather(*together)
+        monkeypatch.undo()
+        assert [outcome.batch for outcome in outcomes] == [3, 3, 3]
+        assert not timers
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("operations", [1, ASIDE], ids=["small", "large"])
+def test_law_6_a_delay_is_waited_once_for_company(operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a delay the first call sets one timer, whoever comes before it ends joins, and what it ends in is one batch."""
+
+    async def test() -> None:
+        bench = Bench(delay=7.5)
+        timers: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, what, *args: timers.append((delay, what, args)))
+        tasks = []
+        for _ in range(3):
+            tasks.append(bench.start(operations=operations))
+            await turns()
+        assert not bench.attention.seen
+        assert [delay for delay, _, _ in timers] == [7.5]
+        _, what, args = timers[0]
+        what(*args)
+        outcomes = await asyncio.gather(*tasks)
+        monkeypatch.undo()
+        assert [outcome.batch for outcome in outcomes] == [3, 3, 3]
+        assert bench.attention.sizes == [3]
+        bench.scheduler.close()
+
+    run(test())
+
+
+# 7. A batched answer equals the solo answer; bit for bit with `reproducible`.
+
+
+def test_law_7_a_batched_answer_equals_the_solo_answer() -> None:
+    """Calls with lengths, masks and sizes of their own, computed together, get to 1e-6 of the largest what each gets alone."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        kinds: list[dict[str, Any]] = [{"valid_lens": [2]}, {"attend_mask": np.tri(4)}, {"causal": True}, {"head_scale": [1.0, 0.5, 2.0]}]
+        calls = [
+            request(b, seed, **{n: np.repeat(v, b) if n == "valid_lens" else v for n, v in kinds[seed % 4].items()})
+            for seed, b in enumerate([1, 3, 2, 4, 5, 1, 2, 1, 3, 2, 1, 2])
+        ]
+        tasks = [bench.start(call) for call in calls]
+        await turns()
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, *tasks)
+
+        assert_answers(outcomes[1:], calls)
+        assert [outcome.batch for outcome in outcomes[1:]] == [3] * 12
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_7_reproducible_is_bit_for_bit_whoever_else_is_there() -> None:
+    """It is computed by itself, on one thread, in a full queue as in an empty one; the others get their threads back."""
+
+    async def test() -> None:
+        bench = Bench()
+        spec = LayerSpec(d_model=64, num_heads=8)
+        layer = CATALOGUE.make("wide", spec)
+        counts: list[int] = []
+
+        def spied(call: Call) -> Result:
+            counts.append(torch.get_num_threads())
+            return layer.attention(call)
+
+        bench.layer = held(Attention(spied))
+        query = np.random.default_rng(1).standard_normal((2, 32, 64))
+        call = bind(validate(AttendRequest, {"query": query, "reproducible": True}), spec)
+        company = [bind(validate(AttendRequest, {"query": query * i}), spec) for i in range(1, 5)]
+
+        (lonely,) = await settled(bench.start(call))
+        tasks = [bench.start(c) for c in (*company[:2], call, *company[2:], call)]
+        crowded = await settled(*tasks)
+
+        assert [outcome.batch for outcome in crowded] == [4, 4, 1, 4, 4, 1]
+        for outcome in (crowded[2], crowded[5]):
+            for name, tensor in lonely.result.tensors.items():
+                assert torch.equal(outcome.result.tensors[name], tensor)
+        assert sorted(counts) == sorted([1, 1, 1, counts[1]])
+        bench.scheduler.close()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(test())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# 8. The clock is monotonic and injected.
+
+
+def test_law_8_only_the_injected_clock_is_read() -> None:
+    """Hours pass between arrival and computing if the clock says so; waiting and computing are told by it alone."""
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock)
+        busy = await bench.occupy()
+        waits = bench.start()
+        await turns()
+        clock.now += 7200.0
+
+        def tick(call: Call) -> None:
+            clock.now += 0.25
+
+        bench.attention.fault = tick
+        bench.attention.door.set()
+        first, second = await settled(busy, waits)
+
+        assert (first.queue, first.compute) == (0.0, 7200.25)
+        assert (second.queue, second.compute) == (7200.25, 0.25)
+        bench.scheduler.close()
+
+    run(test())
+
+
+# 9. Out of memory splits the batch and tries the halves.
+
+
+def beyond(n: int, error: Callable[[], BaseException]) -> Callable[[Call], None]:
+    """There is memory for n items at once."""
+
+    def fault(call: Call) -> None:
+        if call.query.shape[0] > n:
+            raise error()
+
+    return fault
+
+
+def what_torch_raises() -> BaseException:
+    """What its CPU allocator raises when there is no memory."""
+    try:
+        torch.empty(1 << 52)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("32 petabytes were there")
+
+
+SHORTAGES = [
+    pytest.param(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), id="torch on a GPU"),
+    pytest.param(what_torch_raises, id="torch on the CPU"),
+    pytest.param(lambda: MemoryError(), id="numpy and Python"),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES)
+def test_law_9_out_of_memory_tries_the_halves(error: Callable[[], BaseException]) -> None:
+    """Memory for three items: the calls of one to three are answered, the one of five alone is told that it does not fit."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        calls = [request(b, seed=i) for i, b in enumerate([1, 2, 5, 3, 1, 1, 1])]
+        tasks = [bench.start(call) for call in calls]
+        await turns()
+        bench.attention.fault = beyond(3, error)
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, *tasks)
+
+        assert isinstance(outcomes[3], OutOfMemory)
+        assert_answers([*outcomes[1:3], *outcomes[4:]], [*calls[:2], *calls[3:]])
+        assert bench.attention.sizes[1] == 14
+        assert bench.attention.sizes.count(5) == 1
+        assert max(b for b in bench.attention.sizes[2:] if b != 5) < 14
+        assert bench.scheduler.healthy
+        assert_answers(await settled(bench.start()), [request(1)])
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_9_splitting_can_be_what_runs_out() -> None:
+    """Memory may also be short for stacking, before the layer is reached: the halves are tried all the same."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        tasks = [bench.start(request(b)) for b in (2, 2, 2, 2)]
+        await turns()
+
+        def stack(calls: list[Call]) -> Call:
+            if len(calls) > 1:
+                raise MemoryError
+            return batches.stack(calls)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "stack", stack)
+            bench.attention.door.set()
+            outcomes = await settled(busy, *tasks)
+        assert_answers(outcomes[1:], [request(2)] * 4)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_9_what_did_not_fit_is_let_go_before_the_halves_are_tried() -> None:
+    """Otherwise the halves find the memory taken by the very batch that was too large for it."""
+
+    class Intermediate:
+        """Stands for the scores of a batch that ran out of memory half way."""
+
+    async def test() -> None:
+        bench = Bench()
+        held_still: list[int] = []
+        intermediates: list[weakref.ref[Intermediate]] = []
+
+        def attend(call: Call) -> Result:
+            held_still.append(sum(ref() is not None for ref in intermediates))
+            intermediate = Intermediate()
+            intermediates.append(weakref.ref(intermediate))
+            if call.query.shape[0] > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return REAL.attention(call)
+
+        bench.layer = held(Attention(attend))
+        outcomes = await settled(*(bench.start(request(1, seed)) for seed in range(4)))
+        assert_answers(outcomes, [request(1, seed) for seed in range(4)])
+        assert held_still == [0] * 7
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
+    """A call that does not fit is that call's affair; several in a row are the device's. The first that fits ends it."""
+
+    async def test() -> None:
+        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        await engine.start({})
+        attention = Attention()
+        attention.fault = beyond(1, MemoryError)
+        layer = held(attention)
+
+        async def ask(b: int) -> bool:
+            """Whether it fits."""
+            try:
+                await engine.scheduler.submit(layer, request(b), Cost({}, ASIDE, 0, 1, 0))
+            except OutOfMemory:
+                return False
+            return True
+
+        assert engine.ready
+        for _ in range(OOM_UNREADY - 1):
+            assert not await ask(2)
+            assert engine.ready
+        assert not await ask(2)
+        assert not engine.ready
+        assert not await ask(2)
+        assert not engine.ready
+        assert await ask(1)
+        assert engine.ready
+        for _ in range(OOM_UNREADY - 1):
+            assert not await ask(2)
+        assert engine.ready
+        engine.close()
+
+    run(test())
+
+
+def test_law_9_other_failures_are_no_shortage() -> None:
+    """An error that is not about memory is not tried again in halves: it would be the same a hundred times."""
+
+    async def test() -> None:
+        bench = Bench()
+        bench.attention.fault = lambda call: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
+        outcomes = await settled(*(bench.start() for _ in range(8)))
+        assert {type(outcome) for outcome in outcomes} == {ServiceFault}
+        assert bench.attention.sizes == [8]
+        bench.scheduler.close()
+
+    run(test())
+
+
+# Deadlines
+
+
+def test_a_deadline_in_the_queue() -> None:
+    """By the injected clock its time has passed when the device is free: it is told so, and costs nothing."""
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock)
+        busy = await bench.occupy()
+        calls = [request(2), request(3)]
+        late, in_time = bench.start(calls[0], deadline=clock.now + 100), bench.start(calls[1], deadline=clock.now + 1000)
+        await turns()
+        clock.now += 100
+        bench.attention.door.set()
+
+        outcomes = await settled(busy, late, in_time)
+
+        assert isinstance(outcomes[1], DeadlinePassed)
+        assert_answers(outcomes[2:], calls[1:])
+        assert bench.attention.sizes == [1, 3]
+        assert bench.counted("attend_abandoned_calls_total") == 0
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_a_deadline_while_the_device_is_busy_with_others() -> None:
+    """The caller is told when its time is over, not when the device gets round to it. It is there, so it is not counted as gone."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        with pytest.raises(DeadlinePassed):
+            await bench.start(request(2), deadline=bench.scheduler.clock() + 0.02)
+        assert not busy.done()
+        bench.attention.door.set()
+        await settled(busy, bench.start())
+        assert bench.attention.sizes == [1, 1]
+        assert bench.counted("attend_abandoned_calls_total") == 0
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_a_deadline_while_it_is_computed() -> None:
+    """The answer comes too late and is dropped; its neighbours in the batch get theirs, and the device goes on."""
+
+    async def test() -> None:
+        bench = Bench()
+        bench.attention.door.clear()
+        deadline = bench.scheduler.clock() + 0.02
+        tasks = [bench.start(request(1)), bench.start(request(2), deadline=deadline), bench.start(request(3))]
+        await bench.until_entered()
+        with pytest.raises(DeadlinePassed):
+            await tasks[1]
+        assert not tasks[0].done()
+        bench.attention.door.set()
+
+        outcomes = await settled(tasks[0], tasks[2], bench.start(request(4)))
+
+        assert_answers(outcomes, [request(1), request(3), request(4)])
+        assert bench.attention.sizes in ([6, 4], [4, 4])
+        assert not bench.unhandled
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("operations", [1, ASIDE], ids=["on the loop", "on the thread"])
+def test_a_deadline_that_has_passed_already(operations: int) -> None:
+    """Nothing is computed for it."""
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock)
+        for deadline in (clock.now, clock.now - 5):
+            with pytest.raises(DeadlinePassed):
+                await bench.start(operations=operations, deadline=deadline)
+        assert not bench.attention.seen
+        assert not bench.scheduler.waiting
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_an_answer_in_time_leaves_no_timer_behind() -> None:
+    """A deadline far away is no reason to keep a call, its tensors and its caller until then."""
+
+    async def test() -> None:
+        bench = Bench()
+        loop = asyncio.get_running_loop()
+        handles: list[asyncio.TimerHandle] = []
+        real = loop.call_later
+
+        def call_later(*args: Any, **knobs: Any) -> asyncio.TimerHandle:
+            handles.append(real(*args, **knobs))
+            return handles[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_later", call_later)
+            await bench.start(deadline=bench.scheduler.clock() + 10**6)
+        assert [handle.cancelled() for handle in handles] == [True]
+        bench.scheduler.close()
+
+    run(test())
+
+
+# 12. Nothing long sits on the event loop.
+
+
+@pytest.mark.parametrize(
+    ("small", "fields"),
+    [
+        pytest.param(True, {"query": np.ones((1, 16, 6))}, id="small"),
+        pytest.param(False, {"query": np.ones((8, 512, 6))}, id="many operations"),
+        pytest.param(False, {"query": np.ones((1, 800, 6)), "select": {"top_k": 5}}, id="millions of weights to sort"),
+        pytest.param(False, {"query": np.ones((1, 800, 6)), "dropout": {"p": 0.5, "seed": 1}}, id="millions of random numbers"),
+    ],
+)
+def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
+    """A call of well under a millisecond is computed where it is, everything else on the device's thread."""
+
+    async def test() -> None:
+        bench = Bench()
+        asked = validate(AttendRequest, {"layer": "layer", **fields})
+        fit(asked, SPEC)
+        await bench.scheduler.submit(bench.layer, bind(asked, SPEC), predict(asked, SPEC))
+        assert (bench.attention.threads == [threading.get_ident()]) == small
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is what there is to parse, not how well it was compressed on the way."""
+    threads: list[int] = []
+    real = FORMS[JSON]
+
+    def parse(*args: Any) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return real.parse(*args)
+
+    async def test() -> None:
+        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        engine.catalogue.put(REAL)
+        monkeypatch.setitem(FORMS, JSON, replace(real, parse=parse))
+        row = b"[0,0,0,0,0,0],"
+        for rows in (10, 400_000):
+            body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
+            packed = gzip.compress(body)
+            assert len(packed) < 64 * 1024
+            await engine.attend(Asked(packed, coding="gzip"))
+        engine.close()
+        assert len(threads) == 2
+        assert threads[1] != threading.get_ident()
+
+    run(test())
+
+
+# All at once
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("hang_ups", [0.0, 0.1], ids=["nobody hangs up", "some hang up"])
+def test_nothing_is_lost(seed: int, hang_ups: float) -> None:
+    """Hundreds of callers, of whom some cancel, hang up, come too late, ask too much or meet a fault: each gets exactly one outcome,
+    and whoever gets an answer gets its own."""
+    rng = np.random.default_rng(seed)
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock, operations=200 * ASIDE, calls=int(rng.integers(1, 9)))
+
+        def attend(call: Call) -> Result:
+            clock.now += 0.001
+            if call.query.shape[0] > 12:
+                raise MemoryError
+            if bool((call.query == -1).any()):
+                raise ValueError("a poisoned batch")
+            return Result({"output": call.query * 2 + call.key.shape[1]})
+
+        others = [held(Attention(attend), name) for name in ("a", "b")]
+        outcomes: dict[int, Any] = {}
+        wanted: dict[int, torch.Tensor] = {}
+        hung_up: set[int] = set()
+
+        async def caller(i: int) -> None:
+            b, length = int(rng.choice([1, 2, 5, 13])), int(rng.choice([2, 3]))
+            call = replace(request(1), query=torch.full((b, 4, 6), float(i + 1)))
+            call = replace(call, key=torch.zeros(b, length, 6), value=torch.zeros(b, length, 6))
+            if rng.random() < 0.02:
+                call = replace(call, query=torch.full((b, 4, 6), -1.0))
+            wanted[i] = call.query * 2 + length
+            deadline = clock.now + float(rng.choice([0.0, 0.004, 1e6])) if rng.random() < 0.2 else None
+            try:
+                outcomes[i] = await bench.scheduler.submit(
+                    others[int(rng.integers(2))],
+                    call,
+                    Cost({}, int(rng.choice([1, ASIDE])), 0, 1, 0),
+                    deadline,
+                    lambda: i in hung_up,
+                )
+            except (AttendError, asyncio.CancelledError) as error:
+                outcomes[i] = error
+
+        tasks = []
+        for i in range(300):
+            tasks.append(asyncio.create_task(caller(i)))
+            if rng.random() < 0.3:
+                await turns(int(rng.integers(1, 4)))
+            if rng.random() < 0.1:
+                tasks[int(rng.integers(len(tasks)))].cancel()
+            if rng.random() < hang_ups:
+                hung_up |= set(rng.integers(max(0, i - 10), i + 1, 3).tolist())
+        _, pending = await asyncio.wait(tasks, timeout=LOST)
+        for task in pending:
+            task.cancel()
+        assert not pending, f"{len(pending)} callers wait for ever"
+
+        answered = {i: one for i, one in outcomes.items() if isinstance(one, Outcome)}
+        never_ran = {i for i, task in enumerate(tasks) if task.cancelled()}
+        assert set(outcomes) | never_ran == set(range(300))
+        assert len(answered) > 30
+        for i, outcome in answered.items():
+            assert torch.equal(outcome.result.tensors["output"], wanted[i])
+        assert not bench.scheduler.waiting
+        assert not bench.unhandled
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_the_harness_can_fail() -> None:
+    """A caller that nobody ever answers is noticed, and so is an answer that is another call's."""
+
+    async def test() -> None:
+        never: asyncio.Task[Any] = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            wait = asyncio.wait
+            patch.setattr(asyncio, "wait", lambda tasks, timeout: wait(tasks, timeout=0.01))
+            with pytest.raises(AssertionError, match="wait for ever"):
+                await settled(never)
+        bench = Bench()
+        outcomes = await settled(bench.start(request(1, seed=1)))
+        with pytest.raises(AssertionError):
+            assert_answers(outcomes, [request(1, seed=2)])
+        with pytest.raises(AssertionError):
+            assert_answers([InvalidRequest("no")], [request(1)])
+        bench.scheduler.close()
+
+    run(test())

@@ -1,0 +1,212 @@
+"""Law 11: workers times threads never exceed the cores this process may really use, and the plan stands before torch starts its pool."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.serving.threads import plan_threads, usable_cores
+
+Limit = Callable[[dict[str, str]], Path]
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path) -> Limit:
+    """A cgroup file system with these files in it."""
+
+    def make(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def affinity(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Pins this process, as it believes, to that many cores."""
+    return lambda cores: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+
+
+def version_1(quota: str, period: str = "100000") -> dict[str, str]:
+    return {"cpu/cpu.cfs_quota_us": quota + "\n", "cpu/cpu.cfs_period_us": period + "\n"}
+
+
+def version_2(quota: str, period: str = "100000") -> dict[str, str]:
+    return {"cpu.max": f"{quota} {period}\n"}
+
+
+# What may be used
+
+
+@pytest.mark.parametrize("write", [version_1, version_2])
+@pytest.mark.parametrize(
+    ("quota", "period", "cores"),
+    [
+        ("400000", "100000", 4),
+        ("100000", "100000", 1),
+        ("800000", "100000", 8),
+        ("4000000", "100000", 8),
+        ("200000", "50000", 4),
+        ("350000", "100000", 3),
+        ("199999", "100000", 1),
+        ("50000", "100000", 1),
+        ("1000", "100000", 1),
+    ],
+)
+def test_law_11_a_quota_bounds_the_cores(
+    cgroup: Limit, affinity: Callable[[int], None], write: Callable[[str, str], dict[str, str]], quota: str, period: str, cores: int
+) -> None:
+    """On eight cores: whole cores of the quota, rounded down, so that the kernel never stops us; but never fewer than one."""
+    affinity(8)
+    assert usable_cores(cgroup(write(quota, period))) == cores
+
+
+@pytest.mark.parametrize("cores", [1, 3, 40])
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param({}, id="no cgroup"),
+        pytest.param(version_2("max"), id="version 2, no limit"),
+        pytest.param(version_1("-1"), id="version 1, no limit"),
+        pytest.param({"cpu.max": ""}, id="empty"),
+        pytest.param({"cpu.max": "max\n"}, id="half a line"),
+        pytest.param({"cpu.max": "100000 0\n"}, id="a period of nothing"),
+        pytest.param({"cpu.max": "many 100000\n"}, id="words"),
+        pytest.param({"cpu/cpu.cfs_quota_us": "100000\n"}, id="version 1, no period"),
+        pytest.param({"cpu/cpu.cfs_quota_us": "\n", "cpu/cpu.cfs_period_us": "\n"}, id="version 1, empty"),
+    ],
+)
+def test_law_11_without_a_quota_it_is_the_affinity(
+    cgroup: Limit, affinity: Callable[[int], None], files: dict[str, str], cores: int
+) -> None:
+    """No limit, or none that can be read, leaves the cores that this process is pinned to; a server starts on any machine."""
+    affinity(cores)
+    assert usable_cores(cgroup(files)) == cores
+
+
+def test_law_11_the_smaller_of_both_counts(cgroup: Limit, affinity: Callable[[int], None]) -> None:
+    """A quota of six cores helps nobody who is pinned to two."""
+    affinity(2)
+    assert usable_cores(cgroup(version_2("600000"))) == 2
+
+
+def test_law_11_version_2_comes_first(cgroup: Limit, affinity: Callable[[int], None]) -> None:
+    """Where both are mounted, the newer one holds what the container was given."""
+    affinity(8)
+    assert usable_cores(cgroup({**version_1("700000"), **version_2("200000")})) == 2
+
+
+def test_law_11_a_system_without_affinity(cgroup: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS knows none: the processor's cores count, and one where not even they are known."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert usable_cores(cgroup({})) == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores(cgroup({})) == 1
+
+
+def test_law_11_on_this_machine() -> None:
+    """Not more than the kernel says."""
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+# The plan
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "cores", "planned"),
+    [
+        (1, None, 8, 8),
+        (2, None, 8, 4),
+        (3, None, 8, 2),
+        (8, None, 8, 1),
+        (1, 3, 8, 3),
+        (2, 4, 8, 4),
+        (8, 1, 8, 1),
+        (1, 1, 1, 1),
+        (1, None, 1, 1),
+    ],
+)
+def test_law_11_the_plan(workers: int, threads: int | None, cores: int, planned: int) -> None:
+    """All cores for one worker, equal shares for several; what was asked for where it fits."""
+    assert plan_threads(workers, threads, cores) == planned
+
+
+@pytest.mark.parametrize(("workers", "threads", "cores"), [(9, None, 8), (2, None, 1), (2, 5, 8), (1, 9, 8), (9, 1, 8), (3, 3, 8)])
+def test_law_11_more_than_there_is_is_refused(workers: int, threads: int | None, cores: int) -> None:
+    """Said before anything starts, with the numbers that do not fit."""
+    with pytest.raises(ValueError, match=rf"{workers} workers .* the {cores} cores"):
+        plan_threads(workers, threads, cores)
+
+
+@given(st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 64))
+def test_law_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cores: int) -> None:
+    """Whatever is asked for: a plan within the cores that keeps to it, or a refusal of what cannot be kept to."""
+    try:
+        planned = plan_threads(workers, threads, cores)
+    except ValueError:
+        assert workers * (threads or 1) > cores
+        return
+    assert 1 <= planned * workers <= cores
+    assert planned == threads or (threads is None and (planned + 1) * workers > cores)
+
+
+# Before torch
+
+
+def test_law_11_the_plan_stands_before_torch_is_loaded() -> None:
+    """The command that serves is reached, and its threads are planned, without torch: its pool takes the size it finds when it starts."""
+    script = """
+import os, sys
+import service.cli
+import service.cli.serve as serve
+
+def spied(*args, **knobs):
+    print("torch" in sys.modules, "numpy" in sys.modules, os.environ.get("OMP_NUM_THREADS"))
+    return real(*args, **knobs)
+
+real, serve.plan_threads = serve.plan_threads, spied
+sys.argv = ["attend", "serve", "--threads", "4096"]
+service.cli.main()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split()[:1] == ["False"], done.stdout + done.stderr
+    assert done.returncode == 2
+
+
+def test_law_11_the_pool_takes_the_planned_size() -> None:
+    """In the process that serves, arithmetic on any thread gets the planned number, also where it is not the machine's own."""
+    script = """
+import concurrent.futures, os, sys
+import service.cli
+import service.cli.serve as serve
+
+def planned(*_):
+    return 3
+
+def stop(settings, threads, listening):
+    import torch
+    from service.cli import process
+    listening.close()
+    process._application(settings, threads)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        print(threads, torch.get_num_threads(), pool.submit(torch.get_num_threads).result())
+    raise SystemExit(0)
+
+serve.plan_threads = planned
+import service.cli.process
+service.cli.process.serve_processes = stop
+sys.argv = ["attend", "serve", "--port", "0"]
+service.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3", "3", "3"], done.stdout + done.stderr

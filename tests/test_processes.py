@@ -1,0 +1,359 @@
+"""Real processes under real signals: law 10 (what SIGTERM does) and several workers behind one port.
+
+Nothing here waits for time to pass: a drain is set so long that it never ends by itself, a worker is kept from answering by
+SIGSTOP, and a request is held open by not sending the rest of it.
+"""
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Server, start_server
+
+from service.serving.threads import usable_cores
+
+QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
+LONG = "600"  # seconds of drain that no test sees the end of
+PATIENCE = 60.0
+Start = Callable[..., Server]
+ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
+several_cores = pytest.mark.skipif(usable_cores() < 2, reason="law 11 allows one worker on one core")
+
+
+def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any) -> httpx.Response:
+    """One request on a connection of its own."""
+    with httpx.Client(base_url=url, timeout=PATIENCE, headers={"Connection": "close"}) as client:
+        return client.request(method, path, **knobs)
+
+
+def attend(url: str) -> httpx.Response:
+    return ask(url, "POST", "/attend", json=QUERY)
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Returns once it holds; fails when patience is at its end."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)
+
+
+def connects(url: str) -> bool:
+    """Whether the door is open, without going in."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+class HalfSent:
+    """A request that the server has begun to read, and of which the last byte is still to come."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.body = json.dumps(QUERY).encode()
+        self.connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        head = "POST /attend HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 100-continue\r\n"
+        head += f"Content-Length: {len(self.body)}\r\n\r\n"
+        self.connection.sendall(head.encode())
+        assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # so it is being read
+        self.connection.sendall(self.body[:-1])
+
+    def finish(self) -> tuple[int, bytes]:
+        """Sends the last byte; status and body of the answer."""
+        self.connection.sendall(self.body[-1:])
+        with self.connection, self.connection.makefile("rb") as reader:
+            status = int(reader.readline().split()[1])
+            while reader.readline() not in (b"\r\n", b""):
+                pass
+            return status, reader.read()
+
+
+# 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
+
+
+def test_law_10_sigterm_is_answered_in_its_order(start: Start) -> None:
+    """Ready says no while /attend still says yes; live stays alive; then the door is shut, what was begun is answered; then the end."""
+    server = start("--drain-seconds", LONG)
+    assert ask(server.url).status_code == 200
+    begun_before = HalfSent(server.url)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as kept:
+        assert kept.get("/health/live").status_code == 200
+
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: ask(server.url).status_code == 503, "not ready after SIGTERM")
+        assert ask(server.url).json() == {"ready": False}
+        assert ask(server.url, path="/health/live").status_code == 200
+        assert ask(server.url, path="/health/startup").status_code == 200
+        assert attend(server.url).status_code == 200
+        assert kept.post("/attend", json=QUERY).status_code == 200
+        begun_while_draining = HalfSent(server.url)
+        assert ask(server.url).status_code == 503
+
+    server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
+    until(lambda: not connects(server.url), "the door closes")
+    assert server.process.poll() is None
+    answers = [begun.finish() for begun in (begun_before, begun_while_draining)]
+    assert [status for status, _ in answers] == [200, 200]
+    assert answers[0] == answers[1]
+    assert json.loads(answers[0][1])["fully_masked_rows"] == 0
+    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    log = "".join(server.log)
+    assert "Traceback" not in log
+    assert "exceeded" not in log
+
+
+def test_law_10_without_a_drain_the_door_closes_at_once(start: Start) -> None:
+    """Drain 0: the first SIGTERM closes the door; what was begun is answered all the same."""
+    server = start("--drain-seconds", "0")
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+
+
+def test_law_10_sigint_does_not_wait(start: Start) -> None:
+    """Ctrl-C in a terminal is somebody waiting: no drain, but what was begun is answered."""
+    server = start("--drain-seconds", LONG)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) in (0, -signal.SIGINT, 130)
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_law_10_work_that_never_ends_is_left_behind(start: Start) -> None:
+    """A request whose rest never comes does not keep the server for ever: `shutdown_seconds` after the door closed it goes."""
+    server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    begun.connection.close()
+
+
+# Workers
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes that serve, by their ids."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def state(pid: int) -> str:
+    """R running, S sleeping, T stopped, Z dead and not yet buried; empty where there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+@contextmanager
+def only(pid: int, parent: int) -> Iterator[None]:
+    """All workers but this one are stopped, so that it must be the one who answers."""
+    others = [worker for worker in workers_of(parent) if worker != pid]
+    try:
+        for other in others:
+            os.kill(other, signal.SIGSTOP)
+            until(lambda other=other: state(other) == "T", "a stopped worker")
+        yield
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGCONT)
+
+
+def events(server: Server, name: str) -> list[dict[str, Any]]:
+    """The lines of the log about one thing; also where two processes wrote into one line."""
+    found, text, decoder = [], "".join(server.log), json.JSONDecoder()
+    at = text.find("{")
+    while at >= 0:
+        with suppress(ValueError):  # a line that is still being written, or none of ours
+            event, end = decoder.raw_decode(text, at)
+            found.append(event)
+            at = end - 1
+        at = text.find("{", at + 1)
+    return [event for event in found if event.get("event") == name]
+
+
+def counted(url: str, name: str) -> float:
+    """A metric, summed over its labels, as whoever answers tells it."""
+    lines = ask(url, path="/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    """Two workers behind one port, both ready."""
+    server = start_server("--workers", "2")
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    yield server
+    server.stop()
+
+
+def kill_one(server: Server) -> tuple[int, int]:
+    """Ends a worker as the kernel would, out of memory. Returns the one that stays, and the one that comes in its place."""
+    killed, stays = workers_of(server.process.pid)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: state(killed) in ("", "Z"), "dead")
+    until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "another in its place")
+    (newcomer,) = set(workers_of(server.process.pid)) - {killed, stays}
+    return stays, newcomer
+
+
+@several_cores
+def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
+    """The same answer from both, and whoever is asked tells what all of them have done."""
+    parent = pair.process.pid
+    workers = workers_of(parent)
+    documents, asked = [], int(counted(pair.url, "attend_batch_calls_sum"))
+    posts = counted(pair.url, ATTENDED)
+
+    for worker in (*workers, workers[0]):
+        with only(worker, parent):
+            documents += [attend(pair.url).json() for _ in range(2)]
+            assert counted(pair.url, ATTENDED) == posts + len(documents)
+            assert counted(pair.url, "attend_batch_calls_sum") == asked + len(documents)
+            assert counted(pair.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
+            assert counted(pair.url, "attend_layers") == 1
+
+    assert len(documents) == 6
+    assert all(document == documents[0] for document in documents)
+
+
+@several_cores
+def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
+    """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
+    for worker in workers_of(pair.process.pid):
+        with only(worker, pair.process.pid):
+            put = ask(pair.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
+            assert put.status_code == 409
+            assert put.headers["content-type"] == "application/problem+json"
+            assert "workers" in put.json()["detail"]
+            assert ask(pair.url, "DELETE", "/layers/default").status_code == 409
+            assert [layer["name"] for layer in ask(pair.url, path="/layers").json()["layers"]] == ["default"]
+
+
+@several_cores
+def test_law_11_the_plan_is_shown(pair: Server) -> None:
+    """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
+    index = ask(pair.url, path="/").json()
+    (listening,) = events(pair, "listening")
+    assert index["workers"] == listening["workers"] == 2
+    assert index["threads"] == listening["threads"] == usable_cores() // 2
+    assert {event["threads"] for event in events(pair, "ready")} == {listening["threads"]}
+
+
+@several_cores
+def test_a_killed_worker_comes_back(pair: Server) -> None:
+    """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
+    answer = attend(pair.url).json()
+    before, ready = counted(pair.url, ATTENDED), len(events(pair, "ready"))
+    stays, newcomer = kill_one(pair)
+    with only(stays, pair.process.pid):
+        for _ in range(3):
+            assert attend(pair.url).json() == answer
+        assert counted(pair.url, ATTENDED) == before + 3
+    until(lambda: len(events(pair, "ready")) > ready, "ready again")
+    with only(newcomer, pair.process.pid):
+        assert attend(pair.url).json() == answer
+        assert counted(pair.url, ATTENDED) == before + 4
+
+
+@several_cores
+def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None:
+    """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
+    that is ready."""
+    answer, ready = attend(pair.url).json(), len(events(pair, "ready"))
+    _, newcomer = kill_one(pair)
+    with only(newcomer, pair.process.pid):
+        answered = attend(pair.url)
+    until(lambda: len(events(pair, "ready")) > ready, "ready again")
+    assert answered.status_code == 200, answered.text
+    assert answered.json() == answer
+
+
+def test_a_line_of_the_log_is_written_at_once() -> None:
+    """Several processes share one standard error: a line in two pieces would be torn apart by what another writes between them."""
+    script = """
+import io, sys
+
+class Stream(io.StringIO):
+    def write(self, text):
+        pieces.append(text)
+        return len(text)
+
+pieces, real, sys.stderr = [], sys.stderr, Stream()
+import structlog
+from service.cli.logs import configure_logs
+for form in ("json", "console"):
+    configure_logs(form, "info")
+    structlog.get_logger("attend").info("said", number=form)
+sys.stderr = real
+print(pieces)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    pieces = ast.literal_eval(done.stdout)
+    assert len(pieces) == 2, pieces
+    assert all(piece.endswith("\n") and "said" in piece for piece in pieces)
+
+
+@several_cores
+def test_law_10_with_several_workers(start: Start) -> None:
+    """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
+    server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
+    parent = server.process.pid
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    workers = workers_of(parent)
+    begun = []
+    for worker in workers:
+        with only(worker, parent):
+            begun.append(HalfSent(server.url))
+
+    server.process.send_signal(signal.SIGTERM)
+    for worker in workers:
+        with only(worker, parent):
+            until(lambda: ask(server.url).status_code == 503, "not ready after SIGTERM")
+            assert attend(server.url).status_code == 200
+
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    assert begun[0].finish()[0] == 200
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun[1].finish()[0] == 200, "newcomers were left at a door that nobody answers until it was too late for this one"
+    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert not any(map(state, workers))
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--workers", str(usable_cores() + 1)),
+        ("--threads", str(usable_cores() + 1)),
+        ("--workers", "2", "--threads", str(usable_cores())),
+    ],
+    ids=["workers", "threads", "their product"],
+)
+def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
+    """Before a socket is opened, in one line that says how many there are, with the exit code of a command that makes no sense."""
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("attend serve: ")
+    assert f"{usable_cores()} cores" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
