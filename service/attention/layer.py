@@ -39,6 +39,7 @@ class MultiHeadAttention:
         tensor = weights["query.weight"]
         self.device, self.dtype = tensor.device, tensor.dtype
         self.accumulate = torch.float64 if tensor.dtype == torch.float64 else torch.float32  # softmax in float32 or better
+        self._nothing = tensor.new_empty(1, 1, 1, dtype=self.accumulate)  # what a product with beta=0 is added to
         if spec.d_model == spec.key_dim == spec.value_dim:
             self._pack("query", "key", "value")
             self._pack("key", "value", packed_in="query+key+value")
@@ -168,8 +169,7 @@ class MultiHeadAttention:
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice) -> Tensor:
         """[batch, heads, rows, keys]: scale, softcap, then everything added, then everything blocked."""
         q, k = (x.to(self.accumulate).flatten(0, 1) for x in (query, key))
-        nothing = q.new_empty(1, 1, 1)
-        scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(*query.shape[:3], key.shape[2])
+        scores = torch.baddbmm(self._nothing, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(*query.shape[:3], key.shape[2])
         if call.softcap:
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
         if (bias := call.masks.added(rows, slice(0, key.shape[2]))) is not None:

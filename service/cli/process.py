@@ -5,6 +5,7 @@ answered, and the process exits. SIGINT, or a second SIGTERM, skips the wait.
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -25,6 +26,8 @@ from service.serving.engine import Engine
 from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
 from service.web.app import create_app
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
@@ -66,6 +69,7 @@ class Supervisor(Multiprocess):
 def _application(settings: Settings, threads: int) -> FastAPI:
     """The application of one process; made in that process."""
     torch.set_num_threads(threads)
+    keep_memory()
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
@@ -78,6 +82,19 @@ def _application(settings: Settings, threads: int) -> FastAPI:
 
     app.router.lifespan_context = lifespan
     return app
+
+
+def keep_memory() -> None:
+    """Has the C library keep what large arrays leave, for the next ones, instead of giving every page back and being handed it anew.
+
+    glibc maps each block above its threshold afresh; for bodies of megabytes those page faults are a fifth of a request's time.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 512 << 20)):
+        mallopt(parameter, value)
 
 
 def drain_on_sigterm(engine: Engine, seconds: float) -> None:

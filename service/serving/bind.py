@@ -4,6 +4,7 @@
 dtype, and checks there that all numbers are finite.
 """
 
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,10 @@ from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 from service.wire.arrays import first_index
 from service.wire.documents import AttendRequest
+
+with warnings.catch_warnings():  # torch says once a process that it will not keep anyone from writing to a body's memory; nobody does
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 def fit(request: AttendRequest, spec: LayerSpec) -> None:
@@ -77,8 +82,12 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
 def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
     """The array in a torch dtype. Raises InvalidRequest at the first number that is not finite there; `infinite` allows -inf."""
     target = BY_TORCH[dtype].numpy
-    with np.errstate(over="ignore", invalid="ignore"):
-        numbers = np.ascontiguousarray(array).astype(target, copy=False).reshape(array.shape)
+    numbers = array
+    if array.dtype != target:
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = array.astype(target)
+    if not numbers.flags.c_contiguous:
+        numbers = np.ascontiguousarray(numbers)
     finite = np.isfinite(numbers)
     if not finite.all():
         wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
@@ -86,8 +95,6 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
             at = first_index(wrong)
             came = float(array[tuple(int(i) for i in at.split("/")[1:])])
             raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", f"{came:g}" if np.isfinite(came) else f"{came}")
-    if not numbers.flags.writeable or numbers is array:
-        numbers = numbers.copy()  # torch wants memory of its own
     if dtype == "bfloat16":
         return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(numbers)
@@ -119,11 +126,13 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
         aligned=q == k and request.query_offset in (None, 0),
     )
     offset = request.query_offset or 0
+    if not offset:
+        return masks
     if offset == "end":
         shift = last_keys(masks, b)[:, None] - q
     else:
         shift = torch.tensor(offset if isinstance(offset, list) else [offset]).view(-1, 1)
-    return replace(masks, positions=masks.positions + shift) if offset else masks
+    return replace(masks, positions=masks.positions + shift)
 
 
 @lru_cache(256)

@@ -6,6 +6,7 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 """
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.arrays import Kind
@@ -89,7 +91,7 @@ class Engine:
         self.timeout: float | None = None  # seconds for requests that set no deadline
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="codec")
+        self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
 
     @property
     def ready(self) -> bool:
@@ -126,6 +128,8 @@ class Engine:
         self.metrics.layers.set(len(self.catalogue))
         for layer in self.catalogue.all():
             await self._warm(layer)
+        gc.collect()
+        gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
 
     @contextmanager

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from service import __version__
 from service.errors import Forbidden, LayerConflict
@@ -17,6 +18,17 @@ from service.settings import Settings
 from service.web import attend, documentation, failures, health, layers
 from service.web.access import Access
 from service.wire.limits import WireLimits
+
+
+class Application(FastAPI):
+    """FastAPI, with `Access` round everything, and `POST /attend` answered there: see `web/access.py`."""
+
+    def surround(self, engine: Engine, log_requests: bool) -> None:
+        hot = {("POST", "/attend"): attend.Attend(engine)}
+        self._access = Access(super().__call__, engine.metrics, log_requests, hot)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._access(scope, receive, send)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -32,15 +44,14 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         engine.close()
 
-    app = FastAPI(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
     layers.install(app, engine, _why_not_writable(settings))
     health.install(app, engine, _about(settings, engine))
     app.state.engine = engine
     documentation.install(app)
     failures.install(app)
-    hot = {("POST", "/attend"): attend.Attend(engine)}
-    app.add_middleware(Access, metrics=engine.metrics, log_requests=settings.access_log, hot=hot)
+    app.surround(engine, settings.access_log)
     return app
 
 

@@ -4,9 +4,11 @@ import zlib
 from collections.abc import Sequence
 
 from service.errors import MalformedBody, TooLarge, UnsupportedMediaType
+from service.wire.negotiation import quality_of
 from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
 LEVEL = 1  # numbers in text hardly shrink further, and every further level costs a multiple
 
 
@@ -17,23 +19,37 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
         return body
     if coding not in WINDOWS:
         raise UnsupportedMediaType.where("", "a Content-Encoding of gzip or deflate", f'"{coding[:40]}"')
-    pieces, size = [], 0
-    while body:
-        stream = zlib.decompressobj(WINDOWS[coding])
+    pieces: list[bytes] = []
+    position, room = 0, limit
+    while position < len(body):  # gzip may have several members
+        position, room = _unpack_member(body, position, room, coding, pieces)
+        if room < 0:
+            raise TooLarge.where("", f"a body that unpacks to at most {limit} bytes (max_body_bytes)", f"more than {limit}")
+    return b"".join(pieces)
+
+
+def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: list[bytes]) -> tuple[int, int]:
+    """One member from `position` on, added to `pieces`: where the next begins, and the room that is left; below 0 it was too much.
+
+    Fed in growing pieces: what a stream leaves unused is copied, and a body of thousands of members would be, thousands of times.
+    """
+    stream, size = zlib.decompressobj(WINDOWS[coding]), FIRST_PIECE
+    while not stream.eof:
+        if position >= len(body) and not stream.unconsumed_tail:
+            raise MalformedBody.where("", f"{coding} to its end", "a body that breaks off")
+        fed = stream.unconsumed_tail
+        if not fed:
+            fed = body[position : position + size]
+            position, size = position + len(fed), min(2 * size, LARGEST_PIECE)
         try:
-            while not stream.eof:
-                piece = stream.decompress(body, limit + 1 - size)
-                size += len(piece)
-                if size > limit:
-                    raise TooLarge.where("", f"a body that unpacks to at most {limit} bytes (max_body_bytes)", f"more than {limit}")
-                pieces.append(piece)
-                body = stream.unconsumed_tail
-                if not stream.eof and not body:
-                    raise MalformedBody.where("", f"{coding} to its end", "a body that breaks off")
+            piece = stream.decompress(fed, room + 1)
         except zlib.error as error:
             raise MalformedBody.where("", coding, f"something else ({error})") from None
-        body = stream.unused_data  # gzip may have several members
-    return b"".join(pieces)
+        pieces.append(piece)
+        room -= len(piece)
+        if room < 0:
+            break
+    return position - len(stream.unused_data), room
 
 
 def pack(pieces: Sequence[Buffer], coding: str) -> list[Buffer]:
@@ -48,7 +64,6 @@ def coding_of_reply(accept_encoding: str, always: bool) -> str:
 
     Every HTTP library names several by default without wanting the wait: compression costs more than it saves on a fast network.
     """
-    named = [part.strip().lower().partition(";") for part in accept_encoding.split(",") if part.strip()]
-    wanted = [name.strip() for name, _, quality in named if quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")]
-    usable = [name for name in wanted if name in ("gzip", "deflate")]
-    return usable[0] if usable and (always or wanted == usable[:1]) else ""
+    wanted = {name: quality for name, quality in map(quality_of, accept_encoding.split(",")) if name and quality > 0}
+    usable = sorted((name for name in wanted if name in ("gzip", "deflate")), key=lambda name: -wanted[name])
+    return usable[0] if usable and (always or list(wanted) == usable[:1]) else ""

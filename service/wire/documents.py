@@ -31,6 +31,10 @@ Output = Literal[
 ]
 
 
+def _default_outputs() -> list[Output]:
+    return ["output", "attention_weights"]
+
+
 def _offset(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
@@ -136,7 +140,7 @@ class AttendRequest(Document):
     softcap: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = Field(
         default=None, description="The layer's if null; 0 switches it off."
     )
-    outputs: list[Output] = Field(default=["output", "attention_weights"], min_length=1)
+    outputs: list[Output] = Field(default_factory=_default_outputs, min_length=1)
     select: Select | None = None
     reply: ReplyOptions = ReplyOptions()
     reproducible: Strict = Field(default=False, description="Bit for bit the same on one machine; runs alone.")

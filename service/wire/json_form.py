@@ -22,7 +22,7 @@ from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
 
-REUSED = 4 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
+REUSED = 16 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
 MEMBERS = 1024  # of one object; a document of ours has some dozens at most
 FORM_KEYS = {"shape", "datatype", "data", "base64"}
 _threads = threading.local()

@@ -23,7 +23,9 @@ def form_of_reply(accept: str) -> str:
         return JSON
     if accept in SUPPORTED:
         return accept
-    ranges = [_range(part) for part in accept.split(",") if part.strip()]
+    ranges = [quality_of(part) for part in accept.split(",") if part.strip()]
+    if not ranges:
+        return JSON
     best, best_quality = "", 0.0
     for media in SUPPORTED:
         matching = [(specific, quality) for name, quality in ranges if (specific := _specificity(name, media)) >= 0]
@@ -35,7 +37,8 @@ def form_of_reply(accept: str) -> str:
     return best
 
 
-def _range(part: str) -> tuple[str, float]:
+def quality_of(part: str) -> tuple[str, float]:
+    """One element of an Accept header: its name in lower case, and its q-value; 1 where there is none, 0 where it is no number."""
     name, *parameters = (piece.strip().lower() for piece in part.split(";"))
     for parameter in parameters:
         if parameter.startswith("q="):

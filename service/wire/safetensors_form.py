@@ -20,9 +20,10 @@ from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer
 from service.wire.reply import Buffer, Reply, wire_array
-from service.wire.scan import parse_slowly
+from service.wire.scan import parse_strictly
 
 HEADER_BYTES = 16 * 1024 * 1024  # far above what tensors need, far below what a parser minds
+LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
 ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -35,7 +36,7 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
         raise TooLarge.where("", f"a safetensors header of at most {HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
         raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
-    header = parse_slowly(bytes(body[8 : 8 + size]))
+    header = parse_strictly(bytes(body[8 : 8 + size]))
     if not isinstance(header, dict):
         raise MalformedBody.where("", "a JSON object as safetensors header", "something else")
     metadata = header.pop("__metadata__", {})
@@ -89,11 +90,16 @@ def _view(name: str, entry: Any, buffer: memoryview) -> Array:
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body)
-    members = json_form.parse(metadata["request"].encode(), kinds, limits, shapes_alone) if "request" in metadata else {}
+    try:
+        request = metadata.get("request", "{}").encode()
+    except UnicodeEncodeError:
+        raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
+    members = json_form.parse(request, kinds, limits, shapes_alone)
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")
-        members[name] = array
+        # where no tensor belongs, one is no number either: a document refuses an object by the field's own words
+        members[name] = array if name in kinds or name in LISTS else {"tensor": list(array.shape)}
     return members
 
 

@@ -44,6 +44,21 @@ def _fault(value: Any, at: tuple[Any, ...]) -> RequestError | None:
     return None
 
 
+def parse_strictly(text: bytes) -> Any:
+    """A small document of names and whole numbers, such as a header. Raises MalformedBody; a key that stands twice is named."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise MalformedBody.where("", "each key once", f'"{_members(pairs).key}" twice')
+        return found
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=members)
+    except (ValueError, RecursionError):
+        raise MalformedBody.where("", "JSON in the header", "something else") from None
+
+
 def parse_slowly(body: bytes) -> Any:
     """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds)."""
     try:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from service.attention import reference
 from service.attention.cases import Case, random_case
 from service.attention.reference import Reference
+from service.cli.rounding import largest_score
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
@@ -88,17 +89,18 @@ def unpack(value: Any) -> Any:
     return np.frombuffer(base64.b64decode(value["base64"]), NUMPY[value["datatype"]]).reshape(value["shape"])
 
 
-def hold(name: str, ours: Any, exact: Any, case: Case, scores: Any) -> None:
-    """Asserts the ask: float64 to 1e-10, float32 to 1e-5 * max(1, max|scores|), each times max|output|."""
+def hold(name: str, ours: Any, exact: Any, case: Case, reference: Reference) -> None:
+    """Asserts the ask: float64 to 1e-10, float32 to 1e-5 * max(1, max|scores|), each times max|output|.
+
+    max|scores| is taken before anything is capped or blocked: that is where rounding happens.
+    """
     exact = np.asarray(exact)
     assert ours.shape == exact.shape, name
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(exact), err_msg=name)
     there = np.isfinite(exact)
     largest = np.abs(exact[there]).max(initial=0.0)
-    if case.spec.dtype == "float64":
-        tolerance = 1e-10 * max(1.0, largest)
-    else:
-        tolerance = 1e-5 * max(1.0, np.abs(scores[np.isfinite(scores)]).max(initial=0.0)) * largest
+    exact_dtype = case.spec.dtype == "float64"
+    tolerance = 1e-10 * max(1.0, largest) if exact_dtype else 1e-5 * max(1.0, largest_score(case, reference)) * largest
     np.testing.assert_allclose(ours[there], exact[there], rtol=0, atol=tolerance, err_msg=f"{name} of {case.spec!r}")
 
 
@@ -116,7 +118,7 @@ def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rat
         assert list(reply) == ["fully_masked_rows", *outputs]
         assert reply["fully_masked_rows"] == exact.fully_masked_rows
         for name in outputs:
-            hold(name, reply[name], getattr(exact, name), case, exact.scores)
+            hold(name, reply[name], getattr(exact, name), case, exact)
 
 
 @calm
@@ -129,7 +131,7 @@ def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
     first, second = (ask(http, case, outputs=("output", "attention_weights"), reproducible=True) for _ in range(2))
 
     for name in ("output", "attention_weights"):
-        hold(name, first[name], getattr(exact, name), case, exact.scores)
+        hold(name, first[name], getattr(exact, name), case, exact)
         assert first[name].tobytes() == second[name].tobytes()
 
 
@@ -151,8 +153,8 @@ def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) ->
     n = data.draw(st.integers(1, expected.shape[-1] + 2))
     top = ask(http, case, outputs=("output", "attention_weights"), select={**select, "top_k": n})
 
-    hold("attention_weights", whole, expected, case, exact.scores)
-    hold("output", top["output"], exact.output, case, exact.scores)
+    hold("attention_weights", whole, expected, case, exact)
+    hold("output", top["output"], exact.output, case, exact)
     order = np.argsort(-whole, axis=-1, kind="stable")[..., :n]
     np.testing.assert_array_equal(top["attention_weights"]["keys"], order)
     np.testing.assert_array_equal(top["attention_weights"]["values"], np.take_along_axis(whole, order, -1))
@@ -187,8 +189,8 @@ def test_large_scores(http: httpx.Client, seed: int, shift: float, factor: float
     reply = ask(http, case, outputs=OUTPUTS)
 
     for name in OUTPUTS:
-        hold(name, reply[name], getattr(exact, name), case, exact.scores)
-    hold("output", ask(http, case, outputs=("output",))["output"], exact.output, case, exact.scores)
+        hold(name, reply[name], getattr(exact, name), case, exact)
+    hold("output", ask(http, case, outputs=("output",))["output"], exact.output, case, exact)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 4099), (1031, 1033), (2053, 3)])
@@ -211,7 +213,7 @@ def test_long_calls(http: httpx.Client, queries: int, keys: int) -> None:
         reply = ask(http, case, outputs=outputs)
         assert reply["fully_masked_rows"] == exact.fully_masked_rows
         for name in outputs:
-            hold(name, reply[name], getattr(exact, name), case, exact.scores)
+            hold(name, reply[name], getattr(exact, name), case, exact)
     plain = Case(spec.model_copy(update={"softcap": None}), {name: field for name, field in request.items() if name != "dropout"})
     exact = make(http, plain)
-    hold("output", ask(http, plain, outputs=("output",))["output"], exact.output, plain, exact.scores)
+    hold("output", ask(http, plain, outputs=("output",))["output"], exact.output, plain, exact)

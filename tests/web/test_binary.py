@@ -1,0 +1,657 @@
+"""Tensors as bytes over HTTP: safetensors in and out, compression, and the deadline that a header sets.
+
+The numbers of a reply are those of the same request in JSON; what is refused is refused in the same words.
+"""
+
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import deserialize
+from safetensors.numpy import save
+
+JSON, SAFETENSORS, PROBLEM = "application/json", "application/vnd.safetensors", "application/problem+json"
+B, Q, K = 2, 3, 5  # for the layer `cross`: d_model 4, 2 heads, key_dim 3, value_dim 5
+RNG = np.random.default_rng(21)
+CROSS: dict[str, Any] = {
+    "query": RNG.standard_normal((B, Q, 4)).astype(np.float32),
+    "key": RNG.standard_normal((B, K, 3)).astype(np.float32),
+    "value": RNG.standard_normal((B, K, 5)).astype(np.float32),
+}
+OUTPUTS = [
+    "output",
+    "attention_weights",
+    "scores",
+    "log_sum_exp",
+    "query_projection",
+    "key_projection",
+    "value_projection",
+    "head_outputs",
+    "concatenated",
+]
+DTYPES: dict[str, Any] = {
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "I64": np.int64,
+}
+Array = np.ndarray[Any, Any]
+Post = Callable[..., httpx.Response]
+Tensors = dict[str, Array]
+
+
+def packed(tensors: dict[str, Any], members: dict[str, Any] | None = None) -> bytes:
+    """A request: tensors by name, the other fields in the metadata, as the library of that name writes them."""
+    metadata = None if members is None else {"request": json.dumps(members)}
+    return save({name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in tensors.items()}, metadata)
+
+
+def unpacked(answer: httpx.Response) -> tuple[Tensors, dict[str, Any]]:
+    """A reply in safetensors: its tensors, and the other members."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == SAFETENSORS
+    body = answer.content
+    header = json.loads(body[8 : 8 + struct.unpack("<Q", body[:8])[0]])
+    assert set(header["__metadata__"]) == {"reply"}
+    parts = dict(deserialize(body))
+    tensors = {name: np.frombuffer(part["data"], DTYPES[part["dtype"]]).reshape(part["shape"]) for name, part in parts.items()}
+    return tensors, json.loads(header["__metadata__"]["reply"])
+
+
+def refused(answer: httpx.Response, status: int, at: str = "") -> str:
+    """Asserts a refusal, in words, at that place. Returns the words."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == PROBLEM
+    document = answer.json()
+    if at:
+        assert any(error["at"] == at or error["at"].startswith(f"{at}/") for error in document["errors"]), document["errors"]
+    assert "Traceback" not in answer.text
+    return str(document["detail"])
+
+
+@pytest.fixture
+def post(http: httpx.Client, layers: dict[str, Any]) -> Post:
+    """POST /attend with a body of safetensors, answered in it, unless said otherwise."""
+
+    def send(content: bytes, accept: str = SAFETENSORS, media: str = SAFETENSORS, path: str = "/attend", **headers: str) -> httpx.Response:
+        own = {name.replace("_", "-"): value for name, value in headers.items()}
+        return http.post(path, content=content, headers={"Content-Type": media, "Accept": accept, **own})
+
+    return send
+
+
+@pytest.fixture
+def cross(post: Post) -> Callable[..., httpx.Response]:
+    """The request to `cross`, with these tensors besides, and these other members."""
+    return lambda tensors=None, **members: post(packed({**CROSS, **(tensors or {})}, {"layer": "cross", **members}))
+
+
+def nested(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as the lists that JSON has, -inf as its word."""
+
+    def plain(x: Any) -> Any:
+        return [plain(item) for item in x] if isinstance(x, list) else "-inf" if x == -np.inf else x
+
+    return {name: plain(np.asarray(array).tolist()) for name, array in tensors.items()}
+
+
+# In and out
+
+BIAS = np.where(RNG.random((B, 2, Q, K)) < 0.2, -np.inf, RNG.standard_normal((B, 2, Q, K))).astype(np.float32)
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing else": ({}, {}),
+    "attend_mask": ({"attend_mask": RNG.integers(0, 2, (B, 2, Q, K)).astype(np.bool_)}, {}),
+    "block_mask": ({"block_mask": RNG.integers(0, 2, (Q, K)).astype(np.uint8)}, {}),
+    "attend_keys": ({"attend_keys": RNG.integers(0, 2, (B, K)).astype(np.float32)}, {}),
+    "block_keys": ({"block_keys": RNG.integers(0, 2, (B, K)).astype(np.int64)}, {"fully_masked": "uniform"}),
+    "valid_lens": ({"valid_lens": np.array([3, 0], np.int32)}, {}),
+    "lengths per query": ({"valid_lens": RNG.integers(0, K + 1, (B, Q)).astype(np.uint16)}, {}),
+    "bias": ({"bias": BIAS}, {}),
+    "head_scale": ({"head_scale": np.array([[0.5, 2.0], [0.0, -1.0]])}, {}),
+    "one offset": ({"query_offset": np.array(2)}, {"causal": True}),
+    "offsets": ({"query_offset": np.array([1, -1], np.int32)}, {"window": {"left": 1, "right": 1}}),
+    "dropout": ({}, {"dropout": {"p": 0.5, "seed": 3}}),
+    "scale and softcap": ({}, {"scale": 0.3, "softcap": 1.5}),
+    "tokens": ({}, {"tokens": {"query": ["größe", "✓", "c"]}}),
+    "everything": (
+        {
+            "attend_mask": np.tri(Q, K, 1, dtype=np.bool_),
+            "attend_keys": np.ones((B, K), np.int8),
+            "bias": BIAS,
+            "valid_lens": np.array([4, 5]),
+        },
+        {"causal": True, "query_offset": "end", "fully_masked": "uniform", "head_scale": [1.0, 0.5]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensors", "members"), FIELDS.values(), ids=FIELDS)
+def test_the_same_numbers_in_either_form(post: Post, http: httpx.Client, tensors: dict[str, Any], members: dict[str, Any]) -> None:
+    """JSON or safetensors in, JSON or safetensors out: four ways, one answer. Every field goes as a tensor where it is one."""
+    common = {"layer": "cross", "outputs": OUTPUTS, **members}
+    binary = packed({**CROSS, **tensors}, common)
+    text = json.dumps({**common, **nested({**CROSS, **tensors})}).encode()
+
+    wanted = post(text, accept=JSON, media=JSON)
+    assert wanted.status_code == 200, wanted.text
+    document = wanted.json()
+    from_binary = post(binary, accept=JSON)
+    assert from_binary.headers["content-type"] == JSON
+    for tensors_out, rest in (unpacked(post(binary)), unpacked(post(text, media=JSON))):
+        assert rest == {"layer": document["layer"], "fully_masked_rows": document["fully_masked_rows"]}
+        assert set(tensors_out) == set(OUTPUTS)
+        for name in OUTPUTS:
+            theirs = np.array(document[name], np.float64)
+            assert tensors_out[name].dtype == np.float32
+            np.testing.assert_allclose(tensors_out[name], theirs, rtol=0, atol=1e-6, strict=False)
+            np.testing.assert_allclose(np.array(from_binary.json()[name], np.float64), theirs, rtol=0, atol=1e-6)
+    assert list(from_binary.json()) == list(document)
+
+
+def test_fields_may_stand_on_either_side(post: Post) -> None:
+    """Which of the tensors go as bytes and which as JSON in the metadata is the caller's choice."""
+    wanted, _ = unpacked(post(packed(CROSS, {"layer": "cross"})))
+    for name in CROSS:
+        others = {other: array for other, array in CROSS.items() if other != name}
+        got, _ = unpacked(post(packed(others, {"layer": "cross", **nested({name: CROSS[name]})})))
+        np.testing.assert_allclose(got["output"], wanted["output"], rtol=0, atol=1e-6)
+    got, _ = unpacked(post(packed({}, {"layer": "cross", **nested(CROSS)})))
+    np.testing.assert_allclose(got["output"], wanted["output"], rtol=0, atol=1e-6)
+
+
+def test_tensors_alone_are_a_request(post: Post) -> None:
+    """Without metadata it is the layer `default`, and everything else is its default too; metadata of others do not matter."""
+    query = RNG.standard_normal((2, 64)).astype(np.float32)
+    for body in (save({"query": query}), save({"query": query}, {"format": "pt"})):
+        tensors, rest = unpacked(post(body))
+        assert rest["layer"]["name"] == "default"
+        assert {name: array.shape for name, array in tensors.items()} == {"output": (2, 64), "attention_weights": (8, 2, 2)}
+
+
+def test_an_unbatched_request_gets_an_unbatched_reply(post: Post) -> None:
+    """As in JSON: no leading b in anything."""
+    one = {name: array[0] for name, array in CROSS.items()}
+    tensors, _ = unpacked(post(packed({**one, "valid_lens": np.array(3)}, {"layer": "cross", "outputs": OUTPUTS})))
+    batched, _ = unpacked(
+        post(packed({**{n: a[:1] for n, a in CROSS.items()}, "valid_lens": np.array([3])}, {"layer": "cross", "outputs": OUTPUTS}))
+    )
+    for name in OUTPUTS:
+        assert tensors[name].shape == batched[name].shape[1:]
+        np.testing.assert_allclose(tensors[name], batched[name][0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("select", "shapes"),
+    [
+        ({"heads": [1]}, {"attention_weights": (B, 1, Q, K)}),
+        ({"queries": [2, 0]}, {"attention_weights": (B, 2, 2, K)}),
+        ({"average": True}, {"attention_weights": (B, Q, K)}),
+        ({"top_k": 2}, {"attention_weights.keys": (B, 2, Q, 2), "attention_weights.values": (B, 2, Q, 2)}),
+        ({"top_k": 9, "average": True}, {"attention_weights.keys": (B, Q, K), "attention_weights.values": (B, Q, K)}),
+    ],
+)
+def test_selections(cross: Callable[..., httpx.Response], http: httpx.Client, select: dict[str, Any], shapes: dict[str, Any]) -> None:
+    """The largest weights come as `attention_weights.keys`, INT64, and `.values`; everything else as one tensor."""
+    tensors, _ = unpacked(cross(select=select, outputs=["attention_weights"]))
+    body = {"layer": "cross", "select": select, "outputs": ["attention_weights"], **nested(CROSS)}
+    wanted = http.post("/attend", json=body).json()["attention_weights"]
+
+    assert {name: array.shape for name, array in tensors.items()} == shapes
+    for name, array in tensors.items():
+        part = wanted if name == "attention_weights" else wanted[name.rpartition(".")[2]]
+        assert array.dtype == (np.int64 if name.endswith("keys") else np.float32)
+        np.testing.assert_allclose(array, part, rtol=0, atol=1e-6)
+
+
+# Datatypes
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int16, np.int64, np.uint64]
+)
+def test_numbers_come_in_any_datatype(post: Post, http: httpx.Client, dtype: Any) -> None:
+    """What a caller's model runs in is what it sends; each value is the same number whatever it was written as."""
+    numbers = np.array([[[1, 2, 3, 4], [0, 7, 2, 5]]])
+    numbers = numbers.astype(dtype) if np.dtype(dtype).kind in "iu" else (numbers / 8).astype(dtype)
+    wanted = http.post("/attend", json={"layer": "same", "query": numbers.astype(np.float64).tolist()}).json()
+    tensors, _ = unpacked(post(packed({"query": numbers}, {"layer": "same"})))
+    np.testing.assert_allclose(tensors["output"], wanted["output"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int32, np.uint64, np.float16, ml_dtypes.bfloat16, np.float64])
+def test_masks_come_in_any_datatype(cross: Callable[..., httpx.Response], dtype: Any) -> None:
+    """0 and 1 are 0 and 1; anything else is refused with its place."""
+    mask = np.array([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    tensors, _ = unpacked(cross({"attend_mask": mask.astype(dtype)}))
+    np.testing.assert_array_equal(tensors["attention_weights"] > 0, np.broadcast_to(mask > 0, (B, 2, Q, K)))
+    if dtype is not np.bool_:
+        mask[1, 2] = 2
+        refused(cross({"attend_mask": mask.astype(dtype)}), 422, "/attend_mask/1/2")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "dtype"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16), ("FP32", np.float32), ("FP64", np.float64)]
+)
+def test_replies_come_in_the_datatype_asked_for(cross: Callable[..., httpx.Response], datatype: str, dtype: Any) -> None:
+    """Rounded once, from what was computed."""
+    wanted, _ = unpacked(cross(outputs=OUTPUTS))
+    tensors, _ = unpacked(cross(outputs=OUTPUTS, reply={"datatype": datatype}))
+    for name in OUTPUTS:
+        assert tensors[name].dtype == dtype
+        step = max(float(ml_dtypes.finfo(dtype).eps), 1e-6)
+        np.testing.assert_allclose(tensors[name].astype(np.float64), wanted[name], rtol=step, atol=1e-6)
+
+
+def test_a_half_layer_speaks_half(post: Post) -> None:
+    """FP16 in, FP16 out: the layer's own datatype, unless the caller wants another."""
+    query = np.array([[0.5, 0.25, -1.0, 2.0], [1.0, 0.0, 0.125, -0.5]], np.float16)
+    tensors, _ = unpacked(post(packed({"query": query}, {"layer": "half", "outputs": OUTPUTS})))
+    assert {array.dtype for array in tensors.values()} == {np.dtype(np.float16)}
+    wide, _ = unpacked(post(packed({"query": query}, {"layer": "half", "outputs": OUTPUTS, "reply": {"datatype": "FP32"}})))
+    assert {array.dtype for array in wide.values()} == {np.dtype(np.float32)}
+
+
+def test_how_json_is_written_does_not_matter_here(cross: Callable[..., httpx.Response]) -> None:
+    """`form` and `decimals` are about text; in safetensors the numbers are what they are."""
+    wanted, _ = unpacked(cross())
+    for reply in ({"form": "flat"}, {"form": "base64"}, {"decimals": 1}, {"form": "flat", "decimals": 0}):
+        tensors, _ = unpacked(cross(reply=reply))
+        for name, array in wanted.items():
+            np.testing.assert_allclose(tensors[name], array, rtol=0, atol=1e-6)
+
+
+# Edges
+
+
+@pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
+def test_zero_size_tensors(post: Post, b: int, q: int, k: int) -> None:
+    """An axis of length 0 is sent and answered with its shape, in every field and every output."""
+    body = packed(
+        {
+            "query": np.ones((b, q, 4), np.float32),
+            "key": np.ones((b, k, 3), np.float32),
+            "value": np.ones((b, k, 5), np.float32),
+            "attend_mask": np.ones((b, 2, q, k), np.bool_),
+            "attend_keys": np.ones((b, k), np.uint8),
+            "valid_lens": np.zeros((b,), np.int64),
+            "bias": np.zeros((b, 1, q, k), np.float32),
+            "head_scale": np.ones((b, 2), np.float32),
+        },
+        {"layer": "cross", "outputs": OUTPUTS, "causal": True, "query_offset": "end"},
+    )
+    tensors, rest = unpacked(post(body))
+    assert {name: array.shape for name, array in tensors.items()} == {
+        "output": (b, q, 4),
+        "attention_weights": (b, 2, q, k),
+        "scores": (b, 2, q, k),
+        "log_sum_exp": (b, 2, q),
+        "query_projection": (b, 2, q, 2),
+        "key_projection": (b, 2, k, 2),
+        "value_projection": (b, 2, k, 2),
+        "head_outputs": (b, 2, q, 2),
+        "concatenated": (b, q, 4),
+    }
+    assert rest["fully_masked_rows"] == b * 2 * q
+
+
+def test_infinities_in_scores_are_values(cross: Callable[..., httpx.Response]) -> None:
+    """A blocked key's score is -inf itself, and so is the sum of a row without keys."""
+    tensors, rest = unpacked(cross({"valid_lens": np.array([2, 0])}, outputs=["scores", "log_sum_exp", "output"]))
+    assert np.isneginf(tensors["scores"][0, :, :, 2:]).all()
+    assert np.isfinite(tensors["scores"][0, :, :, :2]).all()
+    assert np.isneginf(tensors["log_sum_exp"][1]).all()
+    assert np.isfinite(tensors["output"]).all()
+    assert rest["fully_masked_rows"] == 2 * Q
+
+
+def test_numbers_that_are_not_finite(post: Post) -> None:
+    """An overflow is a refusal that names output and index, in this form too; the caller may want it as it is."""
+    query = np.array([[[1.0, 2.0, 3.0, 1e6]]], np.float32)
+    words = refused(post(packed({"query": query}, {"layer": "same", "reply": {"datatype": "FP16"}})), 422, "/reply/nonfinite")
+    assert "output[0, 0, 3] = inf" in words
+    for way in ("null", "string"):
+        tensors, _ = unpacked(post(packed({"query": query}, {"layer": "same", "reply": {"datatype": "FP16", "nonfinite": way}})))
+        assert tensors["output"].tolist() == [[[1.0, 2.0, 3.0, float("inf")]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("query", np.full((B, Q, 4), np.nan, np.float32)),
+        ("query", np.full((B, Q, 4), 1e39)),
+        ("key", np.full((B, K, 3), -np.inf, np.float16)),
+        ("value", np.full((B, K, 5), np.inf)),
+        ("bias", np.full((Q, K), np.nan)),
+        ("bias", np.full((Q, K), np.inf, np.float32)),
+        ("head_scale", np.array([1.0, np.nan])),
+        ("valid_lens", np.array([1.0, np.nan])),
+        ("valid_lens", np.array([np.inf, 1.0], np.float32)),
+        ("valid_lens", np.array([1e300, 1.0])),
+        ("valid_lens", np.array([2**64 - 1, 1], np.uint64)),
+        ("valid_lens", np.array([-1, 1])),
+        ("valid_lens", np.array([6, 1])),
+        ("valid_lens", np.array([0.5, 1])),
+        ("valid_lens", np.array([True, False])),
+        ("attend_keys", np.full((B, K), np.nan)),
+        ("block_mask", np.full((Q, K), -1, np.int8)),
+        ("query", np.ones((B, Q, 4), np.bool_)),
+        ("query_offset", np.array([1.5, 0.0])),
+        ("query_offset", np.array([[1, 2]])),
+        ("query_offset", np.array([2**31, 0])),
+        ("query_offset", np.array([2**64 - 1, 0], np.uint64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.dtype} {value.reshape(-1)[0]}",
+)
+def test_numbers_that_no_request_may_hold(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
+    """What JSON cannot even say is refused here as well, at its field, and so is what an integer type makes of it."""
+    words = refused(cross({name: array}, causal=name == "query_offset"), 422)
+    assert f"/{name}" in words
+
+
+@pytest.mark.parametrize("value", [1e300, 1e19, 9.3e18])
+def test_lengths_beyond_any_integer_are_refused_in_json_too(http: httpx.Client, layers: dict[str, Any], value: float) -> None:
+    """A number that no integer holds is not silently another length."""
+    body = {"layer": "cross", **nested(CROSS), "valid_lens": [value, 1]}
+    assert "/valid_lens" in refused(http.post("/attend", json=body), 422)
+
+
+OTHERS = ["layer", "causal", "window", "fully_masked", "dropout", "outputs", "select", "reply", "reproducible", "tokens", "mask", "foo", ""]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "scale", "softcap"])
+@pytest.mark.parametrize(
+    "array",
+    [np.array(1.0), np.array([1.0]), np.array([1, 0]), np.array(True), np.zeros((0, 2))],
+    ids=["float", "one", "two", "bool", "empty"],
+)
+def test_what_is_no_tensor_is_none(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
+    """A tensor under the name of another field, or of none, is refused by that name: fields that are no tensors are JSON."""
+    refused(cross({name: array}), 422, f"/{name}")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "valid_lens"])
+def test_a_field_in_both_places_is_refused(post: Post, name: str) -> None:
+    """Even if both say the same."""
+    tensors = {**CROSS, "valid_lens": np.array([1, 2])}
+    words = refused(post(packed(tensors, {"layer": "cross", **nested({name: tensors[name]})})), 422, f"/{name}")
+    assert "both" in words
+
+
+def written(header: str, data: bytes = b"") -> bytes:
+    """A body with this header, as it stands."""
+    return struct.pack("<Q", len(header)) + header.encode() + data
+
+
+MALFORMED: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 400),
+    "short": (b"{}", 400),
+    "JSON": (b'{"query": [[1, 2, 3, 4]]}', 413),  # what would be its header's length is huge
+    "broken off": (packed(CROSS)[:-1], 400),
+    "too long": (packed(CROSS) + b"\0", 400),
+    "huge header": (b"\xff" * 64, 413),
+    "list": (written("[]"), 400),
+    "cut": (written('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), 400),
+    "a tensor twice": (written('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"query":[]}'), 400),
+    "an unknown dtype": (written('{"query":{"dtype":"F8_E4M3","shape":[0,1],"data_offsets":[0,0]}}'), 422),
+    "half JSON": (save({}, {"request": "{"}), 400),
+    "a field twice": (save({}, {"request": '{"query": [[1]], "query": [[1]]}'}), 400),
+    "a list in it": (save({}, {"request": "[]"}), 422),
+    "nothing in it": (save({}, {"request": "{}"}), 422),
+    "rank 5": (save({"query": np.ones((1, 1, 1, 1, 1))}), 422),
+    "rank 1": (save({"query": np.ones(4)}), 422),
+    "half a pair": (written('{"__metadata__":{"request":"{\\"layer\\": \\"\\ud800\\"}"}}'), 400),
+    "half a pair as a name": (written('{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'), 422),
+}
+
+
+@pytest.mark.parametrize(("body", "status"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_bodies(post: Post, answers_well: Callable[[], None], body: bytes, status: int) -> None:
+    """The status of their kind, as a problem document whatever was accepted; and the server is as well as before."""
+    refused(post(body), status)
+    answers_well()
+
+
+def test_no_body_is_our_fault(post: Post, answers_well: Callable[[], None]) -> None:
+    """A valid body with a few bytes changed, two hundred times: refused or answered, never a 5xx."""
+    whole = packed({**CROSS, "valid_lens": np.array([2, 1], np.int32)}, {"layer": "cross", "causal": True, "query_offset": 0})
+    rng, statuses = np.random.default_rng(4), set()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for _ in range(200):
+        body = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            body[rng.integers(8, header if rng.random() < 0.8 else len(body))] = rng.integers(256)
+        answer = post(bytes(body))
+        assert answer.status_code < 500, bytes(body)
+        statuses.add(answer.status_code)
+    assert {200, 400, 422} <= statuses
+    answers_well()
+
+
+def test_a_tensor_that_stands_askew(post: Post) -> None:
+    """Numbers need not stand at multiples of their size."""
+    wanted, _ = unpacked(post(packed({"query": CROSS["query"]}, {"layer": "same"})))
+    data = CROSS["query"].tobytes()
+    entries = {
+        "attend_mask": {"dtype": "U8", "shape": [1, 3], "data_offsets": [0, 3]},
+        "query": {"dtype": "F32", "shape": [B, Q, 4], "data_offsets": [3, 3 + len(data)]},
+    }
+    text = json.dumps({"__metadata__": {"request": '{"layer": "same"}'}, **entries}).encode()
+    tensors, _ = unpacked(post(struct.pack("<Q", len(text)) + text + b"\1\1\1" + data))
+    np.testing.assert_allclose(tensors["output"], wanted["output"], rtol=0, atol=1e-6)
+
+
+def test_a_large_reply_is_whole(post: Post) -> None:
+    """Megabytes in many pieces: the length that was announced, and every number."""
+    query = RNG.standard_normal((1, 500, 4)).astype(np.float32)
+    answer = post(packed({"query": query}, {"layer": "exact"}))
+    tensors, _ = unpacked(answer)
+    assert int(answer.headers["content-length"]) == len(answer.content) > 4_000_000
+    weights = tensors["attention_weights"]
+    assert weights.dtype == np.float64
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-12)
+    heads = query.astype(np.float64).reshape(1, 500, 2, 2).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(tensors["output"], (weights @ heads).transpose(0, 2, 1, 3).reshape(1, 500, 4), atol=1e-12)
+
+
+def test_a_plan_takes_either_form(post: Post) -> None:
+    """What the reply would be is the same, and is told in JSON."""
+    members = {"layer": "cross", "outputs": OUTPUTS}
+    binary = post(packed(CROSS, members), accept=JSON, path="/attend/plan")
+    text = post(json.dumps({**members, **nested(CROSS)}).encode(), accept=JSON, media=JSON, path="/attend/plan")
+    assert binary.status_code == text.status_code == 200
+    assert binary.json() == text.json()
+
+
+# Negotiation
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        ("*/*", JSON),
+        (f"{SAFETENSORS}, {JSON}", JSON),
+        (f"{SAFETENSORS}, */*;q=0.5", SAFETENSORS),
+        (f"{JSON};q=0.5, {SAFETENSORS}", SAFETENSORS),
+        (f"text/html, {SAFETENSORS};q=0.1", SAFETENSORS),
+    ],
+)
+def test_the_form_of_the_reply_is_negotiated(post: Post, accept: str, form: str) -> None:
+    """Whatever form the request had."""
+    for body, media in ((packed(CROSS, {"layer": "cross"}), SAFETENSORS), (json.dumps({"layer": "cross", **nested(CROSS)}).encode(), JSON)):
+        answer = post(body, accept=accept, media=media)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == form
+
+
+def test_a_reply_in_no_form_that_exists_is_refused(post: Post) -> None:
+    """406; and an unknown type of body is 415."""
+    refused(post(packed(CROSS, {"layer": "cross"}), accept="text/html"), 406)
+    refused(post(packed(CROSS, {"layer": "cross"}), media="application/octet-stream"), 415)
+
+
+def test_safetensors_have_the_headers_of_any_reply(post: Post) -> None:
+    """The request's id, and how long each phase took."""
+    answer = post(packed(CROSS, {"layer": "cross"}), X_Request_Id="abc-1")
+    assert answer.headers["x-request-id"] == "abc-1"
+    assert [part.split(";")[0].strip() for part in answer.headers["server-timing"].split(",")] == ["decode", "queue", "compute", "encode"]
+    assert "content-encoding" not in answer.headers
+
+
+# Compression
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
+
+
+@pytest.mark.parametrize("media", [JSON, SAFETENSORS])
+@pytest.mark.parametrize("coding", PACKERS)
+def test_bodies_may_be_compressed(post: Post, coding: str, media: str) -> None:
+    """Either form under either coding is the same request."""
+    body = packed(CROSS, {"layer": "cross"}) if media == SAFETENSORS else json.dumps({"layer": "cross", **nested(CROSS)}).encode()
+    wanted, _ = unpacked(post(body, media=media))
+    for sent in (PACKERS[coding](body), gzip.compress(body[:50]) + gzip.compress(body[50:])):
+        if coding == "deflate" and sent.startswith(b"\x1f"):
+            continue
+        tensors, _ = unpacked(post(sent, media=media, Content_Encoding=coding))
+        for name, array in wanted.items():
+            np.testing.assert_allclose(tensors[name], array, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_bomb_is_refused(post: Post, answers_well: Callable[[], None], coding: str) -> None:
+    """A hundred megabytes of spaces in a hundred kilobytes, against a bound of four: 413, and the limit has a name."""
+    bomb = PACKERS[coding](b" " * 100_000_000)
+    assert "max_body_bytes" in refused(post(bomb, media=JSON, Content_Encoding=coding), 413)
+    answers_well()
+
+
+def test_broken_compression_is_refused(post: Post) -> None:
+    """400 for bytes that are not what they are said to be, 415 for a coding that is not read here."""
+    body = packed(CROSS, {"layer": "cross"})
+    refused(post(gzip.compress(body)[:-3], Content_Encoding="gzip"), 400)
+    refused(post(body, Content_Encoding="gzip"), 400)
+    refused(post(zlib.compress(body), Content_Encoding="gzip"), 400)
+    refused(post(body, Content_Encoding="br"), 415)
+    refused(post(gzip.compress(body), Content_Encoding="gzip, br"), 415)
+
+
+def raw_reply(client: httpx.Client, accept_encoding: str | None, accept: str = JSON, **headers: str) -> tuple[httpx.Response, bytes]:
+    """A reply and the bytes that really came."""
+    request = client.build_request("POST", "/attend", json={"query": [[0.5] * 64] * 8}, headers={"Accept": accept, **headers})
+    del request.headers["Accept-Encoding"]
+    if accept_encoding is not None:
+        request.headers["Accept-Encoding"] = accept_encoding
+    answer = client.send(request, stream=True)
+    try:
+        return answer, b"".join(answer.iter_raw())
+    finally:
+        answer.close()
+
+
+def opened(answer: httpx.Response, came: bytes) -> bytes:
+    """The reply as it was before it was compressed, if it was."""
+    assert answer.status_code == 200
+    assert int(answer.headers["content-length"]) == len(came)
+    coding = answer.headers.get("content-encoding", "")
+    return {"gzip": gzip.decompress, "deflate": zlib.decompress, "": bytes}[coding](came)
+
+
+@pytest.mark.parametrize("accept", [JSON, SAFETENSORS])
+@pytest.mark.parametrize(
+    ("accept_encoding", "coding"),
+    [
+        (None, ""),
+        ("", ""),
+        ("identity", ""),
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        ("gzip, deflate", ""),
+        ("gzip, deflate, br, zstd", ""),
+        ("br", ""),
+        ("*", ""),
+        ("gzip;q=0", ""),
+        ("gzip;q=1, deflate;q=0", "gzip"),
+    ],
+)
+def test_replies_are_compressed_for_who_names_one_coding_alone(
+    http: httpx.Client, layers: dict[str, Any], accept: str, accept_encoding: str | None, coding: str
+) -> None:
+    """Every HTTP library names several without wanting the wait; who names one wants it."""
+    plain, came = raw_reply(http, None, accept)
+    answer, other = raw_reply(http, accept_encoding, accept)
+    assert answer.headers.get("content-encoding", "") == coding
+    assert len(opened(answer, other)) == len(opened(plain, came))
+    assert answer.headers["content-type"] == accept
+    assert (len(other) < len(came)) == bool(coding)
+
+
+def test_errors_are_not_compressed(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """A refusal is short, and must be readable with nothing at hand."""
+    answer = http.post("/attend", json={"query": []}, headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in answer.headers
+    refused(answer, 422)
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("timeout", ["1e-9", "0.000000001"])
+def test_a_deadline_that_passes(post: Post, answers_well: Callable[[], None], timeout: str) -> None:
+    """Nobody can be that fast: 504, in words that name the header."""
+    assert "X-Request-Timeout" in refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 504)
+    assert "X-Request-Timeout" in refused(
+        post(json.dumps({"layer": "cross", **nested(CROSS)}).encode(), media=JSON, X_Request_Timeout=timeout), 504
+    )
+    answers_well()
+
+
+@pytest.mark.parametrize("timeout", ["60", "60.5", "1e3", "0.5e2", "+60"])
+def test_a_deadline_that_does_not_pass(post: Post, timeout: str) -> None:
+    """Seconds, as a number."""
+    unpacked(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout))
+
+
+@pytest.mark.parametrize("timeout", ["", "0", "-1", "-0.0", "soon", "10s", "nan", "inf", "-inf", "1e400", "1e9", "0x10", "1,5", "9" * 5000])
+def test_a_deadline_that_makes_no_sense(post: Post, timeout: str) -> None:
+    """422, and the header has a name; a long one is not echoed."""
+    words = refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 422)
+    assert "X-Request-Timeout" in words
+    assert len(words) < 200
+
+
+# A server of one's own
+
+
+def test_settings_of_replies(start: Callable[..., Any]) -> None:
+    """`--compress-replies` compresses for all who accept it; `--request-timeout` is the deadline of those who set none."""
+    server = start("--compress-replies", "--request-timeout", "1e-9")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        patient = {"X-Request-Timeout": "60"}
+        _, came = raw_reply(client, None, **patient)
+        for accept_encoding, coding in (
+            (None, ""),
+            ("identity", ""),
+            ("br", ""),
+            ("gzip;q=0", ""),
+            ("gzip", "gzip"),
+            ("gzip, deflate, br, zstd", "gzip"),
+            ("br, deflate", "deflate"),
+        ):
+            for accept in (JSON, SAFETENSORS):
+                answer, other = raw_reply(client, accept_encoding, accept, **patient)
+                assert answer.headers.get("content-encoding", "") == coding, accept_encoding
+                whole = opened(answer, other)
+                if accept == JSON:
+                    assert json.loads(whole) == json.loads(came)
+                else:
+                    assert set(dict(deserialize(whole))) == {"output", "attention_weights"}
+
+        assert "deadline" in refused(client.post("/attend", json={"query": [[0.5] * 64]}), 504)
+        assert client.get("/health/ready").status_code == 200

@@ -1,0 +1,246 @@
+"""gzip and deflate in, with a bound that holds while they unpack; and out, only for those who really want it."""
+
+import gzip
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.errors import AttendError, MalformedBody, RequestError, TooLarge, UnsupportedMediaType
+from service.wire import compression
+from service.wire.compression import coding_of_reply, pack, unpack
+
+TEXT = b'{"query": [[0.25, -1.5, 3.0]]}' * 20
+LIMIT = 10_000
+PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+# In
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+def test_a_body_is_unpacked(coding: str, level: int) -> None:
+    """Whatever effort the sender made, stored without compression too."""
+    packed = gzip.compress(TEXT, level) if coding == "gzip" else zlib.compress(TEXT, level)
+    assert unpack(packed, coding, LIMIT) == TEXT
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", " gzip ", "x-gzip", "X-GZip"])
+def test_names_of_gzip(coding: str) -> None:
+    """Codings are named in any case (RFC 9110, 8.4.1), and gzip has an old name."""
+    assert unpack(gzip.compress(TEXT), coding, LIMIT) == TEXT
+
+
+@pytest.mark.parametrize("coding", ["", "identity", " Identity "])
+def test_no_coding_leaves_the_very_body(coding: str) -> None:
+    """Nothing is copied where nothing is to be unpacked, whatever the bound: bodies are bounded before they are read."""
+    assert unpack(TEXT, coding, 1) is TEXT
+
+
+@pytest.mark.parametrize("coding", PACKED)
+def test_an_empty_body(coding: str) -> None:
+    """Nothing, packed, is nothing again."""
+    assert unpack(PACKED[coding](b""), coding, LIMIT) == b""
+    assert unpack(PACKED[coding](b""), coding, 0) == b""
+
+
+def test_gzip_has_members() -> None:
+    """RFC 1952, 2.2: a gzip body is a series of members, one after the other; empty ones among them."""
+    parts = [TEXT[:7], b"", TEXT[7:100], TEXT[100:], b""]
+    assert unpack(b"".join(map(gzip.compress, parts)), "gzip", LIMIT) == TEXT
+
+
+def test_a_gzip_header_with_all_that_may_be_in_it() -> None:
+    """A file name, a time, a comment and extra fields are passed over."""
+    plain = gzip.compress(TEXT)
+    header = plain[:3] + bytes([0b11110]) + plain[4:10] + b"\x04\x00abcd" + b"name\0" + b"comment\0"
+    header += (zlib.crc32(header) & 0xFFFF).to_bytes(2, "little")
+    assert unpack(header + plain[10:], "gzip", LIMIT) == TEXT
+
+
+@pytest.mark.parametrize("coding", PACKED)
+def test_every_prefix_is_refused(coding: str) -> None:
+    """A body that breaks off, wherever, is no body: its checksum stands at its end."""
+    packed = PACKED[coding](TEXT)
+    for length in range(1, len(packed)):
+        with pytest.raises(MalformedBody):
+            unpack(packed[:length], coding, LIMIT)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 12, 20, -8, -5, -4, -1])
+def test_a_wrong_byte_is_noticed(at: int) -> None:
+    """In the header, the data, the checksum or the length of a gzip body."""
+    packed = bytearray(gzip.compress(TEXT))
+    packed[at] ^= 0xFF
+    with pytest.raises(MalformedBody):
+        unpack(bytes(packed), "gzip", LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("body", "coding"),
+    [
+        pytest.param(TEXT, "gzip", id="JSON as gzip"),
+        pytest.param(TEXT, "deflate", id="JSON as deflate"),
+        pytest.param(zlib.compress(TEXT), "gzip", id="deflate as gzip"),
+        pytest.param(gzip.compress(TEXT), "deflate", id="gzip as deflate"),
+        pytest.param(gzip.compress(TEXT) + b"more", "gzip", id="more behind it"),
+        pytest.param(gzip.compress(TEXT) + gzip.compress(TEXT)[:-1], "gzip", id="a second member that breaks off"),
+        pytest.param(b"\0", "gzip", id="one byte"),
+    ],
+)
+def test_what_is_something_else_is_refused(body: bytes, coding: str) -> None:
+    """In words that name the coding."""
+    with pytest.raises(MalformedBody, match=coding):
+        unpack(body, coding, LIMIT)
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, deflate", "gzip,gzip", "*", "gzip;q=1", "x" * 1000])
+def test_an_unknown_coding_is_refused(coding: str) -> None:
+    """415 in the end, and the answer names the two that are read here; it is no echo of the header."""
+    with pytest.raises(UnsupportedMediaType, match="gzip or deflate") as refusal:
+        unpack(TEXT, coding, LIMIT)
+    assert len(refusal.value.detail) < 150
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from(["gzip", "deflate"]), st.integers(0, 300))
+def test_random_bytes_never_surprise(body: bytes, coding: str, limit: int) -> None:
+    """As they come, and behind a good beginning: read within the bound, or refused by one of ours."""
+    for came in (body, PACKED[coding](body), PACKED[coding](b"x") + body, PACKED[coding](body * 3)[: len(body)]):
+        try:
+            assert len(unpack(came, coding, limit)) <= limit or not came
+        except AttendError as error:
+            assert isinstance(error, RequestError)
+
+
+# The bound
+
+
+@pytest.mark.parametrize("coding", PACKED)
+def test_the_bound_is_exact(coding: str) -> None:
+    """A body of exactly the limit is read, one byte more is not, also where it comes in a member of its own."""
+    packed = PACKED[coding](TEXT)
+    assert unpack(packed, coding, len(TEXT)) == TEXT
+    with pytest.raises(TooLarge, match=str(len(TEXT) - 1)):
+        unpack(packed, coding, len(TEXT) - 1)
+    with pytest.raises(TooLarge):
+        unpack(gzip.compress(TEXT) + gzip.compress(b"x"), "gzip", len(TEXT))
+
+
+class Spy:
+    """A decompressor that notes what it gave out, and how much of the input it was given."""
+
+    out, fed = 0, 0
+    real: Callable[..., Any] = zlib.decompressobj
+
+    def __init__(self, *args: Any) -> None:
+        self.stream = Spy.real(*args)
+
+    def decompress(self, data: bytes, *args: int) -> bytes:
+        piece: bytes = self.stream.decompress(data, *args)
+        Spy.out += len(piece)
+        Spy.fed += len(data)
+        return piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> type[Spy]:
+    Spy.out = Spy.fed = 0
+    monkeypatch.setattr(compression.zlib, "decompressobj", Spy)
+    return Spy
+
+
+@pytest.mark.parametrize("members", [1, 50])
+@pytest.mark.parametrize("coding", PACKED)
+def test_a_bomb_does_not_go_off(coding: str, members: int, spy: type[Spy]) -> None:
+    """A hundred kilobytes that unpack to a hundred megabytes, in one piece or many: not much more than the bound is ever unpacked."""
+    bomb = PACKED[coding](bytes(100_000_000 // members)) * members
+    assert len(bomb) < 200_000
+    with pytest.raises(TooLarge):
+        unpack(bomb, coding, LIMIT)
+    assert spy.out <= 2 * LIMIT
+
+
+def test_the_spy_sees(spy: type[Spy]) -> None:
+    """Without it the test above could not fail."""
+    assert unpack(gzip.compress(TEXT), "gzip", LIMIT) == TEXT
+    assert spy.out == len(TEXT)
+    assert spy.fed >= len(gzip.compress(TEXT))
+
+
+def test_many_members_cost_no_more_than_their_bytes(spy: type[Spy]) -> None:
+    """Twice the members are twice the work, not four times: else a body of a few megabytes keeps a thread for minutes."""
+    member = gzip.compress(np.random.default_rng(0).bytes(200))
+    work = []
+    for count in (2000, 4000):
+        spy.fed = 0
+        with suppress(AttendError):  # so many members may as well be refused
+            unpack(member * count, "gzip", 10**9)
+        work.append(spy.fed)
+    assert work[1] <= 2.5 * work[0], f"{work[0]:,} bytes were looked at for {2000 * len(member):,}, and {work[1]:,} for twice as many"
+
+
+# Out
+
+
+@pytest.mark.parametrize("coding", PACKED)
+@pytest.mark.parametrize("pieces", [[TEXT], [TEXT[:5], b"", TEXT[5:]], [memoryview(TEXT), np.arange(9.0).data.cast("B")], [b""], []])
+def test_a_reply_is_packed(coding: str, pieces: list[Any]) -> None:
+    """All pieces as one stream, which the libraries that everyone has unpack."""
+    packed = b"".join(bytes(piece) for piece in pack(pieces, coding))
+    unpacked = gzip.decompress(packed) if coding == "gzip" else zlib.decompress(packed)
+    assert unpacked == b"".join(bytes(piece) for piece in pieces)
+    assert unpack(packed, coding, 10**6) == unpacked
+
+
+def test_packing_shrinks() -> None:
+    """Otherwise it would be for nothing."""
+    assert sum(map(len, pack([TEXT], "gzip"))) < len(TEXT) / 2
+
+
+@pytest.mark.parametrize(
+    ("accept", "asked", "always"),
+    [
+        ("", "", ""),
+        ("gzip", "gzip", "gzip"),
+        ("deflate", "deflate", "deflate"),
+        ("GZIP", "gzip", "gzip"),
+        (" gzip ", "gzip", "gzip"),
+        ("gzip;q=1.0", "gzip", "gzip"),
+        ("gzip ; q=0.5", "gzip", "gzip"),
+        ("identity", "", ""),
+        ("*", "", ""),
+        ("br", "", ""),
+        ("br, zstd", "", ""),
+        ("gzip, deflate", "", "gzip"),
+        ("deflate, gzip", "", "deflate"),
+        ("gzip, deflate, br, zstd", "", "gzip"),
+        ("br, gzip", "", "gzip"),
+        ("gzip, identity", "", "gzip"),
+        ("gzip, *", "", "gzip"),
+        ("gzip, *;q=0", "gzip", "gzip"),
+        ("gzip, identity;q=0", "gzip", "gzip"),
+        ("gzip;q=0", "", ""),
+        ("gzip;q=0.000", "", ""),
+        ("gzip; Q=0", "", ""),
+        ("gzip;q=0, deflate", "deflate", "deflate"),
+        ("deflate;q=0, gzip;q=0", "", ""),
+        ("gzip;q=0.2, deflate;q=0.8", "", "deflate"),
+        ("gzip;q=0.8, deflate;q=0.2", "", "gzip"),
+        (",gzip,,", "gzip", "gzip"),
+        ("gzipped", "", ""),
+        ("not-gzip", "", ""),
+    ],
+)
+def test_the_coding_of_a_reply(accept: str, asked: str, always: str) -> None:
+    """By default only for who names one coding alone; where a setting says so, the best of those that are accepted."""
+    assert (coding_of_reply(accept, False), coding_of_reply(accept, True)) == (asked, always)

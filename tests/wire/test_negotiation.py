@@ -1,0 +1,156 @@
+"""Content-Type and Accept: which form a body has, and which the caller wants back (RFC 9110, sections 8.3 and 12.5.1)."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import NotAcceptable, UnsupportedMediaType
+from service.wire.forms import FORMS
+from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, form_of_body, form_of_reply
+
+ST = SAFETENSORS
+
+
+def test_every_form_can_be_asked_for() -> None:
+    """What is negotiated is what there is."""
+    assert set(SUPPORTED) == set(FORMS)
+    assert SUPPORTED[0] == JSON
+    for name, form in FORMS.items():
+        assert form.media_type == name == form_of_body(name) == form_of_reply(name)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "form"),
+    [
+        ("", JSON),
+        ("application/json", JSON),
+        ("application/json; charset=utf-8", JSON),
+        ("Application/JSON", JSON),
+        ("  application/json  ;x=y", JSON),
+        ("text/json", JSON),
+        ("application/problem+json", JSON),
+        ("application/vnd.api+json; version=1", JSON),
+        ("application/x-www-form-urlencoded", JSON),
+        (ST, ST),
+        ("Application/Vnd.SafeTensors", ST),
+        (f"{ST}; version=1", ST),
+        (f" {ST} ", ST),
+    ],
+)
+def test_the_form_of_a_body(content_type: str, form: str) -> None:
+    """None given, and curl's form type, are JSON; case and parameters do not matter."""
+    assert form_of_body(content_type) == form
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "text/plain",
+        "application/octet-stream",
+        "multipart/form-data; boundary=x",
+        "application/xml",
+        "safetensors",
+        "application/*",
+        "*/*",
+        "x" * 999,
+    ],
+)
+def test_a_body_of_another_type_is_refused(content_type: str) -> None:
+    """415, naming those that are read."""
+    with pytest.raises(UnsupportedMediaType, match=f"{JSON} or {ST}"):
+        form_of_body(content_type)
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        ("", JSON),
+        ("*/*", JSON),
+        ("application/*", JSON),
+        (JSON, JSON),
+        (ST, ST),
+        (f"{ST}, {JSON}", JSON),
+        (f"{JSON}, {ST}", JSON),
+        (f"{ST};q=0.5, {JSON};q=0.5", JSON),
+        (f"{ST};q=0.5, {JSON};q=0.4", ST),
+        (f"{ST};q=0.4, {JSON};q=0.5", JSON),
+        (f"{ST}, {JSON};q=0.999", ST),
+        (f"{JSON};q=0, {ST};q=0.001", ST),
+        (f"{ST}, */*;q=0.1", ST),
+        (f"{ST}, application/*;q=0.9", ST),
+        (f"{ST};q=0.1, */*", JSON),
+        (f"{ST};q=0.1, */*;q=0.1", JSON),
+        (f"{JSON};q=0, */*", ST),
+        (f"{JSON};q=0.1, application/*;q=0.5", ST),
+        (f"*/*;q=1, application/*;q=0.2, {ST};q=0.3", ST),
+        (f"{ST};q=0, application/*", JSON),
+        ("text/html, application/xhtml+xml, */*;q=0.8", JSON),
+        (f"text/html, {ST};q=0.2", ST),
+        ("text/*, */*;q=0.01", JSON),
+        (f"  {ST} ;  q=1.0  ,{JSON};q=0.5", ST),
+        (f"{ST};Q=1, {JSON};Q=0.5", ST),
+        ("APPLICATION/VND.SAFETENSORS", ST),
+        (f"{JSON};charset=utf-8", JSON),
+        (f"{ST};version=1;q=0.9, {JSON};charset=utf-8;q=0.8", ST),
+        (f"{ST};q=7, {JSON}", JSON),
+        (f"{ST};q=-1, {JSON};q=0.1", JSON),
+        (f"{ST};q=nan, {JSON};q=0.1", JSON),
+        (f"{ST};q=much, {JSON};q=0.1", JSON),
+        (f"{ST};q=, {JSON};q=0.1", JSON),
+        (f",, {ST},,", ST),
+        (", ,", JSON),
+        ("  ", JSON),
+    ],
+)
+def test_the_form_of_a_reply(accept: str, form: str) -> None:
+    """The highest quality wins, the most specific range tells it, ties go to JSON; a header that names nothing wants nothing."""
+    assert form_of_reply(accept) == form
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/html",
+        "text/*",
+        "image/png, text/html;q=0.9",
+        f"{JSON};q=0",
+        f"{JSON};q=0, {ST};q=0.0",
+        "*/*;q=0",
+        "application/*;q=0.000, */*",
+        "json",
+        "application/jsonx",
+        "*/json",
+        "application",
+        "x" * 5000,
+    ],
+)
+def test_nothing_that_can_be_sent_is_refused(accept: str) -> None:
+    """406, naming both forms; no echo of a long header."""
+    with pytest.raises(NotAcceptable, match=f"{JSON} or {ST}") as refusal:
+        form_of_reply(accept)
+    assert len(refusal.value.detail) < 250
+
+
+@given(
+    st.text(max_size=60)
+    | st.lists(st.sampled_from([JSON, ST, "*/*", "application/*", ";", "q=", "0.5", ",", " ", "nan", "1e9"])).map("".join)
+)
+def test_no_header_surprises(header: str) -> None:
+    """Any text: one of the forms, or one of our refusals."""
+    for negotiate, refusal in ((form_of_body, UnsupportedMediaType), (form_of_reply, NotAcceptable)):
+        with suppress(refusal):
+            assert negotiate(header) in SUPPORTED
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_the_higher_quality_wins(json: int, safetensors: int) -> None:
+    """For any two of them, in either order."""
+    ranges = [f"{JSON};q={json / 1000}", f"{ST};q={safetensors / 1000}"]
+    for accept in (", ".join(ranges), ", ".join(reversed(ranges))):
+        if json == safetensors == 0:
+            with pytest.raises(NotAcceptable):
+                form_of_reply(accept)
+        else:
+            assert form_of_reply(accept) == (ST if safetensors > json else JSON)
