@@ -20,6 +20,7 @@ from service.web.failures import PROBLEM_JSON, problem, respond
 
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
 ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 
 
@@ -30,6 +31,7 @@ class Record:
     request_id: str
     status: int = 0
     received: int = 0
+    whole: bool = False  # whether the body has been read to its end
     sent: int = 0
     reason: str = ""
     detail: str = ""
@@ -59,6 +61,8 @@ class Access:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if message["status"] >= 400 and not record.whole:
+                    await _hear_out(scope, receive)
                 record.status = message["status"]
                 message["headers"].append((b"x-request-id", record.request_id.encode()))
             else:
@@ -101,6 +105,16 @@ class Access:
                 **phases,
                 **refusal,
             )
+
+
+async def _hear_out(scope: Scope, receive: Receive) -> None:
+    """Reads on what a refused caller is still sending, up to a bound: one who is cut off in mid-sentence never sees the refusal."""
+    left = next((int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()), 0)
+    if left > HEARD_OUT:
+        return
+    while left > 0:
+        message = await receive()
+        left = left - len(message.get("body", b"")) if message.get("more_body") else 0
 
 
 def _milliseconds(phases: Phases) -> dict[str, float]:

@@ -21,7 +21,7 @@ async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold) -> As
     reply_form = form_of_reply(headers.get(b"accept", ""))
     deadline = _deadline(headers.get(b"x-request-timeout"), engine)
     body = await _body(headers.get(b"content-length"), receive, engine.wire_limits.body_bytes, hold)
-    scope["attend"].received = len(body)
+    scope["attend"].received, scope["attend"].whole = len(body), True
     coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
     return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
 

@@ -655,3 +655,12 @@ def test_settings_of_replies(start: Callable[..., Any]) -> None:
 
         assert "deadline" in refused(client.post("/attend", json={"query": [[0.5] * 64]}), 504)
         assert client.get("/health/ready").status_code == 200
+
+
+def test_a_refusal_reaches_a_caller_who_is_still_sending(http: httpx.Client) -> None:
+    """A large body for a page that is not there, and one that its headers alone refuse: the answer comes, not a reset connection."""
+    body = bytes(3_000_000)
+
+    assert http.post("/nowhere", content=body).status_code == 404
+    assert http.post("/attend", content=body, headers={"Content-Type": "image/png"}).status_code == 415
+    assert http.post("/attend", content=bytes(40_000_000)).status_code == 413
