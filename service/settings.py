@@ -4,6 +4,7 @@ Only `cli` and `web/app` import this; everything below gets the values it needs.
 """
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
+KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
 
@@ -92,7 +94,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
     known = set(Settings.model_fields)
     for name in os.environ:
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known:
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known and not KUBERNETES.match(name):
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
     from_file = _file(config, known) if config else {}
     in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ}

@@ -1,0 +1,58 @@
+# attend as a container, for CPUs:
+#   docker build -t attend .
+#   docker run --rm --read-only --tmpfs /tmp --stop-timeout 35 -p 8000:8000 attend
+# One process serves without /tmp too; several (ATTEND_WORKERS) count their requests there. Stopping takes up to
+# drain_seconds + shutdown_seconds.
+# For NVIDIA GPUs take one of PyTorch's CUDA indexes (several GB more) and start with --gpus all -e ATTEND_DEVICE=cuda:
+#   docker build -t attend:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 .
+# BASE may be any image with python3 (3.11 or later), its venv module, and pip.
+ARG BASE=python:3.12-slim
+
+# What to install, as two lists that change with pyproject.toml's dependencies alone: neither its other lines nor the
+# sources cost a new installation of torch.
+FROM ${BASE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml ./
+RUN python3 -c 'import tomllib; \
+    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    wanted = project["dependencies"] + project["optional-dependencies"]["serve"]; \
+    torch = [item for item in wanted if item.startswith("torch")]; \
+    open("torch.txt", "w").write("\n".join(torch)); \
+    open("others.txt", "w").write("\n".join(item for item in wanted if item not in torch))'
+
+# A virtual environment without pip in it: nothing is installed once the image is made.
+FROM ${BASE} AS dependencies
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_PYTHON=/opt/attend/bin/python
+RUN python3 -m venv --without-pip /opt/attend
+COPY --from=requirements /requirements/torch.txt /requirements/
+# torch's wheel brings its own C++ tests and headers, which serve only those who have a compiler.
+RUN pip install --index-url "$TORCH_INDEX" -r /requirements/torch.txt \
+    && rm -rf /opt/attend/lib/python3*/site-packages/torch/include \
+              /opt/attend/lib/python3*/site-packages/torch/test \
+              /opt/attend/lib/python3*/site-packages/torch/bin/*[Tt]est*
+COPY --from=requirements /requirements/others.txt /requirements/
+RUN pip install -r /requirements/others.txt
+
+# The project goes beside the environment, to be a small layer of its own in the image: a release is no new gigabyte.
+FROM dependencies AS project
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY service service
+RUN pip install --no-deps --root /project .
+
+# Nothing here is written to, so the root may be read-only; the bytecode was compiled by pip.
+FROM ${BASE}
+COPY --from=dependencies /opt/attend /opt/attend
+COPY --from=project /project /
+ENV PATH=/opt/attend/bin:$PATH ATTEND_HOST=0.0.0.0
+USER 10001:10001
+EXPOSE 8000
+# Another port must come as ATTEND_PORT, or the check asks the wrong one. http.client heeds no proxy settings.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "-c", "\
+import http.client, os, sys; \
+server = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('ATTEND_PORT', 8000)), timeout=4); \
+server.request('GET', '/health/ready'); \
+sys.exit(server.getresponse().status != 200)"]
+ENTRYPOINT ["attend"]
+CMD ["serve"]
