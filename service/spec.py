@@ -19,7 +19,8 @@ Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+LARGEST = 1e30  # of a factor: far from anything sensible, and as far from what float32 overflows at
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
 
 PROJECTIONS = ("query", "key", "value", "output")
 

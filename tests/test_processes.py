@@ -357,3 +357,15 @@ def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> N
     assert f"{usable_cores()} cores" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
+    """Every reply after SIGTERM says that its connection is the last: nobody is cut off between two requests."""
+    server = start("--drain-seconds", LONG)
+    with httpx.Client(base_url=server.url) as client:
+        assert "connection" not in client.get("/health/ready").headers
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: client.get("/health/ready").status_code == 503, "not ready after SIGTERM")
+        assert client.get("/health/live").headers["connection"] == "close"
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(PATIENCE)

@@ -15,7 +15,8 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import AttendError, CallerGone
-from service.serving.metrics import Metrics, Phases
+from service.serving.engine import Engine
+from service.serving.metrics import Phases
 from service.web.failures import PROBLEM_JSON, problem, respond
 
 log = structlog.get_logger("attend")
@@ -46,8 +47,8 @@ class Access:
     a sixth of its time, and have nothing to add to it.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool, hot: Mapping[tuple[str, str], ASGIApp]) -> None:
-        self.app, self.metrics, self.log_requests, self.hot = app, metrics, log_requests, hot
+    def __init__(self, app: ASGIApp, engine: Engine, log_requests: bool, hot: Mapping[tuple[str, str], ASGIApp]) -> None:
+        self.app, self.engine, self.log_requests, self.hot = app, engine, log_requests, hot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +65,8 @@ class Access:
                 if message["status"] >= 400 and not record.whole:
                     await _hear_out(scope, receive)
                 record.status = message["status"]
+                if self.engine.draining:  # so that nobody sends another request on a connection that is about to be closed
+                    message["headers"].append((b"connection", b"close"))
                 message["headers"].append((b"x-request-id", record.request_id.encode()))
             else:
                 record.sent += len(message.get("body", b""))
@@ -86,9 +89,9 @@ class Access:
         self._tell(scope, record, time.monotonic() - started)
 
     def _tell(self, scope: Scope, record: Record, seconds: float) -> None:
-        self.metrics.answered(_endpoint(scope["path"]), record.status)
+        self.engine.metrics.answered(_endpoint(scope["path"]), record.status)
         if record.reason:
-            self.metrics.failed(record.reason)
+            self.engine.metrics.failed(record.reason)
         if self.log_requests:
             phases = {} if record.phases is None else _milliseconds(record.phases)
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}

@@ -25,7 +25,7 @@ class Application(FastAPI):
 
     def surround(self, engine: Engine, log_requests: bool) -> None:
         hot = {("POST", "/attend"): attend.Attend(engine)}
-        self._access = Access(super().__call__, engine.metrics, log_requests, hot)
+        self._access = Access(super().__call__, engine, log_requests, hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._access(scope, receive, send)

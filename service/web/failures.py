@@ -6,6 +6,7 @@ A class without a row takes its nearest ancestor's. No reply shows a stack trace
 import json
 from typing import Any
 
+import structlog
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -32,6 +33,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.ServiceFault: 500,
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
+log = structlog.get_logger("attend")
 PROBLEM_JSON = "application/problem+json"
 
 
@@ -52,6 +54,8 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
     record = scope["attend"]
     record.reason, record.detail = type(error).__name__, error.detail
     status = status_of(error)
+    if status == 500:
+        log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
     body = problem(status, error.title, error.detail, record.request_id, error.problems)
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
     return Response(body, status, headers, media_type=PROBLEM_JSON)

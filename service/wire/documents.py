@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
-from service.spec import LayerSpec, disagreement
+from service.spec import Finite, LayerSpec, disagreement
 from service.wire import shapes
 from service.wire.arrays import Bias, HeadScale, KeyMask, Kind, Lengths, Mask, Sequences, Weight, tensor_kinds
 from service.wire.refusals import shown
@@ -136,10 +136,8 @@ class AttendRequest(Document):
     fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="What a row without keys becomes.")
     head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h], multiplies each head's output.")
     dropout: Dropout | None = None
-    scale: Annotated[float, Field(allow_inf_nan=False, strict=True)] | None = Field(default=None, description="The layer's if null.")
-    softcap: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = Field(
-        default=None, description="The layer's if null; 0 switches it off."
-    )
+    scale: Finite | None = Field(default=None, description="The layer's if null.")
+    softcap: Annotated[Finite, Field(ge=0)] | None = Field(default=None, description="The layer's if null; 0 switches it off.")
     outputs: list[Output] = Field(default_factory=_default_outputs, min_length=1)
     select: Select | None = None
     reply: ReplyOptions = ReplyOptions()

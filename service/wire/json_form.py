@@ -223,7 +223,7 @@ def _shape(value: Any, at: str) -> tuple[int, ...]:
         raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(value)))
     for i, length in enumerate(value):
         if type(length) is not int or not 0 <= length < 2**31:
-            raise InvalidRequest.where(f"{at}/{i}", "a length of 0 or more", shown(length))
+            raise InvalidRequest.where(f"{at}/{i}", "a length from 0 to 2147483647", shown(length))
     if math.prod(value) >= 2**48:
         raise TooLarge.where(at, "fewer than 2^48 elements", str(math.prod(value)))
     return tuple(value)

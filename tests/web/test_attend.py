@@ -1012,3 +1012,13 @@ def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
     spec = http.get("/layers/default").json()["spec"]
 
     assert (spec["d_model"], spec["num_heads"], spec["seed"], spec["dtype"]) == (64, 8, 0, "float32")
+
+
+@pytest.mark.parametrize("field", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [1e31, 1e100, 1e308])
+def test_factors_that_overflow_are_refused_where_they_stand(http: httpx.Client, layers: dict[str, Any], field: str, value: float) -> None:
+    """They would turn numbers into NaN far from here; in a request, and in a layer that would refuse every call."""
+    reply = http.post("/attend", json={"layer": "tiny", "query": [[1, 0, 0, 0]], field: value})
+    assert (reply.status_code, reply.json()["errors"][0]["at"]) == (422, f"/{field}")
+    reply = http.put("/layers/never", json={"spec": {"d_model": 4, "num_heads": 2, field: value}})
+    assert (reply.status_code, reply.json()["errors"][0]["at"]) == (422, f"/spec/{field}")
