@@ -1,7 +1,7 @@
 """LayerSpec: everything that determines a layer, and the fingerprint that names its content. Floor 1.
 
-A spec knows shapes and names of weights, never their values: `attention/initialise.py` draws them, a request may bring them.
-Fields of `None` are filled in on construction, so that two specs that mean the same are equal and have the same fingerprint.
+A spec knows shapes and names of weights, never their values: `attention/initialise.py` draws them, a request or a checkpoint may bring
+them. Fields of `None` are filled in on construction, so that two specs that mean the same are equal and have the same fingerprint.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.tensors import Array, datatype_of, raw
@@ -21,6 +21,9 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 LARGEST = 1e30  # of a factor: far from anything sensible, and as far from what float32 overflows at
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 PROJECTIONS = ("query", "key", "value", "output")
 
@@ -30,25 +33,116 @@ def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
     return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
+class Part(BaseModel):
+    """A group of fields of a spec."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _one_or_each(value: Any) -> Any:
+    if isinstance(value, bool | Biases):
+        return value
+    if isinstance(value, Mapping) and set(value) == set(PROJECTIONS) and all(isinstance(flag, bool) for flag in value.values()):
+        return Biases(**value)
+    raise disagreement("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
+
+
+class Biases(Part):
+    """Which projections have a bias."""
+
+    query: Flag
+    key: Flag
+    value: Flag
+    output: Flag
+
+
+class Window(Part):
+    """Keys from `left` before to `right` after a query's own position are seen, both included; null is no bound."""
+
+    left: Count | None = None
+    right: Count | None = None
+
+
+class RopeScaling(Part):
+    """How the frequencies of RoPE are changed for long contexts: all divided by `factor`, or as Llama 3 does, long waves only."""
+
+    type: Literal["linear", "llama3"]
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position: Width = 8192
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise disagreement("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
+        return self
+
+
+class Rope(Part):
+    """Rotary position embedding (Su et al. 2021) of the first `dims` of each head: halves (GPT-NeoX, Llama) or interleaved pairs."""
+
+    theta: Positive = 10000.0
+    dims: Width | None = Field(default=None, description="Even; head_dim if left out.")
+    interleaved: Flag = False
+    scaling: RopeScaling | None = None
+
+
+class RelativeBias(Part):
+    """T5's table of biases by bucket of distance (Raffel et al. 2020); the weight `relative_bias` is [buckets, num_heads]."""
+
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = 32
+    max_distance: Width = 128
+    bidirectional: Flag = True
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        exact = self.buckets // (4 if self.bidirectional else 2)
+        if self.max_distance <= exact:
+            raise disagreement("/max_distance", f"more than {exact}, the distances with a bucket each", str(self.max_distance))
+        return self
+
+
+class QKNorm(Part):
+    """A norm over head_dim of queries and keys, before RoPE; weights `query_norm.weight` and `key_norm.weight`, no bias."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: Positive = 1e-6
+
+
 class LayerSpec(BaseModel):
     """One multi-head attention layer.
 
-    Shapes: queries [b, q, d_model], keys [b, k, key_dim], values [b, k, value_dim], output [b, q, d_model].
+    Shapes: queries [b, q, d_model], keys [b, k, key_dim], values [b, k, value_dim], output [b, q, output_dim]. With `projections` false,
+    queries [b, q, num_heads*head_dim], keys [b, k, num_kv_heads*head_dim], values and output in the same way of value_head_dim.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    d_model: Width = Field(description="Width of the queries and of the output.", examples=[64])
-    num_heads: Width = Field(description="Number of heads; divides d_model.", examples=[8])
-    key_dim: Width = Field(default=0, description="Width of the keys as they come; d_model if left out.", validate_default=False)
-    value_dim: Width = Field(default=0, description="Width of the values as they come; d_model if left out.", validate_default=False)
-    bias: Annotated[bool, Field(strict=True)] = Field(
-        default=True, description="Whether the four projections have a bias; default true, false for the numpy_* inits."
+    d_model: Width = Field(description="Width of the queries.", examples=[64])
+    num_heads: Width = Field(description="Number of query heads.", examples=[8])
+    num_kv_heads: Width = Field(
+        default=0, description="Heads of keys and values, shared by the query heads in groups; num_heads if left out."
     )
-    scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.", validate_default=False)
+    head_dim: Width = Field(default=0, description="Width of a head's queries and keys; d_model/num_heads if left out.")
+    value_head_dim: Width = Field(default=0, description="Width of a head's values; head_dim if left out.")
+    key_dim: Width = Field(default=0, description="Width of the keys as they come; d_model if left out.")
+    value_dim: Width = Field(default=0, description="Width of the values as they come; d_model if left out.")
+    output_dim: Width = Field(default=0, description="Width of the output; d_model if left out.")
+    bias: Annotated[bool | Biases, BeforeValidator(_one_or_each)] = Field(
+        default=True, description="Whether the projections have a bias, all or each; default true, false for the numpy_* inits."
+    )
+    projections: Flag = Field(default=True, description="False: queries, keys and values come projected, nothing is projected back.")
+    scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
+    window: Window | None = Field(default=None, description="A window of keys that every call has.")
+    rope: Rope | None = Field(default=None, description="Rotary position embedding.")
+    alibi: Flag = Field(default=False, description="Linear biases by distance (Press et al. 2022).")
+    relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
+    qk_norm: QKNorm | None = Field(default=None, description="Norms on queries and keys.")
+    sinks: Flag = Field(default=False, description="A learnt logit per head that takes weight and gives nothing; the weight `sinks`.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] = Field(default=0, description="Of the drawn weights.")
     init: Init = Field(default="xavier_uniform", description="How the weights are drawn.")
     dtype: DType = Field(default="float32", description="Of the weights and the computation.")
@@ -61,48 +155,141 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        filled = {k: v for k, v in data.items() if v is not None or k == "softcap"}
+        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm")
+        filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
-        if type(d_model) is int:
-            filled.setdefault("key_dim", d_model)
-            filled.setdefault("value_dim", d_model)
-            if type(heads) is int and heads > 0 and d_model >= heads:
-                filled.setdefault("scale", 1 / math.sqrt(d_model // heads))
-        if str(filled.get("init", "")).startswith("numpy_"):
+        if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
+            filled.setdefault("num_kv_heads", heads)
+            if d_model % heads == 0:
+                filled.setdefault("head_dim", d_model // heads)
+            _fill_widths(filled, d_model, heads)
+        if str(filled.get("init", "")).startswith("numpy_") or filled.get("projections") is False:
             filled.setdefault("bias", False)
         if filled.get("softcap") == 0:
             filled["softcap"] = None
+        if isinstance(bias := filled.get("bias"), Mapping) and list(bias.values()) in ([True] * 4, [False] * 4):
+            filled["bias"] = bias["query"]
         return filled
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.d_model % self.num_heads:
-            raise disagreement("/num_heads", f"a divisor of d_model {self.d_model}", str(self.num_heads))
+        if self.num_heads % self.num_kv_heads:
+            raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+        if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
+            raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+        if not self.projections:
+            self._agree_without_projections()
         if self.init.startswith("numpy_"):
-            for name in ("key_dim", "value_dim"):
-                if (width := getattr(self, name)) != self.d_model:
-                    raise disagreement(f"/{name}", f"{self.d_model}, since init {self.init} draws square d_model matrices", str(width))
-            if self.bias:
-                raise disagreement("/bias", f"false, since init {self.init} has no bias", "true")
+            self._agree_for_numpy()
+        if self.init == "torch_mha":
+            self._agree_for_torch()
         return self
 
+    def _agree_without_projections(self) -> None:
+        widths = self._projected_widths()
+        for name, got in (("key_dim", self.key_dim), ("value_dim", self.value_dim), ("output_dim", self.output_dim)):
+            if got != (wanted := widths[name.removesuffix("_dim")]):
+                raise disagreement(f"/{name}", f"{wanted}, since nothing is projected", str(got))
+        if self.bias:
+            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+
+    def _agree_for_numpy(self) -> None:
+        for name, got in self._widths().items():
+            if got != self.d_model and self.projections:
+                wanted = f"{self.d_model}, since init {self.init} draws square d_model matrices"
+                raise disagreement(f"/{name}", wanted, str(got))
+        if self.bias:
+            raise disagreement("/bias", f"false, since init {self.init} has no bias", "true")
+
+    def _agree_for_torch(self) -> None:
+        widths = {name: got for name, got in self._widths().items() if name not in ("key_dim", "value_dim")}
+        for name, got in widths.items():
+            if got != self.d_model:
+                raise disagreement(f"/{name}", f"{self.d_model}, as torch.nn.MultiheadAttention has", str(got))
+        if isinstance(self.bias, Biases):
+            raise disagreement("/bias", "true or false for all, as torch.nn.MultiheadAttention has", "one for each projection")
+
+    def _widths(self) -> dict[str, int]:
+        """Field to blame -> width, of everything that may differ from d_model."""
+        return {
+            "head_dim": self.num_heads * self.head_dim,
+            "num_kv_heads": self.num_kv_heads * self.head_dim,
+            "value_head_dim": self.num_kv_heads * self.value_head_dim,
+            "key_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "output_dim": self.output_dim,
+        }
+
+    def _projected_widths(self) -> dict[str, int]:
+        """Projection -> width of all its heads; under `output` the heads' outputs side by side."""
+        kv, heads = self.num_kv_heads, self.num_heads
+        return {
+            "query": heads * self.head_dim,
+            "key": kv * self.head_dim,
+            "value": kv * self.value_head_dim,
+            "output": heads * self.value_head_dim,
+        }
+
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
+    def query_dim(self) -> int:
+        """Width of the queries as they come."""
+        return self.d_model if self.projections else self._projected_widths()["query"]
+
+    @property
+    def concatenated_dim(self) -> int:
+        """Width of the heads' outputs side by side."""
+        return self._projected_widths()["output"]
+
+    @property
+    def positional(self) -> str:
+        """The first part of the layer that depends on where queries stand among the keys, "" if none does."""
+        parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
+        return next((name for name, part in parts.items() if part), "")
+
+    def has_bias(self, projection: str) -> bool:
+        return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""
-        d = self.d_model
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, width in zip(PROJECTIONS, (d, self.key_dim, self.value_dim, d), strict=True):
-            shapes[f"{name}.weight"] = (d, width)
-            if self.bias:
-                shapes[f"{name}.bias"] = (d,)
+        widths = self._projected_widths()
+        ins = {"query": self.d_model, "key": self.key_dim, "value": self.value_dim, "output": widths["output"]}
+        for name in PROJECTIONS if self.projections else ():
+            out = self.output_dim if name == "output" else widths[name]
+            shapes[f"{name}.weight"] = (out, ins[name])
+            if self.has_bias(name):
+                shapes[f"{name}.bias"] = (out,)
+        if self.qk_norm:
+            shapes |= {"query_norm.weight": (self.head_dim,), "key_norm.weight": (self.head_dim,)}
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
+        if self.relative_bias:
+            shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
         return shapes
 
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+
+def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
+    """Defaults that follow from other fields, as far as those make sense; validation says what does not."""
+    head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
+    if type(head_dim) is not int or type(kv) is not int:
+        if "head_dim" not in filled:
+            raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
+        return
+    value_head_dim = filled.setdefault("value_head_dim", head_dim)
+    if isinstance(rope := filled.get("rope"), Mapping) and rope.get("dims") is None:
+        filled["rope"] = {**rope, "dims": head_dim}
+    if head_dim > 0:
+        filled.setdefault("scale", 1 / math.sqrt(head_dim))
+    if filled.get("projections") is False and type(value_head_dim) is int:
+        filled.setdefault("key_dim", kv * head_dim)
+        filled.setdefault("value_dim", kv * value_head_dim)
+        filled.setdefault("output_dim", heads * value_head_dim)
+    for name in ("key_dim", "value_dim", "output_dim"):
+        filled.setdefault(name, d_model)
 
 
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:

@@ -30,6 +30,7 @@ class Call:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
+    output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
 
     @property
     def selects(self) -> bool:
@@ -48,8 +49,8 @@ class Call:
             for name in ("positions", "pairs", "keys", "lengths", "bias")
             if (tensor := getattr(self.masks, name)) is not None
         }
-        head_scale = None if self.head_scale is None else self.head_scale.to(device)
-        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), head_scale=head_scale)
+        others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Random calls for oracles: a layer's spec and a request that fits it, drawn from everything that a request may say.
+"""Random calls for oracles: a layer and a request that fits it, drawn from everything that a spec and a request may say.
 
-It knows shapes and rules, and computes no attention. Sizes are different primes wherever the contract lets them differ, so that no
-two axes can be swapped unnoticed. A case follows from its generator alone, so that a failure is repeated by its seed.
+It knows shapes and rules, and computes no attention. Sizes are different wherever the contract lets them differ, and mostly primes, so
+that no two axes can be swapped unnoticed. A case follows from its generator alone, so that a failure is repeated by its seed.
 """
 
 from collections.abc import Collection
@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 import numpy as np
 
+from service.attention.case_layers import LAYER_FEATURES, Sizes, draw_case_weights, draw_sizes, draw_spec, draw_window, rounded, settle
 from service.spec import Init, LayerSpec
-from service.tensors import BY_TORCH, Array
+from service.tensors import Array
 
-FEATURES = (
+REQUEST_FEATURES = (
     "key",
     "value",
     "mask",
@@ -29,6 +30,7 @@ FEATURES = (
     "scale",
     "softcap",
 )
+FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +39,11 @@ class Case:
 
     spec: LayerSpec
     request: dict[str, Any]
+    weights: dict[str, Array] | None = None  # all of them, by canonical name; None: those that the spec's seed draws
 
     def body(self) -> dict[str, Any]:
         """The request as the body of POST /attend without `layer`: nested lists, with "-inf" spelled as JSON can carry it."""
         return {name: _plain(x.tolist()) if isinstance(x, np.ndarray) else x for name, x in self.request.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    batch: int | None  # None: the call has no batch
-    heads: int
-    queries: int
-    keys: int
-
-    def lead(self, *rest: int) -> tuple[int, ...]:
-        """[b, *rest], or [*rest] without a batch."""
-        return rest if self.batch is None else (self.batch, *rest)
 
 
 def random_case(
@@ -64,65 +55,33 @@ def random_case(
     dtype: str | None = None,
     batched: bool | None = None,
 ) -> Case:
-    """A spec and a request that fits it.
+    """A spec, its weights, and a request that fits it.
 
-    `features` may occur, each with probability `rate`, and "query_offset" also wherever it must be given; without "key" every call is
-    self-attention. `init`, `dtype` (else float64 or float32) and `batched` are drawn where they are left open.
+    `features` may occur, each with probability `rate` unless it does not fit what else occurs, and "query_offset" also wherever it must be
+    given; without "key" every call is self-attention. Without LAYER_FEATURES layers are seeded and plain. `init`, `dtype` (else float64 or
+    float32) and `batched` are drawn where they are left open.
     Tensors are values of the layer's dtype, so that no oracle has to round them. ValueError: a feature that does not exist.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"expected features among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}")
     drawn = {name for name in FEATURES if rng.random() < rate and name in features}
-    if "key" not in drawn:
-        drawn.discard("value")
-    sizes, head_dim = _draw_sizes(rng, self_attention="key" not in drawn, batched=batched)
-    spec = _draw_spec(rng, sizes.heads, head_dim, drawn, init, dtype)
-    request: dict[str, Any] = {"query": rng.standard_normal(sizes.lead(sizes.queries, spec.d_model))}
+    init = init or rng.choice(get_args(Init)).item()
+    drawn = settle(drawn, init)
+    sizes = draw_sizes(rng, drawn, batched)
+    spec = draw_spec(rng, sizes, drawn, init, dtype or rng.choice(["float64", "float32"]).item())
+    request: dict[str, Any] = {"query": rng.standard_normal(sizes.lead(sizes.queries, spec.query_dim))}
     if "key" in drawn:
         request["key"] = rng.standard_normal(sizes.lead(sizes.keys, spec.key_dim))
     if "value" in drawn:
         request["value"] = rng.standard_normal(sizes.lead(sizes.keys, spec.value_dim))
     request |= _draw_masks(rng, sizes, drawn)
-    request |= _draw_positions(rng, sizes, drawn)
+    request |= _draw_positions(rng, sizes, drawn, positional=bool(spec.positional))
     request |= _draw_modifiers(rng, sizes, drawn)
-    return Case(spec, {name: _rounded(x, spec) if isinstance(x, np.ndarray) else x for name, x in request.items()})
+    request = {name: rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in request.items()}
+    return Case(spec, request, draw_case_weights(rng, spec, drawn))
 
 
-def _draw_sizes(rng: np.random.Generator, self_attention: bool, batched: bool | None) -> tuple[_Sizes, int]:
-    """All different; a tenth of the calls has a single query, as a decoding step has."""
-    batch, heads, head_dim, spare = map(int, rng.permutation([2, 3, 5, 7]))
-    queries, keys = map(int, rng.permutation([spare, 11, 13])[:2])
-    if rng.random() < 0.1:
-        queries = 1
-    keep_batch = rng.random() < 0.8 if batched is None else batched
-    return _Sizes(batch if keep_batch else None, heads, queries, queries if self_attention else keys), head_dim
-
-
-def _draw_spec(
-    rng: np.random.Generator, heads: int, head_dim: int, drawn: Collection[str], init: Init | None, dtype: str | None
-) -> LayerSpec:
-    init = init or rng.choice(get_args(Init)).item()
-    fields: dict[str, Any] = {
-        "d_model": heads * head_dim,
-        "num_heads": heads,
-        "seed": int(rng.integers(2**32)),
-        "init": init,
-        "dtype": dtype or rng.choice(["float64", "float32"]).item(),
-    }
-    if not init.startswith("numpy_"):  # those draw square matrices and have no bias
-        fields["bias"] = bool(rng.random() < 0.7)
-        if "key" in drawn:
-            fields["key_dim"] = fields["value_dim"] = int(rng.choice([17, 19]))
-        if "value" in drawn:
-            fields["value_dim"] = 23
-    if rng.random() < 0.2:
-        fields["scale"] = float(rng.uniform(0.05, 0.5))
-    if rng.random() < 0.2:
-        fields["softcap"] = float(rng.uniform(0.5, 5))
-    return LayerSpec.model_validate(fields)
-
-
-def _draw_masks(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[str]) -> dict[str, Any]:
+def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     share = rng.choice([0.1, 0.3, 0.8])  # of what is blocked; the last leaves many rows without a key
     for feature, suffix, shape in (("mask", "mask", _mask_shape(rng, sizes)), ("key_mask", "keys", sizes.lead(sizes.keys))):
@@ -140,21 +99,21 @@ def _draw_masks(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[str])
     return fields
 
 
-def _mask_shape(rng: np.random.Generator, sizes: _Sizes) -> tuple[int, ...]:
+def _mask_shape(rng: np.random.Generator, sizes: Sizes) -> tuple[int, ...]:
     """[q, k], [b, q, k] or [b, h, q, k], each axis now and then 1; without a batch [q, k] or [h, q, k]."""
     pair = (sizes.queries, sizes.keys)
     shape = (pair, sizes.lead(*pair), sizes.lead(sizes.heads, *pair))[rng.integers(3)]
     return tuple(1 if rng.random() < 0.2 else n for n in shape)
 
 
-def _draw_positions(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[str]) -> dict[str, Any]:
+def _draw_positions(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], positional: bool) -> dict[str, Any]:
+    """`positional`: the layer itself depends on positions."""
     fields: dict[str, Any] = {}
     if "causal" in drawn:
         fields["causal"] = True
     if "window" in drawn:
-        left, right = (int(n) if rng.random() < 0.7 else None for n in rng.integers(0, 5, 2))
-        fields["window"] = {"left": left, "right": right}
-    if "query_offset" in drawn or (fields and sizes.queries != sizes.keys):
+        fields["window"] = draw_window(rng)
+    if "query_offset" in drawn or ((fields or positional) and sizes.queries != sizes.keys):
         per_item = rng.integers(-3, sizes.keys, sizes.lead())
         one = int(rng.integers(-3, sizes.keys))
         choices = ["end", one] if sizes.batch is None else ["end", one, per_item]
@@ -162,7 +121,7 @@ def _draw_positions(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[s
     return fields
 
 
-def _draw_modifiers(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[str]) -> dict[str, Any]:
+def _draw_modifiers(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if "fully_masked" in drawn:
         fields["fully_masked"] = rng.choice(["zero", "uniform"]).item()
@@ -176,14 +135,6 @@ def _draw_modifiers(rng: np.random.Generator, sizes: _Sizes, drawn: Collection[s
     if "softcap" in drawn:
         fields["softcap"] = float(rng.choice([0, rng.uniform(0.5, 5)]))
     return fields
-
-
-def _rounded(x: Array, spec: LayerSpec) -> Array:
-    """Values of the layer's dtype, in a dtype that numpy has of its own."""
-    if x.dtype.kind != "f":
-        return x
-    rounded = x.astype(BY_TORCH[spec.dtype].numpy)
-    return rounded if spec.dtype in ("float64", "float32") else rounded.astype(np.float32)
 
 
 def _plain(x: Any) -> Any:

@@ -5,7 +5,7 @@ a generator of their own, the draws of torch's modules in their order, and are a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,23 +15,30 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
+DRAWN = {f"{name}.weight" for name in PROJECTIONS}
 
 
 def draw_weights(spec: LayerSpec) -> Weights:
     """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights."""
-    weights = SCHEMES[spec.init](spec)
+    return in_dtype(spec, _constants(spec) | (SCHEMES[spec.init](spec) if spec.projections else {}))
+
+
+def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
+    """The weights of a spec, and no others, as a layer holds them."""
     dtype = BY_TORCH[spec.dtype].numpy
     return {name: np.ascontiguousarray(weights[name], dtype=dtype) for name in spec.weight_shapes()}
 
 
-def _zero_biases(spec: LayerSpec) -> Weights:
-    return {name: np.zeros(shape, np.float32) for name, shape in spec.weight_shapes().items() if name.endswith(".bias")}
+def _constants(spec: LayerSpec) -> Weights:
+    """What no scheme draws: biases 0 (unless it does), norms 1, sinks and relative bias 0."""
+    shapes = spec.weight_shapes().items()
+    return {name: np.full(shape, float("norm" in name), np.float32) for name, shape in shapes if name not in DRAWN}
 
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:
     """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output."""
     stream = np.random.RandomState(spec.seed)
-    weights = _zero_biases(spec)
+    weights: Weights = {}
     for name in PROJECTIONS:
         out_dim, in_dim = spec.weight_shapes()[f"{name}.weight"]
         draw = stream.random_sample((out_dim, in_dim))
@@ -65,7 +72,7 @@ def _torch_linear(spec: LayerSpec) -> Weights:
     generator = torch.Generator().manual_seed(spec.seed)
     weights: Weights = {}
     for name in PROJECTIONS:
-        weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.bias, generator)
+        weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.has_bias(name), generator)
         weights[f"{name}.weight"] = weight.numpy()
         if bias is not None:
             weights[f"{name}.bias"] = bias.numpy()
@@ -77,8 +84,7 @@ def _torch_mha(spec: LayerSpec) -> Weights:
     packed [3E, E] input projection, or on each matrix where the widths differ."""
     generator = torch.Generator().manual_seed(spec.seed)
     shapes = spec.weight_shapes()
-    weights = _zero_biases(spec)
-    weights["output.weight"] = _linear(shapes["output.weight"], spec.bias, generator)[0].numpy()
+    weights = {"output.weight": _linear(shapes["output.weight"], spec.has_bias("output"), generator)[0].numpy()}
     d = spec.d_model
     if spec.key_dim == spec.value_dim == d:
         packed = xavier_uniform_(torch.empty(3 * d, d), generator=generator).numpy()

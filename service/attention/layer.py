@@ -12,6 +12,7 @@ Knows no request: a `Call` is taken at its word.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
@@ -19,12 +20,16 @@ from torch import Tensor
 
 from service.attention.call import Call, Result
 from service.attention.dropout import DropoutStream
+from service.attention.initialise import torch_dtype
 from service.attention.masks import Masks
-from service.attention.products import choose, linear, set_precision
+from service.attention.positions import alibi, alibi_slopes, relative_bias
+from service.attention.products import set_precision
+from service.attention.projections import Projections
 from service.spec import PROJECTIONS, LayerSpec
 
 BLOCK = 1 << 20  # scores held at once where [q, k] is not asked for: 4 MB in float32, which caches hold
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
+GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 PER_HEAD = {"output", "concatenated", "head_outputs"}
 FORMS = {"scores", "log_sum_exp", "attention_weights"}
 Kept = Callable[[slice], Tensor]  # which weights a dropout keeps in a block of rows
@@ -33,38 +38,45 @@ Kept = Callable[[slice], Tensor]  # which weights a dropout keeps in a block of 
 class MultiHeadAttention:
     """A layer's weights on one device. Immutable; calls may run in any thread, one at a time."""
 
-    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
-        self.spec = spec
-        self.weights = dict(weights)
-        tensor = weights["query.weight"]
-        self.device, self.dtype = tensor.device, tensor.dtype
-        self.accumulate = torch.float64 if tensor.dtype == torch.float64 else torch.float32  # softmax in float32 or better
-        self._nothing = tensor.new_empty(1, 1, 1, dtype=self.accumulate)  # what a product with beta=0 is added to
-        if spec.d_model == spec.key_dim == spec.value_dim:
-            self._pack("query", "key", "value")
-            self._pack("key", "value", packed_in="query+key+value")
-        elif spec.key_dim == spec.value_dim:
-            self._pack("key", "value")
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
+        self.projections = Projections(spec, weights)
+        self.accumulate = torch.float64 if self.dtype == torch.float64 else torch.float32  # softmax in float32 or better
+        self.groups = spec.num_heads // spec.num_kv_heads  # query heads that share a head of keys and values
+        slopes = alibi_slopes(spec.num_heads) if spec.alibi else []
+        self.slopes = torch.tensor(slopes, dtype=self.accumulate, device=device)
+        self._nothing = torch.empty(1, 1, 1, dtype=self.accumulate, device=device)  # what a product with beta=0 is added to
 
-    def _pack(self, *names: str, packed_in: str = "") -> None:
-        """Lays the weights of projections that may share an input side by side, so that one product serves them all.
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By canonical name; some are views of others."""
+        return self.projections.weights
 
-        The single weights become views of the packed one; nothing is held twice.
-        """
-        for part in ("weight", "bias"):
-            tensors = [self.weights[f"{name}.{part}"] for name in names if f"{name}.{part}" in self.weights]
-            if tensors:
-                rows = sum(map(len, tensors))
-                packed = self.weights[f"{packed_in}.{part}"][-rows:] if packed_in else torch.cat(tensors)
-                self.weights["+".join(names) + f".{part}"] = packed
-                views = torch.split(packed, [len(tensor) for tensor in tensors])
-                self.weights |= {f"{name}.{part}": view for name, view in zip(names, views, strict=True)}
+    @torch.inference_mode()
+    def tune(self) -> None:
+        """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
+        self.projections.tune()
 
     @torch.inference_mode()
     def __call__(self, call: Call) -> Result:
         """What `call.outputs` asks for. Tensors come in the layer's dtype, scores and weights of half layers in float32."""
         set_precision(self.spec.matmul_precision)
-        query, key, value = self.project(call)
+        result = self._attend(call)
+        return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
+
+    def _gradients(self, call: Call) -> dict[str, Tensor]:
+        """Of <output_gradient, output> by query, key and value, each as an input of its own, by torch's autograd."""
+        assert call.output_gradient is not None
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
+            query, key, value = inputs
+            formed = replace(call, query=query, key=key, value=value, outputs=frozenset({"output"}), reproducible=True)
+            output = self._attend(formed).tensors["output"]
+            gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
+        return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.outputs}
+
+    def _attend(self, call: Call) -> Result:
+        query, key, value = self.projections.project(call)
         empty = self._empty_rows(call)
         made: dict[str, Tensor] = {}
         if PROJECTED & call.outputs:
@@ -84,27 +96,6 @@ class MultiHeadAttention:
         wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
         return Result({name: tensor for name, tensor in made.items() if name in wanted}, empty)
 
-    @torch.inference_mode()
-    def tune(self) -> None:
-        """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
-        for name, weight in self.weights.items():
-            if name.endswith(".weight"):
-                choose(weight)
-
-    def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, projected and split into heads: each [batch, heads, n, head_dim]."""
-        if call.value is call.key and "key+value.weight" in self.weights:
-            if call.key is call.query and "query+key+value.weight" in self.weights:
-                projected = self._linear(call.query, "query+key+value").chunk(3, -1)
-            else:
-                projected = (self._linear(call.query, "query"), *self._linear(call.key, "key+value").chunk(2, -1))
-        else:
-            projected = tuple(self._linear(x, name) for name, x in zip(PROJECTIONS, (call.query, call.key, call.value), strict=False))
-        shape = (self.spec.num_heads, self.spec.head_dim)
-        split = (x.view(*x.shape[:2], *shape) for x in projected)
-        query, key, value = (x.transpose(1, 2) for x in split)
-        return query, key, value
-
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
         """[batch, heads, queries, head_dim] -> the heads side by side, and through the output projection."""
         if call.head_scale is not None:
@@ -112,11 +103,8 @@ class MultiHeadAttention:
         concatenated = head_outputs.transpose(1, 2).flatten(2)  # [batch, queries, heads * head_dim]
         made = {"head_outputs": head_outputs, "concatenated": concatenated}
         if "output" in call.outputs:
-            made["output"] = self._linear(concatenated, "output")
+            made["output"] = self.projections.project_back(concatenated)
         return made
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _empty_rows(self, call: Call) -> Tensor | None:
         """bool [batch, heads, queries], None where no row lacks a key."""
@@ -126,22 +114,32 @@ class MultiHeadAttention:
 
     # The way that makes the weights
 
-    def _form(self, call: Call, query: Tensor, key: Tensor, value: Tensor, wanted: frozenset[str], kept: Kept | None) -> dict[str, Tensor]:
+    def _form(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        wanted: frozenset[str],
+        kept: Kept | None,
+        chosen: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
         """Scores, log-sum-exp, weights and head outputs, as far as wanted: query rows in blocks, so that [q, k] is held only if asked."""
         batch, heads, num_queries, _ = query.shape
         value = value.to(self.accumulate)
+        sinks = self._of_heads(self.weights["sinks"].to(self.accumulate), chosen)[:, None] if self.spec.sinks else None
         made = _Rows(num_queries)
         for rows in _blocks(batch * heads * key.shape[2], num_queries):
-            scores = self._scores(call, query[:, :, rows], key, rows)
+            scores = self._scores(call, query[:, :, rows], key, rows, chosen)
             if "scores" in wanted:
                 made.put("scores", rows, scores)
             if "log_sum_exp" in wanted:
-                made.put("log_sum_exp", rows, torch.logsumexp(scores, -1))
+                made.put("log_sum_exp", rows, _log_sum_exp(scores, sinks))
             if not (PER_HEAD | {"attention_weights"}) & wanted:
                 continue
-            weights = self._weights(call, scores, rows)
+            weights = self._weights(call, scores, sinks)
             if kept is not None and call.dropout is not None:
-                weights = weights.mul_(kept(rows).to(weights.device)).div_(1 - call.dropout[0])
+                weights = weights * kept(rows).to(weights.device) / (1 - call.dropout[0])
             if PER_HEAD & wanted:
                 made.put("head_outputs", rows, _weighted(weights, value, call.masks).to(self.dtype))
             if "attention_weights" in wanted:
@@ -157,7 +155,7 @@ class MultiHeadAttention:
         query = query.index_select(1, at).index_select(2, torch.tensor(queries, device=query.device))
         narrow = replace(call, masks=call.masks.narrowed(call.heads, call.queries))
         kept = self._kept(call, heads, queries)
-        return self._form(narrow, query, key.index_select(1, at), value, frozenset({"attention_weights"}), kept)
+        return self._form(narrow, query, key.index_select(1, at // self.groups), value, frozenset({"attention_weights"}), kept, heads)
 
     def _kept(self, call: Call, heads: Sequence[int], queries: Sequence[int]) -> Kept | None:
         """What the dropout keeps of these heads and queries, to be asked for a block of rows at a time."""
@@ -166,24 +164,54 @@ class MultiHeadAttention:
         stream = DropoutStream(*call.dropout, (call.query.shape[0], self.spec.num_heads, call.query.shape[1], call.key.shape[1]))
         return lambda rows: stream.keep(heads, queries[rows])
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice) -> Tensor:
-        """[batch, heads, rows, keys]: scale, softcap, then everything added, then everything blocked."""
-        q, k = (x.to(self.accumulate).flatten(0, 1) for x in (query, key))
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, chosen: Sequence[int] | None = None) -> Tensor:
+        """[batch, heads, rows, keys]: scale, softcap, then everything added, then everything blocked.
+
+        Query heads that share a key head are more rows of the same product, so keys are never repeated.
+        """
+        batch, heads, num_rows, head_dim = query.shape
+        kv = key.shape[1]
+        q = query.to(self.accumulate).reshape(batch * kv, heads // kv * num_rows, head_dim)
+        k = key.to(self.accumulate).flatten(0, 1)
         scores = torch.baddbmm(self._nothing, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(*query.shape[:3], key.shape[2])
         if call.softcap:
-            scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
-        if (bias := call.masks.added(rows, slice(0, key.shape[2]))) is not None:
-            scores = scores.add_(bias)
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if (bias := self._added(call.masks, rows, slice(0, key.shape[2]), chosen)) is not None:
+            scores = scores + bias
         if (visible := call.masks.visible(rows)) is not None:
             scores = scores.masked_fill_(~visible, -torch.inf)
         return scores
 
-    def _weights(self, call: Call, scores: Tensor, rows: slice) -> Tensor:
-        """Softmax over keys; a row without keys gets zeros, or 1/k where the caller wants that."""
-        weights = torch.softmax(scores, -1)
-        if call.masks.blocks and scores.shape[-1]:
-            empty = scores.amax(-1, keepdim=True) == -torch.inf
-            weights = weights.masked_fill_(empty, 1 / scores.shape[-1] if call.fully_masked == "uniform" else 0)
+    def _added(self, masks: Masks, rows: slice, keys: slice, chosen: Sequence[int] | None) -> Tensor | None:
+        """Everything that is added to the scores, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi, T5's table."""
+        added, positions = masks.added(rows, keys), masks.positions[:, rows]
+        if self.spec.alibi:
+            slopes = alibi(self._of_heads(self.slopes, chosen), positions, keys)
+            added = slopes if added is None else added + slopes
+        if self.spec.relative_bias is not None:
+            table = self._of_heads(self.weights["relative_bias"].T, chosen).T
+            relative = relative_bias(table, self.spec.relative_bias, positions, keys)
+            added = relative if added is None else added + relative
+        return added
+
+    def _of_heads(self, per_head: Tensor, chosen: Sequence[int] | None) -> Tensor:
+        """The rows of the chosen heads; all where none are chosen."""
+        return per_head if chosen is None else per_head[list(chosen)]
+
+    def _weights(self, call: Call, scores: Tensor, sinks: Tensor | None) -> Tensor:
+        """Softmax over keys, with the sink beside them; a row without keys gets zeros, or 1/k where the caller wants that."""
+        empty = scores.amax(-1, keepdim=True) == -torch.inf if call.masks.blocks and scores.shape[-1] else None
+        if empty is not None:
+            empty = empty if empty.any() else None
+        if empty is not None:
+            scores = scores.masked_fill(empty, 0)  # -inf throughout has no softmax, nor a derivative
+        if sinks is None:
+            weights = torch.softmax(scores, -1)
+        else:
+            beside = sinks[..., None].expand(*scores.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+        if empty is not None:
+            weights = weights.masked_fill(empty, 1 / scores.shape[-1] if call.fully_masked == "uniform" else 0)
         return weights
 
     # The way that does not
@@ -193,7 +221,9 @@ class MultiHeadAttention:
 
         A kernel adds -inf to the scores of blocked keys, and so lets NaN, or a score that overflows, through: seen in the result.
         """
-        plain = not (call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform"))
+        plain = not (
+            self.spec.sinks or call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform")
+        )
         if not plain or 0 in call.query.shape or 0 in call.key.shape:
             return None
         heads = self._fuse_blocks(call, query, key, value, empty)
@@ -202,19 +232,21 @@ class MultiHeadAttention:
     def _fuse_blocks(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor:
         """Masks are made for a block of query rows at a time, and keys that no row of it sees are cut off."""
         masks, (batch, heads, num_queries, _), num_keys = call.masks, query.shape, key.shape[2]
-        if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=masks.blocks, scale=call.scale)
-        if (keys := masks.same_keys()) is not None:
-            return F.scaled_dot_product_attention(query, key[:, :, keys], value[:, :, keys], scale=call.scale)
+        fused = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=self.groups > 1)
+        if not (self.spec.alibi or self.spec.relative_bias):
+            if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
+                return fused(query, key, value, is_causal=masks.blocks)
+            if (keys := masks.same_keys()) is not None:
+                return fused(query, key[:, :, keys], value[:, :, keys])
         made = _Rows(num_queries)
         for rows in _blocks(batch * heads * num_keys, num_queries):
             keys = _reach(masks, rows)
-            mask, bias = masks.visible(rows, keys), masks.added(rows, keys)
+            mask, bias = masks.visible(rows, keys), self._added(masks, rows, keys, None)
             if bias is not None:
-                mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+                mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(self.dtype)
             if mask is not None:
                 mask = mask.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
-            part = F.scaled_dot_product_attention(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale=call.scale)
+            part = fused(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
             made.put("head_outputs", rows, part if empty is None else part.masked_fill(empty[:, :, rows, None], 0))
         return made.tensors["head_outputs"]
 
@@ -228,11 +260,22 @@ def _blocks(per_row: int, rows: int) -> Iterator[slice]:
 
 def _weighted(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     """Weights times values, where a weight of 0 means no contribution even from a value of NaN or infinity."""
+    batch, heads, rows, keys = weights.shape
+    kv = value.shape[1]
+    shared = weights.reshape(batch, kv, heads // kv * rows, keys)  # heads that share values, as more rows
     if masks.blocks and not torch.isfinite(value).all():
         finite = torch.isfinite(value)
-        spoilt = (weights != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
-        return (weights @ value.masked_fill(~finite, 0)).masked_fill(spoilt, torch.nan)
-    return torch.matmul(weights, value)
+        spoilt = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
+        summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(spoilt, torch.nan)
+    else:
+        summed = torch.matmul(shared, value)
+    return summed.view(batch, heads, rows, value.shape[3])
+
+
+def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of each row, the sink among the terms; -inf for a row without keys, which a sink does not fill."""
+    total = torch.logsumexp(scores, -1)
+    return total if sinks is None else torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks))
 
 
 def _selection(weights: Tensor, call: Call) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from service.client import Client, calls
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
+from service.tensors import Array
 from service.wire.documents import LayerDocument
 
 
@@ -34,7 +35,7 @@ class Backend(Protocol):
 
     def attend(self, body: bytes) -> Response: ...
     def layers(self) -> list[LayerDocument]: ...
-    def put_layer(self, name: str, spec: LayerSpec) -> LayerDocument: ...
+    def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
     def delete_layer(self, name: str) -> None: ...
 
 
@@ -84,8 +85,8 @@ class EngineBackend:
     def layers(self) -> list[LayerDocument]:
         return [layer.document() for layer in self._engine.catalogue.all()]
 
-    def put_layer(self, name: str, spec: LayerSpec) -> LayerDocument:
-        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, None).body or b"")))
+    def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
+        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
         return layer.document()
 
     def delete_layer(self, name: str) -> None:

@@ -16,7 +16,7 @@ from service.attention.reference import Reference
 from service.tensors import Array
 from service.wire.documents import Output
 
-OUTPUTS: tuple[str, ...] = get_args(Output)
+OUTPUTS: tuple[str, ...] = tuple(name for name in get_args(Output) if not name.endswith("_gradient"))
 RELATIVE = {"float64": 1e-10, "float32": 1e-5}
 LOGARITHMIC = {"scores", "log_sum_exp"}
 
@@ -76,5 +76,6 @@ def finding(name: str, expected: Array, got: Array | None, dtype: str, largest: 
 def largest_score(case: Case, reference: Reference) -> float:
     """max|scores| before anything is capped, added or blocked."""
     scale = case.request.get("scale")
-    products = reference.query_projection @ reference.key_projection.swapaxes(-1, -2)
+    keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)
+    products = reference.query_projection @ keys.swapaxes(-1, -2)
     return abs(case.spec.scale if scale is None else float(scale)) * float(np.abs(products).max(initial=0.0))

@@ -79,12 +79,12 @@ def try_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generator[
 
 
 def _ask(backend: Backend, name: str, case: Case) -> list[Finding]:
-    """A seeded layer is made there and drawn here: so its weights are checked too, by the fingerprint."""
-    from service.attention.initialise import draw_weights
+    """A seeded layer is made there and drawn here: so its weights are checked too, by the fingerprint. Others are sent."""
+    from service.attention.initialise import draw_weights, in_dtype
 
-    weights = draw_weights(case.spec)
+    weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
     try:
-        layer = backend.put_layer(name, case.spec)
+        layer = backend.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
             return [wrong("weights", f"others than {case.spec.init} draws from seed {case.spec.seed}")]
         call = calls.attend({**case.request, "layer": name, "outputs": OUTPUTS})

@@ -87,7 +87,8 @@ def kinship(layer: HeldLayer, call: Call) -> Any:
     A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where a
     layer makes scores of such size that softmax would turn that rounding into more than the answers may differ by, it is not stacked.
     """
-    if call.dropout is not None or call.reproducible or (layer.gain > GAIN and layer.spec.dtype != "float64"):
+    magnifies = layer.gain > GAIN and layer.spec.dtype != "float64"
+    if call.dropout is not None or call.reproducible or call.output_gradient is not None or magnifies:
         return None
     masks = call.masks
     return (

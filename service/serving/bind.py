@@ -30,12 +30,19 @@ def fit(request: AttendRequest, spec: LayerSpec) -> None:
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     value = key if request.value is None else request.value
-    parts = (("query", request.query, spec.d_model), ("key", key, spec.key_dim), ("value", value, spec.value_dim))
+    parts = (("query", request.query, spec.query_dim), ("key", key, spec.key_dim), ("value", value, spec.value_dim))
     for name, array, width in parts:
         if array.shape[-1] != width:
             source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
-    h = spec.num_heads
+    q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
+    if spec.positional and request.query_offset is None and q != k:
+        expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries meet {k} keys'
+        raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if request.output_gradient is not None:
+        wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
+        if request.output_gradient.shape != wanted:
+            raise InvalidRequest.where("/output_gradient", f"shape {list(wanted)} {layer}", f"shape {list(request.output_gradient.shape)}")
     for name in ("attend_mask", "block_mask", "bias"):
         array = getattr(request, name)
         if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] not in (1, h):
@@ -76,6 +83,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         average=bool(select and select.average),
         top_k=select.top_k if select else None,
         reproducible=request.reproducible,
+        output_gradient=None if request.output_gradient is None else _numbers("output_gradient", request.output_gradient, spec, batched),
     )
 
 
@@ -111,8 +119,9 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     bias = None
     if request.bias is not None:
         bias = _pairwise(cast("bias", request.bias, spec.dtype, infinite=True), request.batched)
-    window = request.window
-    left, right = (None, None) if window is None else (_bound(window.left), _bound(window.right))
+    windows = [w for w in (request.window, spec.window) if w is not None]
+    left = min((n for w in windows if (n := _bound(w.left)) is not None), default=None)
+    right = min((n for w in windows if (n := _bound(w.right)) is not None), default=None)
     masks = Masks(
         positions=_positions(q),
         num_keys=k,

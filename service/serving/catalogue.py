@@ -75,7 +75,8 @@ class Catalogue:
             tensors = _fitting(spec, weights)
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return HeldLayer(name, spec, fingerprint(spec, arrays), MultiHeadAttention(spec, moved), _gain(spec, tensors))
+        attention = MultiHeadAttention(spec, moved, self.device)
+        return HeldLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
 
     def put(self, layer: HeldLayer) -> bool:
         """Holds the layer; true if the name is new."""
@@ -91,6 +92,8 @@ class Catalogue:
 
 def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Of the scores: scale times the root of head_dim times what query and key weights do to the variance of their inputs."""
+    if not spec.projections or spec.qk_norm is not None:  # of unit variance as they come, or made so
+        return abs(spec.scale) * math.sqrt(spec.head_dim)
     query, key = (float(tensors[f"{name}.weight"].double().square().sum(1).mean().sqrt()) for name in ("query", "key"))
     return abs(spec.scale) * math.sqrt(spec.head_dim) * query * key
 

@@ -40,18 +40,22 @@ class Cost:
 def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     """The cost of a request that fits the layer."""
     b, q, k, h = _sizes(request, spec)
-    d, head_dim = spec.d_model, spec.head_dim
     size = BY_TORCH[spec.dtype].size
-    outputs = {name: shape if request.batched else shape[1:] for name, shape in _shapes(request, b, q, k, h, head_dim).items()}
-    projections = q * d * d + k * d * (spec.key_dim + spec.value_dim) + q * d * d * ("output" in request.outputs)
+    shapes = _shapes(request, spec, b, q, k, h)
+    outputs = {name: shape if request.batched else shape[1:] for name, shape in shapes.items()}
+    gradients = request.output_gradient is not None
+    wide, narrow, joined = h * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.concatenated_dim  # queries, keys, heads' outputs
+    values = spec.num_kv_heads * spec.value_head_dim
+    products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
     elements = h * q * k * (10 + 20 * (request.dropout is not None) + 20 * bool(request.select and request.select.top_k))
-    operations = b * (2 * (projections + 2 * q * k * d) + elements)  # softmax, random numbers and sorting are no products, yet take time
+    # softmax, random numbers and sorting are no products, yet take time
+    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if gradients else 1)
     selection = request.select
     rows = h * q if selection is None else len(selection.heads or range(h)) * len(selection.queries or range(q))
-    scores = b * k * (rows * ("attention_weights" in request.outputs) + h * q * ("scores" in request.outputs))
-    held = b * (q * d + k * (spec.key_dim + spec.value_dim)) + b * d * (2 * q + 2 * k)
+    scores = b * k * (rows * ("attention_weights" in request.outputs) + h * q * ("scores" in request.outputs) + 3 * h * q * gradients)
+    held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
-    memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 23)) + wire * size
+    memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
     return Cost(outputs, operations, scores, memory, _reply_bytes(request, spec, outputs))
 
 
@@ -79,17 +83,21 @@ def _sizes(request: AttendRequest, spec: LayerSpec) -> tuple[int, int, int, int]
     return b, request.query.shape[-2], key.shape[-2], spec.num_heads
 
 
-def _shapes(request: AttendRequest, b: int, q: int, k: int, h: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+def _shapes(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, h: int) -> dict[str, tuple[int, ...]]:
     """Output name -> shape with b, in the order asked for."""
+    joined, kv = spec.concatenated_dim, spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {
-        "output": (b, q, h * head_dim),
+        "output": (b, q, spec.output_dim if spec.projections else joined),
         "scores": (b, h, q, k),
         "log_sum_exp": (b, h, q),
-        "query_projection": (b, h, q, head_dim),
-        "key_projection": (b, h, k, head_dim),
-        "value_projection": (b, h, k, head_dim),
-        "head_outputs": (b, h, q, head_dim),
-        "concatenated": (b, q, h * head_dim),
+        "query_projection": (b, h, q, spec.head_dim),
+        "key_projection": (b, kv, k, spec.head_dim),
+        "value_projection": (b, kv, k, spec.value_head_dim),
+        "head_outputs": (b, h, q, spec.value_head_dim),
+        "concatenated": (b, q, joined),
+        "query_gradient": (b, q, spec.query_dim),
+        "key_gradient": (b, k, spec.key_dim),
+        "value_gradient": (b, k, spec.value_dim),
     }
     made: dict[str, tuple[int, ...]] = {}
     for name in request.outputs:

@@ -238,7 +238,7 @@ class Engine:
         """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
         await self.scheduler.aside(layer.attention.tune)
         spec = layer.spec
-        zeros = {"query": spec.d_model, "key": spec.key_dim, "value": spec.value_dim}
+        zeros = {"query": spec.query_dim, "key": spec.key_dim, "value": spec.value_dim}
         request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
         await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
 

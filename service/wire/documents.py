@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
-from service.spec import Finite, LayerSpec, disagreement
+from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Bias, HeadScale, KeyMask, Kind, Lengths, Mask, Sequences, Weight, tensor_kinds
 from service.wire.refusals import shown
@@ -28,6 +28,9 @@ Output = Literal[
     "value_projection",
     "head_outputs",
     "concatenated",
+    "query_gradient",
+    "key_gradient",
+    "value_gradient",
 ]
 
 
@@ -69,13 +72,6 @@ class Document(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.tensors = {**cls.tensors, **tensor_kinds(cls)}
-
-
-class Window(Document):
-    """Keys from `left` before to `right` after a query's own position are seen; null is no bound."""
-
-    left: Index | None = None
-    right: Index | None = None
 
 
 class Dropout(Document):
@@ -139,6 +135,7 @@ class AttendRequest(Document):
     scale: Finite | None = Field(default=None, description="The layer's if null.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(default=None, description="The layer's if null; 0 switches it off.")
     outputs: list[Output] = Field(default_factory=_default_outputs, min_length=1)
+    output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]: the outputs may then name gradients.")
     select: Select | None = None
     reply: ReplyOptions = ReplyOptions()
     reproducible: Strict = Field(default=False, description="Bit for bit the same on one machine; runs alone.")

@@ -34,6 +34,7 @@ def check(request: "AttendRequest") -> None:
     _positions(request, b, q, k)
     _head_scale(request, b)
     _selection(request, q)
+    _gradients(request)
     _words(request, b, q, k)
 
 
@@ -115,6 +116,14 @@ def _selection(request: "AttendRequest", q: int) -> None:
             if name == "queries" and index >= q:
                 raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
             seen.add(index)
+
+
+def _gradients(request: "AttendRequest") -> None:
+    asked = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    if asked and request.output_gradient is None:
+        raise disagreement("/output_gradient", f"a gradient of the output, since {asked[0]} is asked for", "nothing")
+    if request.output_gradient is not None and not asked:
+        raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
 def _words(request: "AttendRequest", b: int | None, q: int, k: int) -> None:

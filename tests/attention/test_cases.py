@@ -1,22 +1,30 @@
-"""Random cases fit their layer, follow from their seed, and between them say everything that a request may say."""
+"""Random cases fit their layer, follow from their seed, and between them say everything that a spec and a request may say."""
 
 import json
 
 import numpy as np
 import pytest
 
-from service.attention.cases import FEATURES, random_case
+from service.attention.case_layers import LAYER_FEATURES, settle
+from service.attention.cases import FEATURES, REQUEST_FEATURES, random_case
 from service.attention.initialise import draw_weights
 from service.attention.reference import attend
-from service.spec import LayerSpec
+from service.spec import PROJECTIONS, Biases, LayerSpec
 
 
 def cases(n=400, **knobs):
     return [random_case(np.random.default_rng(seed), **knobs) for seed in range(n)]
 
 
+def weights_of(case):
+    return draw_weights(case.spec) if case.weights is None else case.weights
+
+
 def equal(a, b):
-    return a.spec == b.spec and a.body() == b.body()
+    def listed(case):
+        return case.weights and {name: x.tolist() for name, x in case.weights.items()}
+
+    return a.spec == b.spec and a.body() == b.body() and listed(a) == listed(b)
 
 
 def test_a_case_follows_from_its_seed():
@@ -26,7 +34,7 @@ def test_a_case_follows_from_its_seed():
 
 def test_every_case_is_one_that_the_reference_answers():
     for case in cases():
-        got = attend(case.spec, draw_weights(case.spec), **case.request)
+        got = attend(case.spec, weights_of(case), **case.request)
         assert np.isfinite(got.output).all()
         assert np.isfinite(got.attention_weights).all()
         assert np.isfinite(got.log_sum_exp[~got.fully_masked]).all()
@@ -34,7 +42,7 @@ def test_every_case_is_one_that_the_reference_answers():
 
 def test_a_body_is_json_and_means_the_same():
     for case in cases(100):
-        weights = draw_weights(case.spec)
+        weights = weights_of(case)
         body = json.loads(json.dumps(case.body(), allow_nan=False))
         assert body.keys() == case.request.keys()
         np.testing.assert_array_equal(attend(case.spec, weights, **body).output, attend(case.spec, weights, **case.request).output)
@@ -44,7 +52,7 @@ def test_specs_are_told_apart_from_their_defaults():
     specs = [case.spec for case in cases()]
     assert {spec.init for spec in specs} == {"xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear", "torch_mha"}
     assert {spec.dtype for spec in specs} == {"float64", "float32"}
-    assert {spec.bias for spec in specs} == {True, False}
+    assert {True, False} < {spec.bias for spec in specs}
     assert any(spec.softcap for spec in specs)
     assert any(spec.scale != spec.head_dim**-0.5 for spec in specs)
     assert any(spec.key_dim != spec.value_dim for spec in specs)
@@ -52,10 +60,67 @@ def test_specs_are_told_apart_from_their_defaults():
         assert LayerSpec.model_validate(spec.model_dump()) == spec
 
 
+def test_layers_have_everything_that_a_layer_may_have():
+    specs = [case.spec for case in cases()]
+    grouped = [spec for spec in specs if spec.num_kv_heads != spec.num_heads]
+    assert {spec.num_kv_heads for spec in grouped} == {1, 2, 3}
+    assert any(spec.num_heads * spec.head_dim != spec.d_model for spec in specs)
+    assert any(spec.value_head_dim != spec.head_dim for spec in specs)
+    assert any(spec.output_dim != spec.d_model and spec.projections for spec in specs)
+    assert any(isinstance(spec.bias, Biases) for spec in specs)
+    unprojected = [case.spec for case in cases(rate=0.6) if not case.spec.projections]
+    assert any(spec.num_kv_heads != spec.num_heads and spec.value_head_dim != spec.head_dim for spec in unprojected)
+    assert {None, 0} <= {spec.window.left for spec in specs if spec.window}
+    ropes = [spec.rope for spec in specs if spec.rope]
+    assert {rope.interleaved for rope in ropes} == {True, False}
+    assert {rope.scaling and rope.scaling.type for rope in ropes} == {None, "linear", "llama3"}
+    assert {spec.rope.dims == spec.head_dim for spec in specs if spec.rope} == {True, False}
+    assert any(spec.rope.dims > 2 for spec in specs if spec.rope and spec.rope.dims == spec.head_dim)
+    assert {spec.num_heads & (spec.num_heads - 1) == 0 for spec in specs if spec.alibi} == {True, False}
+    assert {spec.relative_bias.bidirectional for spec in specs if spec.relative_bias} == {True, False}
+    assert {spec.qk_norm.kind for spec in specs if spec.qk_norm} == {"rms", "layer"}
+    assert any(spec.sinks for spec in specs)
+    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
+    assert {spec.matmul_precision for spec in specs} == {"highest"}
+
+
+def test_features_that_do_not_go_together_are_dropped():
+    everything = set(FEATURES)
+    widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
+    assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
+    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases"}
+    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases"}
+    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases"} - widths
+    assert settle(everything, "torch_mha") == everything - {"biases"} - widths
+    assert settle({"value"}, "torch_mha") == set()
+    assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
+    assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}
+
+
+def test_weights_are_explicit_where_a_seed_would_leave_them_without_effect():
+    seeded = 0
+    for case in cases():
+        shapes = case.spec.weight_shapes()
+        if case.weights is None:
+            assert not {name.partition(".")[0] for name in shapes} - set(PROJECTIONS)
+            seeded += 1
+            continue
+        assert {name: x.shape for name, x in case.weights.items()} == shapes
+        assert {x.dtype for x in case.weights.values()} <= {np.dtype(case.spec.dtype)}
+        for name, x in case.weights.items():
+            assert np.all(x != (1 if "norm" in name else 0))
+    assert 0 < seeded < 200
+
+
 def test_all_sizes_differ():
     for case in cases(batched=True, features=("key", "value"), rate=1.0):
         (b, q, _), (_, k, _) = case.request["query"].shape, case.request["key"].shape
         assert len({b, q, k, case.spec.num_heads, case.spec.head_dim}) == 5
+    for case in cases(batched=True, features=("key", "value", "num_kv_heads", "value_head_dim", "rope"), rate=1.0, init="xavier_uniform"):
+        (b, q, _), (_, k, _) = case.request["query"].shape, case.request["key"].shape
+        spec = case.spec
+        sizes = [b, k, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim]
+        assert len({*sizes, q}) == 7 or (q == 1 and len(set(sizes)) == 6)
 
 
 def test_masks_come_in_every_form():
@@ -82,7 +147,7 @@ def test_values_reach_their_edges():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
     masks = {"attend_mask", "block_mask", "attend_keys", "block_keys"}
-    assert fields == {"query", *FEATURES} - {"mask", "key_mask"} | masks
+    assert fields == {"query", *REQUEST_FEATURES} - {"mask", "key_mask"} | masks
     assert any(np.any(np.equal(request.get("valid_lens", 1), 0)) for request in requests)
     assert any(np.isneginf(request["bias"]).any() for request in requests if "bias" in request)
     assert {None, 0} <= {side for request in requests for side in request.get("window", {}).values()}
@@ -100,14 +165,16 @@ def test_values_reach_their_edges():
 
 
 def test_an_offset_is_there_where_it_must_be():
-    checked = 0
-    for case in cases(features=("key", "causal", "window")):
-        if ("causal" in case.request or "window" in case.request) and "key" in case.request:
+    checked = {"causal": 0, "window": 0, "layer": 0}
+    for case in cases(features=("key", "causal", "window", "layer_window", "rope", "alibi", "relative_bias"), rate=0.3):
+        reasons = {"causal", "window"} & case.request.keys() | ({"layer"} if case.spec.positional else set())
+        if reasons and "key" in case.request:
             assert "query_offset" in case.request
-            checked += 1
+            for reason in reasons:
+                checked[reason] += 1
         else:
             assert "query_offset" not in case.request
-    assert checked > 50
+    assert min(checked.values()) > 10
 
 
 def test_tensors_are_values_of_the_layers_dtype():
@@ -115,6 +182,8 @@ def test_tensors_are_values_of_the_layers_dtype():
         case = random_case(np.random.default_rng(1), dtype=dtype)
         x = case.request["query"]
         assert np.array_equal(x.astype(digits), x)
+        weights = random_case(np.random.default_rng(1), dtype=dtype, features=("weights",), rate=1.0).weights
+        assert all(np.array_equal(x.astype(digits), x) for x in weights.values())
     coarse = random_case(np.random.default_rng(1), dtype="bfloat16").request["query"].astype(np.float32)
     assert not (coarse.view(np.uint32) & 0xFFFF).any()
 
@@ -124,5 +193,13 @@ def test_knobs():
     assert all(case.spec.init == "numpy_normal" and not case.spec.bias for case in cases(30, init="numpy_normal"))
     assert all(case.request["query"].ndim == 2 for case in cases(30, batched=False))
     assert all("bias" in case.request for case in cases(30, features=("bias",), rate=1.0))
+    plain = {"num_kv_heads", "head_dim", "window", "rope", "alibi", "relative_bias", "qk_norm", "sinks", "projections"}
+    for case in cases(30, features=REQUEST_FEATURES):
+        default = LayerSpec(d_model=case.spec.d_model, num_heads=case.spec.num_heads)
+        assert case.spec.model_dump(include=plain) == default.model_dump(include=plain)
+        assert case.weights is None
+    one = {name: cases(1, features=(name,), rate=1.0, init="xavier_uniform")[0] for name in LAYER_FEATURES}
+    assert one["sinks"].spec.sinks and one["alibi"].spec.alibi and one["rope"].spec.rope and not one["projections"].spec.projections
+    assert one["weights"].weights is not None
     with pytest.raises(ValueError, match=r"expected features among key, value, .*, got masks"):
         random_case(np.random.default_rng(0), features=("masks",))

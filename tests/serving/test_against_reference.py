@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.attention import reference
-from service.attention.cases import Case, random_case
+from service.attention.cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import Reference
 from service.cli.rounding import largest_score
 from service.spec import Init, LayerSpec
@@ -110,7 +110,7 @@ def hold(name: str, ours: Any, exact: Any, case: Case, reference: Reference) -> 
 @given(seed=SEEDS, rate=st.sampled_from([0.15, 0.35, 0.7]))
 def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
     """All nine outputs at once; then each that has a way of its own, alone; and the count of rows without a key in each reply."""
-    case = random_case(np.random.default_rng(seed), init=init, dtype=dtype, rate=rate)
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, init=init, dtype=dtype, rate=rate)
     exact = make(http, case)
 
     for outputs in (OUTPUTS, ("output",), ("log_sum_exp",)):
@@ -125,7 +125,7 @@ def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rat
 @given(seed=SEEDS)
 def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
     """The fixed way gives the same, and twice the same bits."""
-    case = random_case(np.random.default_rng(seed))
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     exact = make(http, case)
 
     first, second = (ask(http, case, outputs=("output", "attention_weights"), reproducible=True) for _ in range(2))
@@ -139,7 +139,7 @@ def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
 @given(seed=SEEDS, data=st.data())
 def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) -> None:
     """Any heads and queries in any order, averaged or not, whole or the largest: the same numbers, dropout and all."""
-    case = random_case(np.random.default_rng(seed), rate=0.5)
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, rate=0.5)
     exact = make(http, case)
     heads, queries = exact.attention_weights.shape[-3:-1]
     select: dict[str, Any] = {"average": data.draw(st.booleans())}
@@ -164,7 +164,7 @@ def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) ->
 @given(seed=SEEDS)
 def test_loaded_weights(http: httpx.Client, seed: int) -> None:
     """The same weights given in numbers instead of by seed: the same fingerprint, so the same layer."""
-    case = random_case(np.random.default_rng(seed))
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     spec = case.spec.model_dump(mode="json")
     seeded = http.put("/layers/random", json={"spec": spec}).json()
 

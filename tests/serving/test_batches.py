@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from service.attention import products
 from service.attention.call import Call, Result
-from service.attention.cases import FEATURES, random_case
+from service.attention.cases import REQUEST_FEATURES, random_case
 from service.serving.batches import BatchLimits, Entry, halves, kinship, split, stack, take
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
@@ -477,7 +477,7 @@ def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | No
     """A random layer and calls to it that can be stacked."""
     rng = np.random.default_rng(seed)
     init = init or TAME[seed % len(TAME)]
-    case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
+    case = random_case(rng, features=[f for f in REQUEST_FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
     layer = CATALOGUE.make("case", case.spec)
     more = selection(rng, layer, case.request["query"].shape[1])
     calls = [bound(layer, **alike(case, rng), **more)[0] for _ in range(count)]

@@ -1,0 +1,163 @@
+"""Random layers for `cases.py`: sizes that no two axes share, a spec of these sizes, and weights of which each one matters.
+
+What is drawn together must make a layer: `settle` drops what does not fit, so that nothing has to be drawn twice. `matmul_precision` is
+never drawn, since it changes how closely a layer may be held to the reference, and not what is right.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.spec import PROJECTIONS, LayerSpec
+from service.tensors import BY_TORCH, Array
+
+LAYER_FEATURES = (
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "output_dim",
+    "biases",  # one for each projection
+    "projections",  # false
+    "layer_window",
+    "rope",
+    "alibi",
+    "relative_bias",
+    "qk_norm",
+    "sinks",
+    "weights",  # explicit ones, where seeded ones would do
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The axes of one call."""
+
+    batch: int | None  # None: the call has no batch
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    queries: int
+    keys: int
+
+    def lead(self, *rest: int) -> tuple[int, ...]:
+        """[b, *rest], or [*rest] without a batch."""
+        return rest if self.batch is None else (self.batch, *rest)
+
+
+def settle(drawn: Collection[str], init: str) -> set[str]:
+    """The features that can stand together, of those drawn."""
+    settled = set(drawn)
+    if "key" not in settled:
+        settled.discard("value")
+    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in settled):  # square matrices alone
+        settled -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
+    if init == "torch_mha" or init.startswith("numpy_"):
+        settled.discard("biases")
+    if "projections" in settled:  # then widths follow from heads, and a key or value that is left out must be as wide as what it is
+        settled -= {"output_dim", "biases"}
+        settled -= set() if "key" in settled else {"num_kv_heads"}
+        settled -= set() if "value" in settled else {"value_head_dim"}
+    return settled
+
+
+def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool | None) -> Sizes:
+    """All different, but where they are one size by themselves. A tenth of the calls has a single query, as a decoding step has."""
+    grouped, own_values, rotated = ("num_kv_heads" in drawn, "value_head_dim" in drawn, "rope" in drawn)
+    while True:
+        batch, head_dim, value_head_dim = map(int, rng.choice([2, 3, 5, 7], 3))
+        head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # 4, 6 and 8 can be rotated as a whole
+        kv_heads = int(rng.choice([1, 2, 3] if grouped else [2, 3, 4, 5, 7]))
+        heads = kv_heads * int(rng.choice([2, 3, 4])) if grouped else kv_heads
+        queries, keys = map(int, rng.choice([2, 3, 5, 7, 11, 13], 2))
+        sizes = [batch, head_dim, heads, queries, keys, *([value_head_dim] if own_values else []), *([kv_heads] if grouped else [])]
+        if len(set(sizes)) == len(sizes):
+            break
+    if rng.random() < 0.1:
+        queries = 1
+    keep_batch = rng.random() < 0.8 if batched is None else batched
+    keys = keys if "key" in drawn else queries
+    return Sizes(batch if keep_batch else None, heads, kv_heads, head_dim, value_head_dim if own_values else head_dim, queries, keys)
+
+
+def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], init: str, dtype: str) -> LayerSpec:
+    fields: dict[str, Any] = {"num_heads": sizes.heads, "seed": int(rng.integers(2**32)), "init": init, "dtype": dtype}
+    fields["d_model"] = int(rng.choice([29, 31])) if "head_dim" in drawn else sizes.heads * sizes.head_dim
+    settings = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "value_head_dim": sizes.value_head_dim}
+    settings |= {"output_dim": int(rng.choice([37, 41])), "projections": False, "alibi": True, "sinks": True}
+    fields |= {name: setting for name, setting in settings.items() if name in drawn}
+    if not init.startswith("numpy_") and "projections" not in drawn:  # those draw square matrices and have no bias
+        fields["bias"] = {name: bool(rng.random() < 0.5) for name in PROJECTIONS} if "biases" in drawn else bool(rng.random() < 0.7)
+        if "key" in drawn:
+            fields["key_dim"] = fields["value_dim"] = int(rng.choice([17, 19]))
+        if "value" in drawn:
+            fields["value_dim"] = 23
+    if rng.random() < 0.2:
+        fields["scale"] = float(rng.uniform(0.05, 0.5))
+    if rng.random() < 0.2:
+        fields["softcap"] = float(rng.uniform(0.5, 5))
+    if "layer_window" in drawn:
+        fields["window"] = draw_window(rng)
+    if "rope" in drawn:
+        fields["rope"] = _draw_rope(rng, sizes.head_dim)
+    if "relative_bias" in drawn:
+        buckets, bidirectional = int(rng.choice([4, 7, 8, 9, 32])), bool(rng.random() < 0.5)
+        exact = buckets // (4 if bidirectional else 2)
+        fields["relative_bias"] = {
+            "buckets": buckets,
+            "bidirectional": bidirectional,
+            "max_distance": exact + int(rng.integers(1, 12)),
+        }
+    if "qk_norm" in drawn:
+        kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # of two numbers the layer norm leaves the signs alone
+        fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()}
+    return LayerSpec.model_validate(fields)
+
+
+def draw_window(rng: np.random.Generator) -> dict[str, int | None]:
+    left, right = (int(n) if rng.random() < 0.7 else None for n in rng.integers(0, 5, 2))
+    return {"left": left, "right": right}
+
+
+def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
+    """A head rotated as a whole says so or leaves it out. Contexts are short, so that llama3 changes some frequencies and not others."""
+    dims = int(rng.choice(range(2, head_dim + 1, 2)))
+    rope: dict[str, Any] = {"theta": rng.choice([10.0, 10000.0, 500000.0]).item(), "interleaved": bool(rng.random() < 0.5)}
+    if dims < head_dim or rng.random() < 0.5:
+        rope["dims"] = dims
+    kind = rng.choice(["none", "linear", "llama3"])
+    if kind == "linear":
+        rope["scaling"] = {"type": "linear", "factor": 2.5}
+    if kind == "llama3":
+        rope["scaling"] = {"type": "llama3", "factor": 8.0, "original_max_position": rng.choice([16, 64, 8192]).item()}
+    return rope
+
+
+def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
+    """Every weight of a layer with weights that no seed draws so that they matter, or that has none; else None, and the seed draws them.
+
+    Norms are not 1, and biases, sinks and relative biases not 0. They are values of the layer's dtype.
+    """
+    shapes = spec.weight_shapes()
+    if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
+        return None
+    weights: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        normal = rng.standard_normal(shape)
+        if name in ("query_norm.weight", "key_norm.weight"):
+            weights[name] = rng.uniform(0.5, 2, shape)
+        elif name.endswith(".weight"):
+            weights[name] = 1.5 * normal / np.sqrt(shape[1])
+        else:
+            weights[name] = normal
+    return {name: rounded(x, spec.dtype) for name, x in weights.items()}
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """Values of the layer's dtype, in a dtype that numpy has of its own."""
+    if x.dtype.kind != "f":
+        return x
+    values = x.astype(BY_TORCH[dtype].numpy)
+    return values if dtype in ("float64", "float32") else values.astype(np.float32)

@@ -1,0 +1,85 @@
+"""Where a query stands among the keys, as the layer feels it: rotary embedding, and biases by distance. Pure functions of positions.
+
+A query's position is i + offset, a key's is j. Angles are computed in float32 (float64 for float64 layers) whatever the layer's dtype.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from service.spec import RelativeBias, Rope
+
+
+def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """x [b, heads, n, head_dim] at positions [b|1, n], its first `dims` turned pair by pair (Su et al. 2021, equation 34).
+
+    Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J.
+    """
+    dims = rope.dims or x.shape[-1]
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    angles = positions.to(exact)[:, None, :, None] * _frequencies(rope, dims, exact, x.device)  # [b|1, 1, n, dims/2]
+    turned, rest = x[..., :dims].to(exact), x[..., dims:]
+    cos, sin = angles.cos(), angles.sin()
+    if rope.interleaved:
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def _frequencies(rope: Rope, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """theta^(-2i/dims) for each pair [dims/2], changed as `scaling` says."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
+    frequencies = 1.0 / torch.tensor(rope.theta, dtype=torch.float64) ** exponents
+    if (scaling := rope.scaling) is not None:
+        slowed = frequencies / scaling.factor
+        if scaling.type == "linear":
+            frequencies = slowed
+        else:  # Llama 3: long waves are slowed, short ones kept, those between blended
+            waves = 2 * math.pi / frequencies
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            share = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
+            frequencies = slowed * (1 - share) + frequencies * share
+    return frequencies.to(device=device, dtype=dtype)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """m_h of Press et al. 2022: 2^(-8h/n) for a power of two; else those of the next lower one, then every other of the next higher."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+
+
+def alibi(slopes: Tensor, positions: Tensor, keys: slice) -> Tensor:
+    """-slope · |position - j| for slopes [h] and positions [b|1, rows]: [b|1, h, rows, keys]."""
+    j = torch.arange(keys.start, keys.stop, device=positions.device)
+    distance = (positions[:, None, :, None] - j).abs().to(slopes.dtype)
+    return -slopes[:, None, None] * distance
+
+
+def relative_bias(table: Tensor, spec: RelativeBias, positions: Tensor, keys: slice) -> Tensor:
+    """T5's bias for a table [buckets, h] and positions [b|1, rows]: [b|1, h, rows, keys]."""
+    j = torch.arange(keys.start, keys.stop, device=positions.device)
+    buckets = _buckets(j - positions[:, :, None], spec)  # [b|1, rows, keys]
+    return table[buckets].movedim(-1, 1)
+
+
+def _buckets(distance: Tensor, spec: RelativeBias) -> Tensor:
+    """T5's bucket of key minus query position (Raffel et al. 2020): exact for short distances, logarithmic up to max_distance."""
+    buckets = spec.buckets
+    offset = torch.zeros_like(distance)
+    if spec.bidirectional:
+        buckets //= 2
+        offset = (distance > 0) * buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    # in float32, as everywhere this is computed: at the bucket edges another precision would choose the neighbour
+    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
+    far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)

@@ -1,0 +1,103 @@
+"""RoPE, ALiBi and T5's relative bias in NumPy float64: what a layer itself makes of where a query stands among the keys.
+
+Part of the reference, and as plain; `reference.py` says when each step is taken. RoPE turns queries and keys by their positions. The
+others add to the scores, and know only `ahead`: how far key j lies ahead of query i.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from service.spec import LayerSpec, RelativeBias, Rope
+from service.tensors import Array
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """RoPE, Su et al. 2021, equation 34: x [b, h, n, d] at positions [b, n] or [1, n].
+
+    The first `dims` numbers of a head are dims/2 points of the plane, and point i is turned by the angle position · frequency_i. Its two
+    coordinates stand next to each other (interleaved: GPT-J) or half of `dims` apart (GPT-NeoX, Llama). The rest of the head stays.
+    """
+    dims = rope.dims or x.shape[-1]
+    if rope.interleaved:
+        first, second = slice(0, dims, 2), slice(1, dims, 2)
+    else:
+        first, second = slice(0, dims // 2), slice(dims // 2, dims)
+    angles = positions[:, None, :, None] * frequencies(rope, dims)  # [b, 1, n, dims/2]
+    turned = x.copy()
+    turned[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
+    turned[..., second] = x[..., first] * np.sin(angles) + x[..., second] * np.cos(angles)
+    return turned
+
+
+def frequencies(rope: Rope, dims: int) -> Array:
+    """theta^(-2i/dims) for i < dims/2, in radians per position, scaled for long contexts: [dims/2].
+
+    "linear" slows every frequency down by `factor`. "llama3" asks how many times a wave went round within the context that the model was
+    trained on: more than high_freq_factor times, and it stays; less than low_freq_factor times, and it is slowed down; in between, the two
+    are mixed in proportion.
+    """
+    plain: Array = rope.theta ** (-np.arange(0, dims, 2) / dims)
+    scaling = rope.scaling
+    if scaling is None:
+        return plain
+    if scaling.type == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_max_position * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    mixed: Array = kept * plain + (1 - kept) * plain / scaling.factor
+    return mixed
+
+
+def position_bias(spec: LayerSpec, weights: Mapping[str, Array], ahead: Array) -> Array:
+    """What the layer adds to the scores by itself: [b, 1, q, k] -> [b, h, q, k]."""
+    bias = np.zeros((1, spec.num_heads, 1, 1))
+    if spec.alibi:
+        bias = bias + alibi(ahead, spec.num_heads)
+    if spec.relative_bias:
+        bias = bias + relative_bias(ahead, weights["relative_bias"], spec.relative_bias)
+    return bias
+
+
+def alibi(ahead: Array, heads: int) -> Array:
+    """-slope_h · |distance|, Press et al. 2022: [b, 1, q, k] -> [b, h, q, k]."""
+    return -alibi_slopes(heads)[:, None, None] * np.abs(ahead)
+
+
+def alibi_slopes(heads: int) -> Array:
+    """2^(-8/n), 2^(-16/n), …, 2^-8 for n heads, n a power of two: [h].
+
+    For any other number: the slopes of the power of two below it, then every other slope of twice that power, from the first on.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (heads - power), 2)]
+    return np.array(slopes)
+
+
+def relative_bias(ahead: Array, table: ArrayLike, settings: RelativeBias) -> Array:
+    """The entry of the table [buckets, h] for each distance's bucket, Raffel et al. 2020: [b, 1, q, k] -> [b, h, q, k]."""
+    found: Array = np.asarray(table, np.float64)[relative_buckets(ahead[:, 0], settings)]  # [b, q, k, h]
+    return found.transpose(0, 3, 1, 2)
+
+
+def relative_buckets(ahead: Array, settings: RelativeBias) -> Array:
+    """The bucket of each distance: half of the buckets hold one distance each, the others ever more, up to max_distance and beyond.
+
+    Bidirectional, keys ahead of the query have the second half of the table; else they all count as distance 0. The logarithm is taken in
+    float32, as T5's models take it: where a distance lies right on the edge of a bucket, the rounding decides.
+    """
+    buckets, start = settings.buckets, np.zeros(ahead.shape, np.int64)
+    if settings.bidirectional:
+        buckets //= 2
+        start[ahead > 0] = buckets
+        distance = np.abs(ahead)
+    else:
+        distance = np.maximum(-ahead, 0)
+    exact = buckets // 2
+    share = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact)) / np.float32(math.log(settings.max_distance / exact))
+    wide = exact + (share * np.float32(buckets - exact)).astype(np.int64)
+    return start + np.where(distance < exact, distance, np.minimum(wide, buckets - 1))
