@@ -63,7 +63,7 @@ def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
         (["{file}", "--url", "http://127.0.0.1:1"], 1, "Start a server with `attend serve`"),
         (["{file}", "--url", "{server}"], 1, "got 4, at /query"),
         (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed would set up a layer in this process"),
-        (["{file}", "--d-model", "6"], 2, "expected a divisor of d_model 6, got 8"),
+        (["{file}", "--d-model", "6"], 2, "expected a divisor of d_model 6, or a head_dim, got 8"),
         (["{file}", "--config", "{file}"], 2, "is no TOML"),
         (["{file}", "--threads", "9999"], 2, "9999 threads"),
         (["{file}", "--d-model", "many"], 2, "'--d-model'"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from service.attention import products
 from service.attention.call import Call, Result
-from service.attention.cases import REQUEST_FEATURES, random_case
+from service.attention.cases import FEATURES, random_case
 from service.serving.batches import BatchLimits, Entry, halves, kinship, split, stack, take
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
@@ -477,21 +477,27 @@ def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | No
     """A random layer and calls to it that can be stacked."""
     rng = np.random.default_rng(seed)
     init = init or TAME[seed % len(TAME)]
-    case = random_case(rng, features=[f for f in REQUEST_FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
-    layer = CATALOGUE.make("case", case.spec)
+    case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
+    layer = CATALOGUE.make("case", case.spec, case.weights)
     more = selection(rng, layer, case.request["query"].shape[1])
     calls = [bound(layer, **alike(case, rng), **more)[0] for _ in range(count)]
     return layer, calls
 
 
-def assert_law_7(layer: HeldLayer, calls: list[Call], note: str) -> int:
-    """Stacked and split, the calls get what each gets by itself. Returns how many rows of theirs had no key."""
-    assert len({kinship(layer, call) for call in calls}) == 1, note
-    alone = [layer.attention(call) for call in calls]
-    together = split(layer.attention(stack(calls)), [call.query.shape[0] for call in calls])
-    for i, (got, wanted) in enumerate(zip(together, alone, strict=True)):
-        assert_same(got, wanted, layer.spec.dtype, f"{note}, call {i}")
-    return sum(result.fully_masked_rows for result in alone)
+def assert_law_7(layer: HeldLayer, calls: list[Call], note: str) -> list[int]:
+    """Taken from a queue, stacked and split, the calls get what each gets by itself. Returns the sizes of the batches they came in."""
+    alone = {id(call): layer.attention(call) for call in calls}
+    waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
+    while waiting:
+        batch = took(waiting)
+        result = layer.attention(stack([one.call for one in batch]))
+        for one, got in zip(batch, split(result, [one.call.query.shape[0] for one in batch]), strict=True):
+            assert_same(
+                got, alone.pop(id(one.call)), layer.spec.dtype, f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}"
+            )
+        sizes.append(len(batch))
+    assert not alone
+    return sizes
 
 
 @pytest.mark.parametrize("init", TAME)
@@ -500,27 +506,34 @@ def test_law_7_stacked_equals_alone(init: str) -> None:
     sizes, empty = set(), 0
     for seed in range(100):
         layer, calls = kin_requests(seed, 2 + seed % 4, init)
-        empty += assert_law_7(layer, calls, f"seed {seed}")
+        assert assert_law_7(layer, calls, f"seed {seed}") == [len(calls)]
         sizes |= {call.query.shape[0] for call in calls}
+        empty += sum(layer.attention(call).fully_masked_rows for call in calls)
     assert sizes == {1, 2, 3, 4}
     assert empty > 100
 
 
+ORDINARY: dict[str, dict[str, Any]] = {
+    "ordinary numbers": {},
+    "weights of size 1": {"init": "numpy_normal"},
+    "positive weights": {"init": "numpy_uniform"},
+    "numbers of size 10": {"size": 10.0},
+    "a scale of 5": {"scale": 5.0},
+}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("init", ["numpy_normal", "numpy_uniform"])
-def test_law_7_holds_for_weights_that_magnify_rounding(init: str, dtype: str, threads: Callable[[int], None]) -> None:
-    """Weights of size 1 make scores of size d_model, and softmax turns the absolute error of those into a relative one of its own:
-    in float32 such calls run alone."""
+@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
+def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dtype: str, threads: Callable[[int], None]) -> None:
+    """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
     threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
-    solitary = 0
-    for seed in range(20):
-        layer, calls = kin_requests(seed, 2 + seed % 4, init, dtype)
-        alone = [kinship(layer, call) is None for call in calls]
-        if all(alone):
-            solitary += 1
-        else:
-            assert_law_7(layer, calls, f"seed {seed}")
-    assert (solitary > 0) == (dtype == "float32")
+    spec = LayerSpec.model_validate({"d_model": width, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
+    layer, rng = CATALOGUE.make("wide", spec), np.random.default_rng(0)
+    fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
+    for _ in range(3):
+        calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, width)), **fields)[0] for b in (1, 2, 1, 3)]
+        assert_law_7(layer, calls, "")
 
 
 @pytest.mark.parametrize("number", [1, 2])
