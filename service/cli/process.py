@@ -27,6 +27,8 @@ from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
 from service.web.app import create_app
 
+SILENCE = 60  # seconds until a mute worker is replaced: it may be importing torch, or encoding a long reply
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
@@ -45,6 +47,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=settings.shutdown_seconds,
+        timeout_worker_healthcheck=SILENCE,
     )
     if settings.workers == 1:
         uvicorn.Server(config).run([listening])

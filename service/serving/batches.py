@@ -5,6 +5,7 @@ Calls are stacked along the batch axis when everything else about them is equal:
 call is an ordinary call, so the layer knows nothing of this.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from service.attention.call import Call, Result
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
 
-GAIN = 4.0  # of a layer's scores; xavier weights have about 1
+SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
+ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
 STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
 
 
@@ -34,10 +36,14 @@ class Entry:
     gone: Callable[[], bool] = lambda: False
     done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
-    kin: Any = field(init=False)
+    _kin: Any = field(init=False, default=...)
 
-    def __post_init__(self) -> None:
-        self.kin = kinship(self.layer, self.call)
+    @property
+    def kin(self) -> Any:
+        """Found when there is company to compare it with: most calls have none."""
+        if self._kin is ...:
+            self._kin = kinship(self.layer, self.call)
+        return self._kin
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,11 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
         elif entry.deadline is not None and entry.deadline <= now:
             expired.append(entry)
         elif not batch or (
-            entry.kin is not None
-            and entry.kin == batch[0].kin
-            and len(batch) < limits.calls
+            len(batch) < limits.calls
             and operations + entry.cost.operations <= limits.operations
             and memory + entry.cost.memory_bytes <= limits.memory_bytes
+            and entry.kin is not None
+            and entry.kin == batch[0].kin
         ):
             batch.append(entry)
             operations += entry.cost.operations
@@ -84,11 +90,10 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
 def kinship(layer: HeldLayer, call: Call) -> Any:
     """Equal for calls that can be stacked; None for one that must run alone.
 
-    A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where a
-    layer makes scores of such size that softmax would turn that rounding into more than the answers may differ by, it is not stacked.
+    A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where the
+    scores are of such size that softmax would turn that rounding into more than the answers may differ by, the call is not stacked.
     """
-    magnifies = layer.gain > GAIN and layer.spec.dtype != "float64"
-    if call.dropout is not None or call.reproducible or call.output_gradient is not None or magnifies:
+    if call.dropout is not None or call.reproducible or call.output_gradient is not None or _magnifies(layer, call):
         return None
     masks = call.masks
     return (
@@ -111,6 +116,25 @@ def kinship(layer: HeldLayer, call: Call) -> Any:
         masks.right,
         masks.aligned,
     )
+
+
+def _magnifies(layer: HeldLayer, call: Call) -> bool:
+    """Whether the scores may be so large that softmax makes more of their rounding than law 7 allows."""
+    if layer.spec.dtype == "float64":
+        return False
+    spread = layer.gain * abs(call.scale)
+    if spread <= SPREAD and layer.spec.qk_norm is None:
+        query = _size(call.query)
+        spread *= query * (query if call.key is call.query else _size(call.key))
+    bias = call.masks.bias
+    return spread > SPREAD or (bias is not None and bool((bias.isfinite() & (bias.abs() > ADDED)).any()))
+
+
+def _size(rows: Tensor) -> float:
+    """Of the largest row, as the root of the mean square of its numbers; 1 where it is less, since biases do not shrink with it."""
+    if not rows.numel():
+        return 1.0
+    return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
 def stack(calls: Sequence[Call]) -> Call:

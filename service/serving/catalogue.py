@@ -25,7 +25,7 @@ class HeldLayer:
     spec: LayerSpec
     fingerprint: str
     attention: MultiHeadAttention
-    gain: float = 1.0  # standard deviation of its scores for inputs of unit variance; magnifies rounding as much
+    gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
 
     def document(self) -> LayerDocument:
         return LayerDocument(
@@ -91,11 +91,18 @@ class Catalogue:
 
 
 def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Of the scores: scale times the root of head_dim times what query and key weights do to the variance of their inputs."""
+    """Of the scores: the root of head_dim times what query and key weights and biases make of unit variance."""
     if not spec.projections or spec.qk_norm is not None:  # of unit variance as they come, or made so
-        return abs(spec.scale) * math.sqrt(spec.head_dim)
-    query, key = (float(tensors[f"{name}.weight"].double().square().sum(1).mean().sqrt()) for name in ("query", "key"))
-    return abs(spec.scale) * math.sqrt(spec.head_dim) * query * key
+        return math.sqrt(spec.head_dim)
+    return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
+
+
+def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
+    """Mean over the components of a projection, for inputs of unit variance."""
+    variance: torch.Tensor = tensors[f"{name}.weight"].double().square().sum(1)
+    if f"{name}.bias" in tensors:
+        variance += tensors[f"{name}.bias"].double().square()
+    return float(variance.mean())
 
 
 def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:

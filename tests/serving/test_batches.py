@@ -316,7 +316,7 @@ def test_another_layer_is_no_kin() -> None:
     [
         pytest.param({}, {"query": numbers(5, Q, 6)}, id="batch size"),
         pytest.param({}, {"query": numbers(Q, 6)}, id="no batch"),
-        pytest.param({}, {"query": 100 * numbers(1, Q, 6)}, id="values"),
+        pytest.param({}, {"query": 2 * numbers(1, Q, 6)}, id="values"),
         pytest.param({}, {"scale": LAYER.spec.scale, "softcap": 0.0}, id="the layer's own scale, said"),
         pytest.param({"attend_mask": BITS[0, 0]}, {"attend_mask": BITS[:, 0]}, id="a mask for all and one per item"),
         pytest.param({"attend_mask": BITS[0, 0]}, {"block_mask": BITS[0, 0]}, id="attend and block"),
@@ -503,14 +503,15 @@ def assert_law_7(layer: HeldLayer, calls: list[Call], note: str) -> list[int]:
 @pytest.mark.parametrize("init", TAME)
 def test_law_7_stacked_equals_alone(init: str) -> None:
     """Random layers and requests with every kind of mask: several kin calls stacked and split get what each gets by itself."""
-    sizes, empty = set(), 0
+    sizes, empty, apart = set(), 0, 0
     for seed in range(100):
         layer, calls = kin_requests(seed, 2 + seed % 4, init)
-        assert assert_law_7(layer, calls, f"seed {seed}") == [len(calls)]
+        apart += assert_law_7(layer, calls, f"seed {seed}") != [len(calls)]  # those of the largest scores
         sizes |= {call.query.shape[0] for call in calls}
         empty += sum(layer.attention(call).fully_masked_rows for call in calls)
     assert sizes == {1, 2, 3, 4}
     assert empty > 100
+    assert apart < 5
 
 
 ORDINARY: dict[str, dict[str, Any]] = {
@@ -534,6 +535,26 @@ def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dt
     for _ in range(3):
         calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, width)), **fields)[0] for b in (1, 2, 1, 3)]
         assert_law_7(layer, calls, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "stacked"),
+    [
+        ({}, "float32", True),
+        ({"query": 10 * numbers(1, Q, 6)}, "float32", False),
+        ({"key": 100 * numbers(1, K, 6)}, "float32", False),
+        ({"scale": 50.0}, "float32", False),
+        ({"bias": np.full((Q, K), 100.0)}, "float32", False),
+        ({"bias": np.full((Q, K), -np.inf)}, "float32", True),
+        ({"query": 10 * numbers(1, Q, 6), "scale": 50.0, "bias": np.full((Q, K), 100.0)}, "float64", True),
+    ],
+)
+def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
+    """What rounding is left in scores of hundreds, softmax makes more of than law 7 allows, on one processor or another."""
+    layer = CATALOGUE.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
+    calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
+    assert (kinship(layer, calls[0]) is not None) is stacked
+    assert (kinship(layer, calls[0]) == kinship(layer, calls[1]) is not None) is stacked
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -565,7 +586,7 @@ def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
         bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
         for x in (query, huge)
     ]
-    assert kinship(LAYER, calls[0]) == kinship(LAYER, calls[1])
+    assert kinship(LAYER, calls[1]) is None  # scores of that size are not stacked; were they, nobody would suffer
 
     own, spoilt = split(LAYER.attention(stack(calls)), [1, 1])
 
