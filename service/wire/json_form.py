@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import simdjson
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind
+from service.wire.json_pieces import Pieces, Rows, find_pieces
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
@@ -35,6 +36,8 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     `shapes_alone` a tensor may be given by its shape: zeros that take no memory.
     Raises MalformedBody, TooLarge (depth) or InvalidRequest, each with the place.
     """
+    if (in_pieces := _parse_in_pieces(body, kinds, limits, shapes_alone)) is not None:
+        return in_pieces
     parser = simdjson.Parser() if len(body) > REUSED else _own_parser()
     try:
         document = parser.parse(body)
@@ -51,6 +54,43 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     members = _Reader(lists, escaped, kinds, limits, shapes_alone).members(document)
     del document  # before the parser's next turn
     return members
+
+
+def _parse_in_pieces(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> dict[str, Any] | None:
+    """The members of a large body whose tensors are regular; None for any other, and for one with anything wrong in it."""
+    if (pieces := find_pieces(body, kinds)) is None or (arrays := _assembled(body, pieces, kinds, limits)) is None:
+        return None
+    try:
+        return parse(pieces.rest, kinds, limits, shapes_alone) | arrays
+    except AttendError:
+        return None
+
+
+def _assembled(body: bytes, pieces: Pieces, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[str, Array] | None:
+    """The large tensors, each put together from its pieces; None where one is not regular."""
+    arrays: dict[str, Array] = {}
+    for field, parts in pieces.tensors.items():
+        start = 0
+        for part in parts:
+            rows = _rows(body, part, kinds[field], limits)
+            if rows is None or (start and rows.shape[1:] != arrays[field].shape[1:]):
+                return None
+            if not start:
+                arrays[field] = np.empty((sum(each.count for each in parts), *rows.shape[1:]))
+            arrays[field][start : start + part.count] = rows
+            start += part.count
+    return arrays
+
+
+def _rows(body: bytes, part: Rows, kind: Kind, limits: WireLimits) -> Array | None:
+    """Some rows of a tensor, as an array over the parser's numbers; None where they are not regular."""
+    reader = _Reader(part.lists + 1, False, {}, limits, False)
+    try:
+        value = _own_parser().parse(b"".join((b"[", memoryview(body)[part.text], b"]")))
+        array = reader._nested(value, kind, "")
+    except (AttendError, ValueError, RuntimeError):
+        return None
+    return array if reader.brackets == reader.lists and len(array) == part.count else None
 
 
 def _own_parser() -> Any:
