@@ -130,7 +130,8 @@ class MultiHeadAttention:
         sinks = self._of_heads(self.weights["sinks"].to(self.accumulate), chosen)[:, None] if self.spec.sinks else None
         made = _Rows(num_queries)
         for rows in _blocks(batch * heads * key.shape[2], num_queries):
-            scores = self._scores(call, query[:, :, rows], key, rows, chosen)
+            some = query if rows == slice(0, num_queries) else query[:, :, rows]
+            scores = self._scores(call, some, key, rows, chosen)
             if "scores" in wanted:
                 made.put("scores", rows, scores)
             if "log_sum_exp" in wanted:
@@ -262,14 +263,15 @@ def _weighted(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     """Weights times values, where a weight of 0 means no contribution even from a value of NaN or infinity."""
     batch, heads, rows, keys = weights.shape
     kv = value.shape[1]
-    shared = weights.reshape(batch, kv, heads // kv * rows, keys)  # heads that share values, as more rows
+    shared = weights.reshape(batch * kv, heads // kv * rows, keys)  # heads that share values, as more rows
+    value = value.flatten(0, 1)
     if masks.blocks and not torch.isfinite(value).all():
         finite = torch.isfinite(value)
         spoilt = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
         summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(spoilt, torch.nan)
     else:
-        summed = torch.matmul(shared, value)
-    return summed.view(batch, heads, rows, value.shape[3])
+        summed = torch.bmm(shared, value)
+    return summed.view(batch, heads, rows, value.shape[2])
 
 
 def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -48,8 +48,9 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
     """
     if array.dtype.kind in "iu":
         return array, None
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = array.astype(DATATYPES[datatype].numpy, copy=False)
+    if array.dtype != (wanted := DATATYPES[datatype].numpy):
+        with np.errstate(over="ignore", invalid="ignore"):
+            array = array.astype(wanted)
     finite = np.isfinite(array)
     if finite.all():
         return array, None
