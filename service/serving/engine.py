@@ -177,7 +177,7 @@ class Engine:
         problems = cost.admit(predicted, self.limits)
         outputs = {}
         for name, shape in predicted.outputs.items():
-            datatype = cost.wire_datatype(name, request, layer.spec)
+            datatype = cost.wire_datatype(name, request.reply.datatype, layer.spec)
             size = DATATYPES[datatype].size
             for length in shape:
                 size *= length
@@ -257,7 +257,7 @@ def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     tensors: dict[str, Any] = {}
     for name in request.outputs:
         tensors[name] = {part: arrays[part] for part in ("keys", "values")} if name not in arrays else arrays[name]
-    datatype = cost.wire_datatype("output", request, layer.spec)
+    datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 

@@ -115,10 +115,10 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body)
     try:
-        request = metadata.get("request", "{}").encode()
+        request = metadata.get("request", "").encode()
     except UnicodeEncodeError:
         raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
-    members = json_form.parse(request, kinds, limits, shapes_alone)
+    members = json_form.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")
