@@ -9,13 +9,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import orjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_SAFETENSORS, Array, datatype_of, raw
 from service.wire import json_form
-from service.wire.arrays import MAX_RANK, Kind
+from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer
@@ -80,11 +79,7 @@ def _span(name: str, entry: Any, available: int) -> tuple[int, int]:
 
 def _view(name: str, entry: Any, buffer: memoryview) -> Array:
     row, (begin, end) = BY_SAFETENSORS[entry["dtype"]], entry["data_offsets"]
-    piece = buffer[begin:end]
-    if row.kind == "bool" and (np.frombuffer(piece, np.uint8) > 1).any():
-        raise InvalidRequest.where(pointer([name]), "bytes 0 or 1 for BOOL", "others")
-    array: Array = np.frombuffer(piece, row.numpy).reshape(entry["shape"])
-    return array if array.flags.aligned else array.copy()
+    return array_over(buffer[begin:end], row, entry["shape"], pointer([name]))
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -105,10 +100,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
-    arrays: dict[str, Array] = {}
-    for name, tensor in reply.tensors.items():
-        parts = {f"{name}.{part}": array for part, array in tensor.items()} if isinstance(tensor, dict) else {name: tensor}
-        arrays |= {part: wire_array(part, array, reply.datatype, options)[0] for part, array in parts.items()}
+    arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
 
