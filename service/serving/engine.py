@@ -24,13 +24,14 @@ from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
-from service.wire.forms import FORMS
+from service.wire.forms import FORMS, Form
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.refusals import validate
@@ -52,6 +53,7 @@ class Asked:
     reply_coding: str = ""
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
+    own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
 
     def take_body(self) -> bytes:
         """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
@@ -89,14 +91,15 @@ class Engine:
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
+        self.statistics: dict[str, Statistics] = {}  # by layer
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
 
     @property
     def ready(self) -> bool:
-        """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
-        return self.started and not self.draining and self.scheduler.healthy
+        """Whether calls are welcome: layers loaded and warm, at least one, memory not short, not about to leave."""
+        return self.started and len(self.catalogue) > 0 and not self.draining and self.scheduler.healthy
 
     @property
     def threads(self) -> int:
@@ -158,15 +161,20 @@ class Engine:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
         bound = await self._aside(self._bound, asked) if large else self._bound(asked)
-        phases = Phases(decode=self.clock() - started)
-        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
-        phases.queue, phases.compute = outcome.queue, outcome.compute
-        started = self.clock()
-        large = bound.cost.reply_bytes > ON_THE_LOOP
-        pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
-        phases.encode = self.clock() - started
+        phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
+        try:
+            outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+            phases.queue, phases.compute = outcome.queue, outcome.compute
+            encoding = self.clock()
+            large = bound.cost.reply_bytes > ON_THE_LOOP
+            pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
+        except BaseException:  # a caller who has gone among them
+            statistics.failed(self.clock() - started)
+            raise
+        phases.encode = self.clock() - encoding
         self.metrics.computed(phases)
         request = bound.request
+        statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
         return Answer(pieces, phases, {**about, "batch": outcome.batch})
 
@@ -206,7 +214,12 @@ class Engine:
     def delete_layer(self, name: str) -> None:
         """DELETE /layers/{name}."""
         self.catalogue.remove(name)
+        self.statistics.pop(name, None)
         self.metrics.layers.set(len(self.catalogue))
+
+    def statistics_of(self, name: str) -> Statistics:
+        """What has been counted of the calls to a layer that is held."""
+        return self.statistics.setdefault(name, Statistics())
 
     def close(self) -> None:
         if self._starting is not None:
@@ -215,7 +228,7 @@ class Engine:
         self._threads.shutdown()
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
-        form, limits = FORMS[asked.form], self.wire_limits
+        form, limits = asked.own or FORMS[asked.form], self.wire_limits
         return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
 
     def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
@@ -247,7 +260,8 @@ def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:
     """The reply's bytes. Raises InvalidRequest where the caller wanted an error for rows without keys or numbers that are not finite."""
     if bound.call.fully_masked == "error" and (first := result.first_empty()):
         raise masked_rows(first)
-    pieces = FORMS[asked.reply_form].encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
+    form = asked.own or FORMS[asked.reply_form]
+    pieces = form.encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
     return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
 
 

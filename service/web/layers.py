@@ -15,6 +15,12 @@ from service.wire.refusals import shown
 NAME = re.compile(LAYER_NAME)
 
 
+def demand_name(name: str) -> None:
+    """Raises InvalidRequest where no layer may have the name."""
+    if not NAME.fullmatch(name):
+        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+
+
 def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     """Adds the routes; `why_not` is raised where layers cannot be changed over HTTP."""
 
@@ -42,8 +48,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     async def put_layer(name: str, request: Request, response: Response) -> LayerDocument:
         """Makes or replaces a layer; it serves when the reply comes."""
         demand_writable()
-        if not NAME.fullmatch(name):
-            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+        demand_name(name)
         demand_started(engine)
         with engine.holding() as hold:
             layer, new = await engine.put_layer(name, await read(request.scope, request.receive, engine, hold))

@@ -1,7 +1,7 @@
 """Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -19,6 +19,13 @@ async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold) -> As
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
+    return await read_as(form, reply_form, headers, scope, receive, engine, hold)
+
+
+async def read_as(
+    form: str, reply_form: str, headers: Mapping[bytes, str], scope: Scope, receive: Receive, engine: Engine, hold: Hold
+) -> Asked:
+    """The same, where the forms are settled."""
     deadline = _deadline(headers.get(b"x-request-timeout"), engine)
     body = await _body(headers.get(b"content-length"), receive, engine.wire_limits.body_bytes, hold)
     scope["attend"].received, scope["attend"].whole = len(body), True

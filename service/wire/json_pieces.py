@@ -1,17 +1,22 @@
-"""Large tensors of a JSON body, found by their brackets alone, so that each can be parsed a piece at a time.
+"""Large JSON bodies, parsed a piece at a time: the rows of their tensors are found by the brackets alone.
 
 A parser needs several times the memory of what it parses, and holds the interpreter's lock all the while: parsed in pieces of a
 megabyte, a body of a hundred leaves other threads their turn, and nothing but its arrays. Whatever does not look regular is no business
-of this file: it says None, and the body is parsed in one piece, which also finds what is wrong with it.
+of this file: such a body is parsed in one piece, which also finds what is wrong with it.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from service.errors import AttendError
 from service.tensors import Array
+from service.wire import json_form
+from service.wire.arrays import Kind
+from service.wire.limits import WireLimits
 
 WORTHWHILE = 1 << 21  # bytes of a body from which on pieces pay
 PIECE = 1 << 20  # bytes: with all that the parser makes of it, it stays in the processor's caches
@@ -28,11 +33,42 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a tensor, along its outermost axis: where their text is, how many there are, and how many lists begin in it."""
+    """Some rows of a tensor, along its outermost axis: where their text is, and how many there are."""
 
     text: slice
     count: int
-    lists: int
+
+
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
+    """What `json_form.parse` gives for the same body, and raises, for less memory."""
+    members = _parse_in_pieces(body, kinds, limits, shapes_alone)
+    return json_form.parse(body, kinds, limits, shapes_alone) if members is None else members
+
+
+def _parse_in_pieces(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> dict[str, Any] | None:
+    """The members of a large body whose tensors are regular; None for any other, and for one with anything wrong in it."""
+    if (pieces := find_pieces(body, kinds)) is None or (arrays := _assembled(body, pieces, kinds, limits)) is None:
+        return None
+    try:
+        return json_form.parse(pieces.rest, kinds, limits, shapes_alone) | arrays
+    except AttendError:
+        return None
+
+
+def _assembled(body: bytes, pieces: Pieces, kinds: Mapping[str, Kind], limits: WireLimits) -> dict[str, Array] | None:
+    """The large tensors, each put together from its pieces; None where one is not regular."""
+    arrays: dict[str, Array] = {}
+    for field, parts in pieces.tensors.items():
+        start = 0
+        for part in parts:
+            rows = json_form.parse_rows(memoryview(body)[part.text], kinds[field], limits)
+            if rows is None or len(rows) != part.count or (start and rows.shape[1:] != arrays[field].shape[1:]):
+                return None
+            if not start:
+                arrays[field] = np.empty((sum(each.count for each in parts), *rows.shape[1:]))
+            arrays[field][start : start + part.count] = rows
+            start += part.count
+    return arrays
 
 
 def find_pieces(body: bytes, fields: Container[str]) -> Pieces | None:
@@ -101,7 +137,7 @@ def _rows(body: bytes, value: slice, brackets: Array, opens: Array, depth: Array
     first, last = np.flatnonzero(opens & (depth == 3)), np.flatnonzero(~opens & (depth == 2))  # brackets of each row
     if not len(first) or len(first) != len(last):
         return None
-    starts, ends, lists = brackets[first], brackets[last], np.cumsum(opens)
+    starts, ends = brackets[first], brackets[last]
     places = [(value.start, int(starts[0]), b""), (int(ends[-1]), value.stop, b"")]
     bounds, filled = [0], int(starts[0])
     for i, end in enumerate(ends[:-1].tolist(), 1):
@@ -111,7 +147,4 @@ def _rows(body: bytes, value: slice, brackets: Array, opens: Array, depth: Array
             places.append((end, filled, b","))
     if any(body[left + 1 : right].strip() != between for left, right, between in places):
         return None
-    return [
-        Rows(slice(int(starts[i]), int(ends[j - 1]) + 1), j - i, int(lists[last[j - 1]] - lists[first[i]]) + 1)
-        for i, j in pairwise((*bounds, len(starts)))
-    ]
+    return [Rows(slice(int(starts[i]), int(ends[j - 1]) + 1), j - i) for i, j in pairwise((*bounds, len(starts)))]

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import orjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from service.wire import json_form
-from service.wire.arrays import MAX_RANK, Kind
+from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer
@@ -104,11 +103,7 @@ def _span(name: str, entry: Any, available: int) -> Span:
 
 
 def _view(span: Span, buffer: memoryview) -> Array:
-    piece = buffer[span.begin : span.end]
-    if span.datatype.kind == "bool" and (np.frombuffer(piece, np.uint8) > 1).any():
-        raise InvalidRequest.where(pointer([span.name]), "bytes 0 or 1 for BOOL", "others")
-    array: Array = np.frombuffer(piece, span.datatype.numpy).reshape(span.shape)
-    return array if array.flags.aligned else array.copy()
+    return array_over(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -129,10 +124,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
-    arrays: dict[str, Array] = {}
-    for name, tensor in reply.tensors.items():
-        parts = {f"{name}.{part}": array for part, array in tensor.items()} if isinstance(tensor, dict) else {name: tensor}
-        arrays |= {part: wire_array(part, array, reply.datatype, options)[0] for part, array in parts.items()}
+    arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
 
