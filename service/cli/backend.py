@@ -90,7 +90,7 @@ class EngineBackend:
         return layer.document()
 
     def delete_layer(self, name: str) -> None:
-        self._engine.delete_layer(name)
+        self._loop.run(self._engine.delete_layer(name))
 
     def close(self) -> None:
         self._engine.close()

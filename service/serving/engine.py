@@ -7,33 +7,36 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 import torch
 
 from service.attention.call import Call, Result
-from service.errors import Overloaded, Problem
+from service.errors import InvalidRequest, Overloaded, Problem
 from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
+from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.shelf import Shelf
 from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
-from service.tensors import DATATYPES
+from service.tensors import DATATYPES, Array
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
 from service.wire.forms import FORMS, Form
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.refusals import validate
 from service.wire.reply import Buffer, Reply
 
@@ -87,6 +90,7 @@ class Engine:
         self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
+        self.shelf = Shelf(catalogue, scheduler, metrics)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
@@ -125,12 +129,7 @@ class Engine:
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:
         """Makes and warms the configured layers; ready afterwards."""
-        for name, spec in specs.items():
-            self.catalogue.admit(name, spec)
-            self.catalogue.put(await self._aside(self.catalogue.make, name, spec))
-        self.metrics.layers.set(len(self.catalogue))
-        for layer in self.catalogue.all():
-            await self._warm(layer)
+        await self.shelf.start(specs)
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
@@ -200,22 +199,18 @@ class Engine:
             refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
         )
 
-    async def put_layer(self, name: str, asked: Asked) -> tuple[HeldLayer, bool]:
+    async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        document = validate(PutLayer, await self._aside(self._parsed, asked, PutLayer.tensors))
-        self.catalogue.admit(name, document.spec)
-        layer = await self._aside(self.catalogue.make, name, document.spec, document.weights)
-        self.catalogue.admit(name, document.spec)  # others may have come meanwhile
-        await self._warm(layer)
-        new = self.catalogue.put(layer)
-        self.metrics.layers.set(len(self.catalogue))
-        return layer, new
+        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()))
 
-    def delete_layer(self, name: str) -> None:
+    async def delete_layer(self, name: str) -> None:
         """DELETE /layers/{name}."""
-        self.catalogue.remove(name)
+        await self.shelf.remove(name)
         self.statistics.pop(name, None)
-        self.metrics.layers.set(len(self.catalogue))
+
+    async def export_layer(self, name: str) -> list[Buffer]:
+        """GET /layers/{name}/weights: safetensors that PUT takes back."""
+        return await self._aside(write_layer_file, self.catalogue.find(name))
 
     def statistics_of(self, name: str) -> Statistics:
         """What has been counted of the calls to a layer that is held."""
@@ -224,12 +219,22 @@ class Engine:
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+        self.shelf.close()
         self.scheduler.close()
         self._threads.shutdown()
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
         form, limits = asked.own or FORMS[asked.form], self.wire_limits
         return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
+
+    def _layer_read(self, asked: Asked, source: Source) -> tuple[LayerSpec, Mapping[str, Array] | None]:
+        if asked.form == SAFETENSORS:
+            return read_layer_file(unpack(asked.take_body(), asked.coding, self.wire_limits.layer_bytes), source)
+        for name in ("layout", "prefix", "spec"):
+            if getattr(source, name) is not None:
+                raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", asked.form)
+        document = validate(PutLayer, self._parsed(asked, PutLayer.tensors))
+        return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
 
     def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
         request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
@@ -246,14 +251,6 @@ class Engine:
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-    async def _warm(self, layer: HeldLayer) -> None:
-        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
-        await self.scheduler.aside(layer.attention.tune)
-        spec = layer.spec
-        zeros = {"query": spec.query_dim, "key": spec.key_dim, "value": spec.value_dim}
-        request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
-        await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
 
 
 def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:

@@ -74,7 +74,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 def create_engine(settings: Settings) -> Engine:
     """The engine of these settings, without any layer yet."""
-    wire = WireLimits(body_bytes=settings.max_body_bytes, depth=settings.max_depth)
+    wire = WireLimits(body_bytes=settings.max_body_bytes, layer_bytes=settings.max_layer_bytes, depth=settings.max_depth)
     limits = ServingLimits(
         layer_parameters=settings.max_layer_parameters,
         total_parameters=settings.max_total_parameters,

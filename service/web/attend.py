@@ -15,7 +15,9 @@ from service.web.examples import ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
 from service.web.reading import read
 from service.wire.documents import AttendReply, Plan
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, SAFETENSORS
+
+BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
@@ -52,10 +54,12 @@ def demand_started(engine: Engine) -> None:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def takes(model: str, example: Any, summary: str) -> dict[str, Any]:
+def takes(model: str, example: Any, summary: str, binary: bool = False) -> dict[str, Any]:
     """The OpenAPI part that says what body a route reads itself."""
-    example = {"summary": summary, "value": example}
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema(model), "examples": {"tiny": example}}}}}
+    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
+    if binary:
+        content[SAFETENSORS] = {"schema": BINARY}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def schema(model: str) -> dict[str, str]:

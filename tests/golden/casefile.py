@@ -100,15 +100,13 @@ def compare(old, new):
     if [x["load"] for x in old["cases"]] != [x["load"] for x in new["cases"]]:
         yield "other layers"
     for before, after in zip(old["cases"], new["cases"]):  # noqa: B905 (Python 3.9 has no strict)
-        for name, given in after["request"].items():
-            if not _close(before["request"].get(name), given, after["tolerance"]):
-                yield f"{after['about']}: other {name}"
-        for name, expected in after["expect"].items():
-            if not _close(before["expect"][name], expected, after["tolerance"]):
-                yield f"{after['about']}: other {name}"
+        for part in ("request", "expect"):
+            for name in sorted({*before[part], *after[part]}):
+                if not _close(before[part].get(name), after[part].get(name), before["tolerance"]):
+                    yield f"{after['about']}: other {name}"
 
 
 def _close(before, after, tolerance):
-    if not isinstance(after, dict) or "base64" not in after:
+    if not all(isinstance(one, dict) and "base64" in one for one in (before, after)):
         return before == after
     return before["shape"] == after["shape"] and bool(np.allclose(array(before), array(after), rtol=0, atol=tolerance))

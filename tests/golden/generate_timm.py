@@ -3,9 +3,16 @@
 The weights are caught at the dropout that they go through; timm returns none.
 """
 
-import timm
 import torch
 from casefile import case, draw, draw_all, save
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:  # PyPI's is made for CUDA, and beside a torch without it misses operators that it registers more for
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import timm
 from timm.models.vision_transformer import VisionTransformer
 
 

@@ -13,6 +13,7 @@ import transformers
 from casefile import case, draw_all, save
 from safetensors.numpy import load_file
 
+transformers.utils.logging.disable_progress_bar()
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
 
 

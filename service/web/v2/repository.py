@@ -63,7 +63,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         parameters = await _parameters(request, engine)
         parameters.pop("unload_dependents", None)
         _demand_nothing_else(parameters, "/parameters")
-        engine.delete_layer(name)
+        await engine.delete_layer(name)
         return Response()
 
 
