@@ -7,4 +7,5 @@ ATTEND = {
     "causal": True,
     "reply": {"decimals": 3},
 }
+FIGURE = {**ATTEND, "tokens": {"query": ["the", "cat", "sat"]}, "figure": {"kind": "heads", "format": "svg"}}
 PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
