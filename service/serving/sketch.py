@@ -48,7 +48,7 @@ def sketch(request: FigureRequest, layer: HeldLayer, accepted: str, limits: Serv
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
     form = asked.format or PICTURES[accepted]
     subject, style = _subject(request, num_heads), Style(asked.theme, asked.colours, asked.width, asked.dpi, asked.values)
-    outputs = ["concatenated", "output"] if asked.kind == "concatenation" else []
+    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if asked.kind == "concatenation" else []
     shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     cost = predict(shown, layer.spec)
     check(cost, limits)
@@ -72,4 +72,5 @@ def _subject(request: FigureRequest, num_heads: int) -> Subject:
         pool=asked.pool,
         title=asked.title,
         maximum=asked.maximum,
+        logarithmic=asked.scale == "log",
     )

@@ -19,7 +19,7 @@ from service.tensors import Array
 WIDEST = 1200  # of a sheet whose width nobody gave
 MARGIN, GAP = 18.0, 16.0
 TITLE, HEADING, TEXT = 17.0, 13.0, 12.0  # font sizes
-LARGEST_CELL = 64.0
+LARGEST_CELL, LARGEST_PANEL = 64.0, 720.0
 BAR = 84.0  # what the colour bar takes, with its numbers
 NUMBERED = 2500  # cells of a picture that may hold numbers
 SMALLEST_NUMBER = 7.5
@@ -64,7 +64,7 @@ class _Layout:
         self.palette: Palette = PALETTES[style.theme]
         self.sheet = Sheet(0, 0, self.palette.paper)
         self.columns = 1
-        if len({panel.columns.cells for panel in picture.panels}) == 1:
+        if len({panel.columns for panel in picture.panels}) == 1:
             room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
             self.columns = grid_columns(len(picture.panels), room)
         width, height = self._panel_size()
@@ -84,7 +84,8 @@ class _Layout:
         """Of a panel's cells: squares as far as they go, but neither a thread nor a tower."""
         rows, columns = (max(getattr(p, side).cells for p in self.picture.panels) for side in ("rows", "columns"))
         if width is None:
-            width = max(min(columns * LARGEST_CELL, WIDEST / self.columns, 720.0), 110.0)
+            most = LARGEST_PANEL if 2 * rows >= columns else WIDEST
+            width = max(min(columns * LARGEST_CELL, most, WIDEST / self.columns), 110.0)
         height = min(max(width * rows / columns, min(rows * 15.0, 0.4 * width)), 1.5 * width, rows * LARGEST_CELL * 2)
         return width, max(height, 18.0)
 
@@ -110,13 +111,13 @@ class _Layout:
     def _places(self, top: float, width: float, height: float) -> tuple[list[_Place], float]:
         panels, places = self.picture.panels, []
         heading = HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
-        labelled = self.bottom + TEXT * LINE + 10
+        labelled = self.bottom + TEXT * LINE + 16
         count, y = len(panels), top
         for start in range(0, count, self.columns):
             y += heading
             row = range(start, min(start + self.columns, count))
             for i in row:
-                lowest = i + self.columns >= count or self.columns == 1
+                lowest = i + self.columns >= count or panels[i].columns != panels[i + self.columns].columns
                 places.append(_Place(panels[i], self.left + (i - start) * (width + GAP), y, width, height, i == start, lowest))
             y += height + (labelled if any(places[i].lowest for i in row) else GAP)
         return places, y
@@ -203,18 +204,17 @@ class _Layout:
 
     def _bar(self, x: float, y: float, height: float) -> None:
         scale, steps = self.picture.scale, 64
-        values = np.linspace(scale.high, scale.low, steps)[:, None]
+        even = np.geomspace if scale.logarithmic else np.linspace
+        values = even(scale.high, scale.low, steps)[:, None]
         self.sheet.marks.append(Cells(x, y, 14, height, coloured(values, scale, self.style), name="colour bar"))
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            at = y + height * (1 - share)
-            value = scale.low + share * (scale.high - scale.low)
+        for value in scale.ticks():
+            at = y + height * (1 - float(scale.share(np.asarray(value))))
             self.sheet.marks.append(Line(x + 14, at, x + 18, at, self.palette.faint))
             self._label(x + 21, at + 4, f"{value:.3g}", 11.0, self.palette.ink, role="scale")
 
     def _foot(self, y: float, total: float) -> float:
         """What grey and hatched mean, where they occur, the name of the scale, and the note."""
-        y += 4
-        x = MARGIN
+        x, y = MARGIN, y + 4
         blocked = any(np.isnan(panel.values).any() for panel in self.picture.panels)
         legend = [("blocked", "may not attend")] * blocked + [("empty", "no key to attend to")] * any(p.empty for p in self.picture.panels)
         for kind, meaning in legend:
@@ -225,7 +225,8 @@ class _Layout:
             self._label(x + 26, y + 10, meaning, 11.0, self.palette.faint, role="legend")
             x += 26 + width(meaning, 11.0) + 22
         y += 18 * bool(legend)
-        for text in (f"Colour: {self.picture.scale.name}.", self.picture.note):
+        scale = self.picture.scale
+        for text in (f"Colour: {scale.name}, {scale.low:.3g} to {scale.high:.3g}.", self.picture.note):
             for line in lines(printable(text), 11.0, total - 2 * MARGIN, 4) if text else ():
                 self._label(MARGIN, y + 10, line, 11.0, self.palette.faint, role="note")
                 y += 11 * LINE + 1

@@ -5,6 +5,7 @@ would draw words as outlines, in the glyphs of one font, under ids that change w
 """
 
 import io
+import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from xml.etree import ElementTree as ET
@@ -26,11 +27,9 @@ def draw_svg(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) 
 def svg_tree(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) -> ET.Element:
     """The element `svg`. Everything is said in attributes, nothing in styles, so that the strictest page may hold it."""
     size = {"width": str(sheet.width), "height": str(sheet.height), "viewBox": f"0 0 {sheet.width} {sheet.height}"}
-    root = ET.Element("svg", {"xmlns": NAMESPACE, **size, "font-family": FONT, "role": "img", "aria-labelledby": "title"})
-    ET.SubElement(root, "title", {"id": "title"}).text = about.get("Title", "")
-    metadata = ET.SubElement(root, "metadata")
-    for name, value in about.items():
-        ET.SubElement(metadata, "meta", {"name": name, "content": value})
+    root = ET.Element("svg", {"xmlns": NAMESPACE, **size, "font-family": FONT, "role": "img", "aria-labelledby": "picture"})
+    ET.SubElement(root, "title", {"id": "picture"}).text = about.get("Title", "")
+    ET.SubElement(root, "metadata").text = json.dumps(dict(about), ensure_ascii=False)  # no elements: an HTML parser would leave the SVG
     ET.SubElement(root, "rect", {"width": "100%", "height": "100%", "fill": sheet.paper})
     single = sum(mark.pixels[..., 0].size for mark in sheet.marks if isinstance(mark, Cells)) <= RECTANGLES
     for mark in sheet.marks:
@@ -48,7 +47,9 @@ def svg_tree(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) 
 def _rectangles(root: ET.Element, mark: Cells) -> None:
     rows, columns = mark.pixels.shape[:2]
     width, height = mark.width / columns, mark.height / rows
-    group = ET.SubElement(root, "g", {"class": "cells", "aria-label": mark.name, "shape-rendering": "crispEdges"})
+    group = ET.SubElement(root, "g", {"class": "cells", "aria-label": mark.name})
+    if not mark.gap:
+        group.set("shape-rendering", "crispEdges")  # no seams between cells that touch
     size = {"width": _short(width - mark.gap), "height": _short(height - mark.gap)}
     for i, row in enumerate(mark.pixels):
         for j, pixel in enumerate(row):
