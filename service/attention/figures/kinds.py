@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.attention.figures.layout import resolution
+from service.attention.figures.layout import WIDEST, resolution
 from service.attention.figures.picture import Axis, Panel, Picture, Pool, Scale, Style
 from service.attention.figures.pooling import Across, Raster, Similarity, deviation_across, mean_across, pool_array
-from service.attention.figures.words import printable
 from service.errors import InvalidRequest
 from service.tensors import Array
 
@@ -69,7 +68,7 @@ def compose(subject: Subject, style: Style, tensors: Mapping[str, Tensor], about
         if np.isinf(panel.values).any():
             raise InvalidRequest.where("", f"finite numbers to draw for {panel.title or subject.kind}", "infinity")
     title = _title(subject) if subject.title is None else subject.title
-    return Picture(title, tuple(panels), _scale(subject, panels), _note(subject, steps), {"Title": printable(title), **about})
+    return Picture(title, tuple(panels), _scale(subject, panels), _note(subject, steps), {"Title": title, **about})
 
 
 def _steps(subject: Subject, style: Style) -> tuple[int, int]:
@@ -95,7 +94,7 @@ def _outputs(subject: Subject, style: Style, tensors: Mapping[str, Tensor]) -> t
     titles = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
     named = {name: title for name, title in titles.items() if name in tensors}  # without projections there is no second
     widest = max(tensors[name].shape[-1] for name in named)
-    across = -(-widest // resolution(1, style, CELLS**2))
+    across = -(-widest // resolution(1, style, CELLS**2, WIDEST))
     most = min(resolution(1, style, CELLS), CELLS // 2 // -(-widest // across))
     steps = -(-subject.queries // most), across
     panels = []

@@ -16,7 +16,7 @@ from service.attention.figures.words import cut, lines, printable, width
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-WIDEST = 1200  # of a sheet whose width nobody gave
+NARROWEST, WIDEST = 300.0, 1200  # of a sheet whose width nobody gave
 MARGIN, GAP = 18.0, 16.0
 TITLE, HEADING, TEXT = 17.0, 13.0, 12.0  # font sizes
 LARGEST_CELL, LARGEST_PANEL = 64.0, 720.0
@@ -33,10 +33,14 @@ def grid_columns(panels: int, room: float) -> int:
     return min(range(1, most + 1), key=rate)
 
 
-def resolution(panels: int, style: Style, cells: int) -> int:
-    """Cells that a side of one of so many panels may have: two pixels each at least, and `cells` in all of the picture."""
+def resolution(panels: int, style: Style, cells: int, widest: float = LARGEST_PANEL) -> int:
+    """Cells that a side of one of so many panels may have: two pixels each at least, and `cells` in all of the picture.
+
+    `widest` is how wide a panel may become where nobody gave a width.
+    """
     room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
     panel = room / grid_columns(panels, room)
+    panel = panel if style.width else min(panel, widest)
     return max(1, min(int(panel // 2), math.isqrt(cells // panels)))
 
 
@@ -67,15 +71,20 @@ class _Layout:
         if len({panel.columns for panel in picture.panels}) == 1:
             room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
             self.columns = grid_columns(len(picture.panels), room)
-        width, height = self._panel_size()
-        self.left = MARGIN + TEXT * LINE + max(beside(p.rows, height).room for p in picture.panels) + 10
-        if style.width is not None or self.left + self._across(width) + BAR + MARGIN > WIDEST:
-            room = (style.width or WIDEST) - self.left - BAR - MARGIN - GAP * (self.columns - 1)
-            if room / self.columns < 24:
-                raise InvalidRequest.where("/figure/width", "room for panels beside their labels", f"{style.width}")
-            width, height = self._panel_size(room / self.columns)
+        self.left, (width, height) = 0.0, self._panel_size()
+        for _ in range(2):  # wider panels may have larger labels beside them; those may then leave less for panels, but never more
+            self.left = max(self.left, MARGIN + TEXT * LINE + max(beside(p.rows, height).room for p in picture.panels) + 10)
+            if style.width is not None or self.left + self._across(width) + BAR + MARGIN > WIDEST:
+                width, height = self._panel_size(self._room())
         self.bottom = max(below(p.columns, width).room for p in picture.panels)
         self._build(width, height)
+
+    def _room(self) -> float:
+        """The width that is left for each panel."""
+        room = (self.style.width or WIDEST) - self.left - BAR - MARGIN - GAP * (self.columns - 1)
+        if room / self.columns < 24:
+            raise InvalidRequest.where("/figure/width", "room for panels beside their labels", f"{self.style.width}")
+        return room / self.columns
 
     def _across(self, width: float) -> float:
         return self.columns * width + GAP * (self.columns - 1)
@@ -86,12 +95,16 @@ class _Layout:
         if width is None:
             most = LARGEST_PANEL if 2 * rows >= columns else WIDEST
             width = max(min(columns * LARGEST_CELL, most, WIDEST / self.columns), 110.0)
-        height = min(max(width * rows / columns, min(rows * 15.0, 0.4 * width)), 1.5 * width, rows * LARGEST_CELL * 2)
+        height = min(
+            max(width * rows / columns, min(rows * 15.0, 0.4 * width)),
+            max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)),
+            rows * LARGEST_CELL * 2,
+        )
         return width, max(height, 18.0)
 
     def _build(self, width: float, height: float) -> None:
         right = self.left + self._across(width)
-        total = math.ceil(max(right + BAR + MARGIN, 260.0)) if self.style.width is None else self.style.width
+        total = math.ceil(max(right + BAR + MARGIN, NARROWEST)) if self.style.width is None else self.style.width
         top = self._title(MARGIN, total)
         places, floor = self._places(top, width, height)
         for place in places:
@@ -218,6 +231,8 @@ class _Layout:
         blocked = any(np.isnan(panel.values).any() for panel in self.picture.panels)
         legend = [("blocked", "may not attend")] * blocked + [("empty", "no key to attend to")] * any(p.empty for p in self.picture.panels)
         for kind, meaning in legend:
+            if x + 26 + width(meaning, 11.0) > total - MARGIN:
+                x, y = MARGIN, y + 18
             pixels = np.array([[[int(self.palette.blocked[i : i + 2], 16) for i in (1, 3, 5)]]], np.uint8)
             self.sheet.marks.append(Cells(x, y, 20, 12, pixels, name=meaning))
             if kind == "empty":
