@@ -22,7 +22,7 @@ from service.web.failures import refusal, respond
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
-ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|figure))?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 

@@ -15,7 +15,7 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, health, layers
+from service.web import attend, documentation, failures, figure, health, layers
 from service.web.access import Access
 from service.web.v2 import infer, repository, routes
 from service.wire.limits import WireLimits
@@ -60,6 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
+    figure.install(app, engine)
     why_not = _why_not_writable(settings)
     layers.install(app, engine, why_not)
     routes.install(app, engine, _extensions(settings), _why_no_statistics(settings))

@@ -15,7 +15,15 @@ Limit = tuple[str, int]  # a setting's name and value
 Hold = Callable[[int], None]  # is told of bytes to come; may raise Overloaded
 
 
-async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold, layer: bool = False) -> Asked:
+async def read(
+    scope: Scope,
+    receive: Receive,
+    engine: Engine,
+    hold: Hold,
+    *,
+    layer: bool = False,
+    form_of_reply: Callable[[str], str] = form_of_reply,
+) -> Asked:
     """The request as the engine takes it; one that brings a `layer` may be larger.
 
     Raises what its headers or its size deserve; CallerGone if it never comes whole.
