@@ -7,23 +7,26 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import structlog
 import torch
 
 from service.attention.call import Call, Result
-from service.errors import Overloaded, Problem
+from service.errors import AttendError, Overloaded, Problem
 from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.metrics import Metrics, Phases
-from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.scheduler import Outcome, QueueLimits, Scheduler
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
@@ -38,6 +41,8 @@ from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
 log = structlog.get_logger("attend")
+STATM = Path("/proc/self/statm")
+SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operations of the call that measures the device
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
@@ -89,6 +94,7 @@ class Engine:
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
+        self.ready_timeout = 2.0  # seconds in which a device that works has something to show
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
@@ -97,6 +103,28 @@ class Engine:
     def ready(self) -> bool:
         """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
         return self.started and not self.draining and self.scheduler.healthy
+
+    async def answers(self) -> bool:
+        """Whether calls are welcome and the device really computes: something came back from it within `ready_timeout`, or does now.
+
+        A device that is busy shows it by finishing something; an idle one is given a tiny call.
+        """
+        if not self.ready or not len(self.catalogue):
+            return False
+        if self.clock() - self.scheduler.finished_at <= self.ready_timeout:
+            return True
+        if self.scheduler.busy:
+            return await self.scheduler.moves(self.ready_timeout)
+        try:
+            await asyncio.wait_for(self._submit_zeros(self.catalogue.all()[0], 1), self.ready_timeout)
+        except (AttendError, TimeoutError):
+            return False
+        return True
+
+    def sample(self) -> None:
+        """Brings the gauges up to date."""
+        memory = torch.cuda.memory_allocated(self.catalogue.device) if self.catalogue.device.type == "cuda" else resident_bytes()
+        self.metrics.sample(self.scheduler.load, self.held_bytes, memory, self.ready)
 
     @property
     def threads(self) -> int:
@@ -128,6 +156,8 @@ class Engine:
         self.metrics.layers.set(len(self.catalogue))
         for layer in self.catalogue.all():
             await self._warm(layer)
+        if len(self.catalogue):
+            await self._gauge()
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
@@ -165,9 +195,10 @@ class Engine:
         large = bound.cost.reply_bytes > ON_THE_LOOP
         pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
         phases.encode = self.clock() - started
-        self.metrics.computed(phases)
         request = bound.request
+        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        about["operations"] = bound.cost.operations
         return Answer(pieces, phases, {**about, "batch": outcome.batch})
 
     async def plan(self, asked: Asked) -> Plan:
@@ -206,6 +237,7 @@ class Engine:
     def delete_layer(self, name: str) -> None:
         """DELETE /layers/{name}."""
         self.catalogue.remove(name)
+        self.metrics.forget(name)
         self.metrics.layers.set(len(self.catalogue))
 
     def close(self) -> None:
@@ -237,10 +269,33 @@ class Engine:
     async def _warm(self, layer: HeldLayer) -> None:
         """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
         await self.scheduler.aside(layer.attention.tune)
-        spec = layer.spec
-        zeros = {"query": spec.query_dim, "key": spec.key_dim, "value": spec.value_dim}
-        request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
-        await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
+        await self._submit_zeros(layer, 1)
+
+    async def _gauge(self) -> None:
+        """The device's speed, from a call of the size that says something: what a full queue first advises has nothing else to go by."""
+        layer, length = self.catalogue.all()[0], SHORTEST
+        while length < LONGEST and cost.predict(_zeros(layer, length), layer.spec).operations < TELLING:
+            length *= 2
+        operations = cost.predict(_zeros(layer, length), layer.spec).operations
+        self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
+
+    async def _submit_zeros(self, layer: HeldLayer, length: int) -> Outcome:
+        request = _zeros(layer, length)
+        return await self.scheduler.submit(layer, bind(request, layer.spec), cost.predict(request, layer.spec))
+
+
+def _zeros(layer: HeldLayer, length: int) -> AttendRequest:
+    """A request for that layer that asks nothing, of so many queries and keys."""
+    widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
+    return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not tell."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:

@@ -64,6 +64,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI part for the refusals a route may give."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
+        401: "This server wants a key.",
         403: "This server does not allow it.",
         404: "No such layer.",
         406: "No form that the caller accepts.",

@@ -11,4 +11,5 @@ class WireLimits:
 
     body_bytes: int = 128 * MIB
     depth: int = 64
+    tensors: int = 1024  # in one body; looking up each member of an object takes a walk along all of them
     scan_bytes: int = 8 * MIB
