@@ -2,6 +2,7 @@
 
 import os
 import socket
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -35,6 +36,13 @@ def run(settings: Settings) -> None:
     except ValueError as error:
         typer.echo(f"attend serve: {error}", err=True)
         raise typer.Exit(2) from None
+    if settings.layers_dir is not None:
+        try:
+            settings.layers_dir.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=settings.layers_dir).close()
+        except OSError as error:
+            typer.echo(f"attend serve: cannot use the folder of layers {settings.layers_dir}: {error.strerror}", err=True)
+            raise typer.Exit(1) from None
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
     from service.cli.process import serve_processes
 

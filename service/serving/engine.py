@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -23,6 +24,7 @@ from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
+from service.serving.folder import LayerFolder
 from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
@@ -85,10 +87,16 @@ class Engine:
     """Everything between bytes and bytes, for one process."""
 
     def __init__(
-        self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
+        self,
+        catalogue: Catalogue,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        wire_limits: WireLimits,
+        limits: cost.ServingLimits,
+        folder: LayerFolder | None = None,
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
-        self.shelf = Shelf(catalogue, scheduler, metrics)
+        self.shelf = Shelf(catalogue, scheduler, metrics, folder)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
@@ -193,11 +201,11 @@ class Engine:
 
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()))
+        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()), asked.deadline)
 
-    async def delete_layer(self, name: str) -> None:
+    async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
-        await self.shelf.remove(name)
+        await self.shelf.remove(name, deadline)
 
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
@@ -264,8 +272,13 @@ def open_engine(
     limits: cost.ServingLimits,
     queue: QueueLimits | None = None,
     batch: BatchLimits | None = None,
+    layers_dir: Path | None = None,
 ) -> Engine:
-    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none."""
+    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none.
+
+    With `layers_dir` the layers that are put are kept there, and those that are there are held once it starts.
+    """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     metrics = Metrics()
-    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits)
+    folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
+    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits, folder)

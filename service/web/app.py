@@ -65,7 +65,7 @@ def create_engine(settings: Settings) -> Engine:
         memory_bytes=settings.max_memory_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls))
+    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls), settings.layers_dir)
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
     return engine
 
@@ -74,8 +74,8 @@ def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
     if not _loopback(settings.host):
         return Forbidden("layers cannot be changed over HTTP while the server listens on an address that is not loopback")
-    if settings.workers > 1:
-        return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
+    if settings.workers > 1 and settings.layers_dir is None:
+        return LayerConflict("with several workers layers can be changed over HTTP only with --layers-dir: the others would not follow")
     return None
 
 

@@ -79,7 +79,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
         500: "Ours to mend.",
         503: "Not ready yet.",
         504: "The deadline of X-Request-Timeout passed.",
-        507: "The memory was not there.",
+        507: "The memory, or the disk for a layer, was not there.",
     }
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
     return {status: {"description": words[status], "content": content} for status in statuses}
