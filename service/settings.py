@@ -49,6 +49,8 @@ class Settings(BaseSettings):
     matmul_precision: MatmulPrecision = Field(default="highest", description="Of its float32 products; high and medium allow TF32.")
     layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
 
+    layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
+
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings a layer.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")

@@ -4,6 +4,7 @@ In process the bytes take the very path that they take in a server, from `Engine
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LayerDocument
+from service.wire.negotiation import SAFETENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class Backend(Protocol):
     def figure(self, body: bytes) -> bytes: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
+    def put_layer_file(
+        self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
+    ) -> LayerDocument: ...
+    def layer_file(self, name: str) -> bytes: ...
     def delete_layer(self, name: str) -> None: ...
 
 
@@ -46,6 +52,7 @@ class ServerBackend:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.layers, self.put_layer, self.delete_layer = client.layers, client.put_layer, client.delete_layer
+        self.put_layer_file, self.layer_file = client.put_layer_file, client.layer_file
 
     def attend(self, body: bytes) -> Response:
         response = self._client.send(calls.Call("POST", "/attend", body))
@@ -76,8 +83,11 @@ class EngineBackend:
         self._loop = asyncio.Runner()
         try:
             self._loop.run(self._engine.start(settings.all_layers()))
+            self._engine.shelf.leave_peers()
         except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and settings.layers_dir is not None:
+                raise BadSettings(f"cannot use the folder of layers {settings.layers_dir}: {error.strerror}") from None
             if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, where there is no such device
                 raise BadSettings(f"cannot compute on {settings.device}: {str(error).splitlines()[0]}") from None
             raise
@@ -96,6 +106,18 @@ class EngineBackend:
         layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
         return layer.document()
 
+    def put_layer_file(
+        self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
+    ) -> LayerDocument:
+        from service.serving.loading import Source
+
+        source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
+        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(file, SAFETENSORS), source))
+        return layer.document()
+
+    def layer_file(self, name: str) -> bytes:
+        return b"".join(self._loop.run(self._engine.export_layer(name)))
+
     def delete_layer(self, name: str) -> None:
         self._loop.run(self._engine.delete_layer(name))
 
@@ -113,7 +135,10 @@ def open_backend(url: str | None, config: Path | None, flags: Mapping[str, Any])
         with Client(url) as client:
             yield ServerBackend(client)
         return
-    backend = EngineBackend(read_settings(dict(flags), config))
+    settings = read_settings(dict(flags), config)
+    if "layers_dir" not in flags:  # what a command tries out is not to be kept
+        settings = settings.model_copy(update={"layers_dir": None})
+    backend = EngineBackend(settings)
     try:
         yield backend
     finally:

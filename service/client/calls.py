@@ -2,10 +2,11 @@
 which does not share them; who sends, and when, is not their business.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
@@ -17,6 +18,7 @@ from service.spec import LayerSpec
 from service.wire.answer import decode_document
 from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
 from service.wire.figure import FigureRequest
+from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.refusals import validate
 from service.wire.request import encode_request
 
@@ -25,11 +27,12 @@ Model = TypeVar("Model", bound=Document)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request, as yet unsent; a body is JSON."""
+    """One HTTP request, as yet unsent; a body is JSON unless `media` says otherwise."""
 
     method: str
     path: str
     body: bytes | None = None
+    media: str = JSON
 
 
 def attend(fields: Mapping[str, Any]) -> Call:
@@ -58,6 +61,18 @@ def put_layer(name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[s
     """PUT /layers/{name}."""
     document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
     return Call("PUT", layer_path(name), encode_request({"spec": document, "weights": weights}, PutLayer.tensors))
+
+
+def put_layer_file(name: str, body: bytes, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None) -> Call:
+    """PUT /layers/{name} with safetensors."""
+    given = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
+    query = urlencode({key: value for key, value in given.items() if value is not None})
+    return Call("PUT", layer_path(name) + (f"?{query}" if query else ""), body, SAFETENSORS)
+
+
+def layer_file(name: str) -> Call:
+    """GET /layers/{name}/weights."""
+    return Call("GET", f"{layer_path(name)}/weights")
 
 
 def layer_path(name: str) -> str:

@@ -1,6 +1,7 @@
 """Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +14,9 @@ from service.client.calls import Call
 from service.client.failures import Unreachable, connection_failure, refusal
 from service.client.result import AttendResult
 from service.spec import LayerSpec
+from service.tensors import Array
 from service.wire.documents import LayerDocument, Plan
+from service.wire.safetensors_form import read_tensors
 
 
 class Client:
@@ -102,6 +105,31 @@ class Client:
         """Makes or replaces a layer: drawn by the spec's `init` and `seed`, or with these weights under their canonical names."""
         return calls.read_layer(self.send(calls.put_layer(name, spec, weights)))
 
+    def put_layer_file(
+        self,
+        name: str,
+        file: bytes | str | Path,
+        *,
+        layout: str | None = None,
+        prefix: str | None = None,
+        spec: Mapping[str, Any] | None = None,
+    ) -> LayerDocument:
+        """Makes or replaces a layer from safetensors, by path or as bytes: what `layer_file` gave, or a checkpoint.
+
+        Of a checkpoint one layer is taken: `prefix` names it where there are several, `layout` says whose names they are where those do
+        not tell, `spec` what tensors cannot tell (`{"num_heads": 12}`).
+        """
+        body = file if isinstance(file, bytes) else Path(file).read_bytes()
+        return calls.read_layer(self.send(calls.put_layer_file(name, body, layout, prefix, spec)))
+
+    def layer_file(self, name: str) -> bytes:
+        """A layer as safetensors: its weights under their canonical names, its spec in the metadata."""
+        return self.send(calls.layer_file(name)).content
+
+    def layer_weights(self, name: str) -> dict[str, Array]:
+        """A layer's weights by canonical name, in its dtype; read-only, over the memory of the reply."""
+        return read_tensors(self.layer_file(name))[0]
+
     def delete_layer(self, name: str) -> None:
         """Removes a layer."""
         self.send(Call("DELETE", calls.layer_path(name)))
@@ -121,7 +149,7 @@ class Client:
         return calls.checked(self._exchange(call))
 
     def _exchange(self, call: Call) -> httpx.Response:
-        headers = {} if call.body is None else {"Content-Type": "application/json"}
+        headers = {} if call.body is None else {"Content-Type": call.media}
         try:
             return self._http.request(call.method, call.path, content=call.body, headers=headers)
         except (httpx.RequestError, httpx.InvalidURL) as error:

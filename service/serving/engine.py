@@ -27,6 +27,7 @@ from service.serving.bind import bind, fit, masked_rows
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.easel import Easel
+from service.serving.folder import LayerFolder
 from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
@@ -86,11 +87,17 @@ class Engine:
     """Everything between bytes and bytes, for one process."""
 
     def __init__(
-        self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
+        self,
+        catalogue: Catalogue,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        wire_limits: WireLimits,
+        limits: cost.ServingLimits,
+        folder: LayerFolder | None = None,
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler, scheduler.clock)
-        self.shelf = Shelf(catalogue, self.pulse, metrics)
+        self.shelf = Shelf(catalogue, self.pulse, metrics, folder)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
@@ -229,11 +236,11 @@ class Engine:
 
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()))
+        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()), asked.deadline)
 
-    async def delete_layer(self, name: str) -> None:
+    async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
-        await self.shelf.remove(name)
+        await self.shelf.remove(name, deadline)
         self.statistics.pop(name, None)
 
     async def export_layer(self, name: str) -> list[Buffer]:
@@ -326,8 +333,13 @@ def open_engine(
     limits: cost.ServingLimits,
     queue: QueueLimits | None = None,
     batch: BatchLimits | None = None,
+    layers_dir: Path | None = None,
 ) -> Engine:
-    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none."""
+    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none.
+
+    With `layers_dir` the layers that are put are kept there, and those that are there are held once it starts.
+    """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     metrics = Metrics()
-    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits)
+    folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
+    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits, folder)

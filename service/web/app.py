@@ -102,7 +102,7 @@ def create_engine(settings: Settings) -> Engine:
         reply_bytes=settings.max_reply_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls))
+    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls), settings.layers_dir)
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
     engine.pulse.timeout = settings.ready_timeout
     return engine
@@ -112,8 +112,8 @@ def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
     if not _local(settings) and settings.keys_file is None:
         return Forbidden("layers cannot be changed over HTTP on an address that is not loopback, unless there are keys (--keys-file)")
-    if settings.workers > 1:
-        return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
+    if settings.workers > 1 and settings.layers_dir is None:
+        return LayerConflict("with several workers layers can be changed over HTTP only with --layers-dir: the others would not follow")
     return None
 
 

@@ -87,7 +87,7 @@ def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, 
         500: "Ours to mend.",
         503: "Not ready yet.",
         504: "The deadline of X-Request-Timeout passed.",
-        507: "The memory was not there.",
+        507: "The memory, or the disk for a layer, was not there.",
     }
     content = {media_type: {"schema": schema(model)}}
     return {status: {"description": words[status], "content": content} for status in statuses}
