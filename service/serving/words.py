@@ -1,4 +1,4 @@
-"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no server, and loads no model: two ways.
+"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no request, and loads no model: two ways.
 
 `hash_words` needs nothing: a word's vector is drawn from the word's own hash, so that equal words are equal everywhere and for ever, and
 no two vectors mean anything. `read_minilm` takes what the first attention layer of all-MiniLM-L6-v2 gets in that model: word, position and
