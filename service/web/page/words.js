@@ -1,0 +1,121 @@
+// The same weights among words: queries on the left, keys on the right, lines between. Each word is a button, so that whatever the heat
+// map shows can be had by keyboard and heard. One canvas as large as its window holds the lines.
+
+import { css, inkOn } from "./colours.js";
+import { stretch } from "./pattern.js";
+
+const ROW = 28; // pixels; page.css has the same
+const LINES = 4; // for each word, where none is isolated
+
+export class Words {
+  /** `told` has point({q, k}), leave() and click({q, k}). */
+  constructor(element, told) {
+    Object.assign(this, { element, told, isolated: {}, locked: {}, square: null });
+    this.canvas = document.createElement("canvas");
+    this.canvas.setAttribute("aria-hidden", "true");
+    this.sides = { q: this.side("q", "Queries"), k: this.side("k", "Keys") };
+    element.append(this.sides.q.list, this.canvas, this.sides.k.list);
+    element.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(element);
+  }
+
+  side(axis, name) {
+    const list = document.createElement("ul");
+    list.setAttribute("aria-label", name);
+    list.dataset.axis = axis;
+    const cell = (event) => {
+      const button = event.target.closest("button");
+      return button && { q: null, k: null, [axis]: Number(button.dataset.index) };
+    };
+    const point = (event) => cell(event) && this.told.point(cell(event), event);
+    list.addEventListener("pointerover", (event) => event.pointerType === "mouse" && point(event));
+    list.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && point(event));
+    list.addEventListener("pointerleave", () => this.told.leave());
+    list.addEventListener("focusout", () => this.told.leave());
+    list.addEventListener("click", (event) => cell(event) && this.told.click(cell(event), event));
+    return { list, words: null, buttons: [] };
+  }
+
+  show(square, words, scale) {
+    Object.assign(this, { square, stretch: stretch(square, scale), strongest: null });
+    this.fill(this.sides.q, words.query);
+    this.fill(this.sides.k, words.key);
+    this.draw();
+  }
+
+  fill(side, words) {
+    if (side.words === words) return;
+    side.words = words;
+    side.buttons = words.map((word, index) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.dataset.index = index;
+      button.textContent = word;
+      button.setAttribute("aria-pressed", "false");
+      return button;
+    });
+    side.list.replaceChildren(
+      ...side.buttons.map((button) => {
+        const item = document.createElement("li");
+        item.append(button);
+        return item;
+      }),
+    );
+  }
+
+  isolate(isolated, locked) {
+    Object.assign(this, { isolated, locked });
+    this.draw();
+  }
+
+  draw() {
+    if (!this.square) return;
+    const { q = null, k = null } = this.isolated;
+    this.shade(this.sides.q, q === null && k !== null ? this.square.along("key", k) : null, q, this.locked.q, (i) => i * this.square.keys + k);
+    this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
+    this.drawLines(this.lines(q, k));
+  }
+
+  /** Colours one side's words by their weight, and writes the weight beside those that matter. */
+  shade({ buttons }, weights, chosen, locked, index) {
+    buttons.forEach((button, i) => {
+      const strength = weights ? weights[i] * this.stretch(index(i)) : 0;
+      button.style.background = strength > 0.02 ? css(strength) : "";
+      button.style.color = strength > 0.02 ? inkOn(strength) : "";
+      button.dataset.weight = weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "";
+      button.classList.toggle("chosen", i === chosen);
+      button.setAttribute("aria-pressed", String(i === locked));
+    });
+  }
+
+  lines(q, k) {
+    if (q !== null) return Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]);
+    if (k !== null) return Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]);
+    this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
+    return this.strongest;
+  }
+
+  drawLines(links) {
+    const { clientWidth: width, offsetWidth: offset } = this.canvas;
+    const height = Math.min(this.element.clientHeight, ROW * Math.max(this.square.queries, this.square.keys));
+    if (!offset || !height) return;
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
+    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    const context = this.canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    context.strokeStyle = getComputedStyle(this.element).getPropertyValue("--accent");
+    const top = this.element.scrollTop;
+    for (const [q, k, weight] of links) {
+      const [from, to] = [(q + 0.5) * ROW - top, (k + 0.5) * ROW - top];
+      const strength = Math.min(1, weight * this.stretch(q * this.square.keys + k));
+      if (strength < 0.02 || Math.max(from, to) < 0 || Math.min(from, to) > height) continue;
+      context.globalAlpha = strength;
+      context.lineWidth = 0.5 + 2.5 * strength;
+      context.beginPath();
+      context.moveTo(0, from);
+      context.bezierCurveTo(width / 2, from, width / 2, to, width, to);
+      context.stroke();
+    }
+  }
+}
