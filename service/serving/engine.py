@@ -16,20 +16,24 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.attention.call import Call, Result
+from service.attention.call import Result
 from service.errors import Overloaded, Problem
 from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
+from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
+from service.serving.easel import Easel
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.sketch import Sketch, sketch
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
+from service.wire.figure import FigureRequest
 from service.wire.forms import FORMS
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
@@ -60,16 +64,6 @@ class Asked:
         return body
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A request that nothing can be wrong with any more, and all that its call needs."""
-
-    request: AttendRequest
-    layer: HeldLayer
-    call: Call
-    cost: cost.Cost
-
-
 @dataclass(slots=True)
 class Answer:
     """A reply's bytes in pieces, how long each phase took, and what the log says of the call."""
@@ -77,6 +71,7 @@ class Answer:
     pieces: list[Buffer]
     phases: Phases
     about: dict[str, Any] = field(default_factory=dict)
+    media_type: str = ""  # where it is not the form that was asked for
 
 
 class Engine:
@@ -93,6 +88,7 @@ class Engine:
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
+        self.easel = Easel(self.clock)
 
     @property
     def ready(self) -> bool:
@@ -171,6 +167,22 @@ class Engine:
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
         return Answer(pieces, phases, {**about, "batch": outcome.batch})
 
+    async def figure(self, asked: Asked) -> Answer:
+        """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
+        started = self.clock()
+        sketch = await self._aside(self._sketched, asked)
+        bound, phases = sketch.bound, Phases(decode=self.clock() - started)
+        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+        phases.queue, phases.compute = outcome.queue, outcome.compute
+        started = self.clock()
+        refuse_empty(bound, outcome.result)
+        picture = await self.easel.draw(sketch, outcome.result, asked.deadline)
+        phases.encode = self.clock() - started
+        self.metrics.computed(phases)
+        about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
+        pieces: list[Buffer] = [picture]
+        return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
+
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
         request, layer = await self._aside(self._fitted, asked, True)
@@ -221,6 +233,7 @@ class Engine:
         if self._starting is not None:
             self._starting.cancel()
         self.scheduler.close()
+        self.easel.close()
         self._threads.shutdown()
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
@@ -239,6 +252,12 @@ class Engine:
         cost.check(predicted, self.limits)
         return Bound(request, layer, bind(request, layer.spec), predicted)
 
+    def _sketched(self, asked: Asked) -> Sketch:
+        request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
+        layer = self.catalogue.find(request.layer)
+        fit(request, layer.spec)
+        return sketch(request, layer, asked.reply_form, self.limits)
+
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -254,10 +273,15 @@ class Engine:
 
 def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:
     """The reply's bytes. Raises InvalidRequest where the caller wanted an error for rows without keys or numbers that are not finite."""
-    if bound.call.fully_masked == "error" and (first := result.first_empty()):
-        raise masked_rows(first)
+    refuse_empty(bound, result)
     pieces = FORMS[asked.reply_form].encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
     return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
+
+
+def refuse_empty(bound: Bound, result: Result) -> None:
+    """Raises InvalidRequest where a row has no key and the caller wanted to be told so."""
+    if bound.call.fully_masked == "error" and (first := result.first_empty()):
+        raise masked_rows(first)
 
 
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:

@@ -15,7 +15,7 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, health, layers, playground, words
+from service.web import attend, documentation, failures, figure, health, layers, playground, words
 from service.web.access import Access
 from service.wire.limits import WireLimits
 
@@ -46,6 +46,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
+    figure.install(app, engine)
     layers.install(app, engine, _why_not_writable(settings))
     words.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
     playground.install(app, engine, _about(settings, engine))

@@ -7,5 +7,6 @@ ATTEND = {
     "causal": True,
     "reply": {"decimals": 3},
 }
+FIGURE = {**ATTEND, "tokens": {"query": ["the", "cat", "sat"]}, "figure": {"kind": "heads", "format": "svg"}}
 PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
 WORDS = {"text": "The cat sat on the mat", "layer": "default"}

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from service import __version__
 from service.serving.engine import Engine
-from service.wire.negotiation import HTML, prefers_html
+from service.wire.negotiation import HTML, JSON, acceptable
 
 CONTRACT = "1"  # of the wire; it changes when a caller would have to
 TYPES = {".html": HTML, ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -64,7 +64,7 @@ def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
     )
     async def index(request: Request) -> Response:
         """Version, threads, limits, layers; in a browser, a page to look at heads with."""
-        if prefers_html(request.headers.get("accept", "")):
+        if acceptable(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
             return _served(request, "index.html", {"Vary": "Accept"})
         layers = [layer.name for layer in engine.catalogue.all()]
         document = {"name": "attend", "version": __version__, "contract": CONTRACT, **about, "layers": layers, "documentation": "/docs"}

@@ -14,7 +14,7 @@ from service.wire.negotiation import form_of_body, form_of_reply
 Hold = Callable[[int], None]  # is told of bytes to come; may raise Overloaded
 
 
-async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold) -> Asked:
+async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold, form_of_reply: Callable[[str], str] = form_of_reply) -> Asked:
     """The request as the engine takes it. Raises what its headers or its size deserve; CallerGone if it never comes whole."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
