@@ -208,6 +208,7 @@ async function take(act) {
     $("taken").textContent = await act();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
+    $("taken").textContent = "";
     form.showErrors(error.problems, { "*": "take", "": "take" });
   }
 }
@@ -259,8 +260,13 @@ function listen() {
 
 async function picture(format) {
   $("taken").textContent = "Drawing…";
-  await download(taken(), { format }, `attention.${format}`);
-  return `Downloaded attention.${format}`;
+  const isHead = $("kind").value === "shown" && shown !== "mean";
+  const kind = isHead ? "head" : $("kind").value === "shown" ? "mean" : $("kind").value;
+  const figure = { kind, format, theme: document.documentElement.dataset.theme, item: Number($("item").value || 0) };
+  if (isHead) figure.heads = [shown];
+  else if (kind !== "concatenation" && heads.chosen.length) figure.heads = heads.chosen;
+  await download(asked.request, figure, `attention-${kind}.${format}`);
+  return `Downloaded attention-${kind}.${format}`;
 }
 
 /** Switching to the request starts with the sentence's own, for something to begin with. */

@@ -92,7 +92,8 @@ export class Words {
     if (q !== null) return Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]);
     if (k !== null) return Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]);
     this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
-    return this.strongest;
+    const seen = (i) => Math.abs((i + 0.5) * ROW - this.element.scrollTop - this.element.clientHeight / 2) <= this.element.clientHeight / 2;
+    return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // those that lead out of sight are many, and tell nothing
   }
 
   drawLines(links) {
