@@ -1,4 +1,4 @@
-"""GET / and the page's files over HTTP, and /words, which the page asks for vectors. What the page does stands in test_page_in_browser.py."""
+"""GET / and the page's files over HTTP, and /words, which the page asks for vectors. What people do with it is tested in a browser."""
 
 import base64
 import re

@@ -47,7 +47,7 @@ export function clearErrors() {
   for (const element of document.querySelectorAll(".error")) element.textContent = "";
   for (const element of document.querySelectorAll("[aria-invalid]")) {
     element.removeAttribute("aria-invalid");
-    element.removeAttribute("aria-errormessage");
+    element.removeAttribute("aria-describedby");
   }
   $("problem").hidden = true;
 }
@@ -57,22 +57,24 @@ export function showErrors(problems, fields) {
   const known = { ...FIELDS, ...fields };
   const rest = [];
   for (const { at, text } of problems) {
-    const field = known[at.split("/")[1] ?? ""] ?? known["*"];
-    if (field && $(`${field}-error`)) sayAt(field, at, text);
+    const own = known[at.split("/")[1] ?? ""];
+    const field = own ?? known["*"];
+    if (field && $(`${field}-error`)) sayAt(field, at, text, own === undefined);
     else rest.push(`${text}${at ? `, at ${at}` : ""}`);
   }
   $("problem").textContent = rest.join("; ");
   $("problem").hidden = !rest.length;
 }
 
-function sayAt(field, at, text) {
+/** `always` says the place even where it is the whole of a field: that of a text which holds many. */
+function sayAt(field, at, text, always) {
   const place = $(`${field}-error`);
   const [, , part, ...deeper] = at.split("/");
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // one of several controls: no need to point there
-  place.textContent = [place.textContent, `${text}${part && !single ? `, at ${at}` : ""}.`].filter(Boolean).join(" ");
+  place.textContent = [place.textContent, `${text}${at && (always || (part && !single)) ? `, at ${at}` : ""}.`].filter(Boolean).join(" ");
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) {
     $(id).setAttribute("aria-invalid", "true");
-    $(id).setAttribute("aria-errormessage", place.id);
+    $(id).setAttribute("aria-describedby", place.id);
   }
 }
 
