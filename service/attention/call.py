@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from service.attention.analysis.question import Question
 from service.attention.masks import Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
@@ -31,6 +32,7 @@ class Call:
     top_k: int | None = None
     reproducible: bool = False
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
+    question: Question | None = None  # metrics, in place of the outputs
 
     @property
     def selects(self) -> bool:
@@ -50,7 +52,8 @@ class Call:
             if (tensor := getattr(self.masks, name)) is not None
         }
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
-        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
+        question = None if self.question is None else self.question.to(device)
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), question=question, **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
+from service.wire.analysis import AnalysisRequest
 from service.wire.documents import request_schemas
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
@@ -54,7 +55,7 @@ def _asset(name: str) -> bytes:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
-    schemas = {**request_schemas(), **document["components"]["schemas"]}
+    schemas = {**request_schemas(AnalysisRequest), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
