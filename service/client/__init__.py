@@ -9,6 +9,6 @@ Loads neither torch nor fastapi.
 
 from service.client.client import Client
 from service.client.failures import BadReply, TimedOut, Unreachable
-from service.client.result import AttendResult, TopWeights
+from service.client.result import AnalysisResult, AttendResult, TopWeights
 
-__all__ = ["AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable"]
+__all__ = ["AnalysisResult", "AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable"]
