@@ -4,6 +4,7 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.errors import Problem, TooLarge
@@ -56,7 +57,7 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    return Cost(outputs, operations, scores, memory, _reply_bytes(request, spec, outputs))
+    return Cost(outputs, operations, scores, memory, reply_bytes(request, outputs, lambda name: wire_datatype(name, request, spec)))
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -127,10 +128,11 @@ def wire_datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
     return request.reply.datatype or BY_TORCH[spec.dtype].name
 
 
-def _reply_bytes(request: AttendRequest, spec: LayerSpec, outputs: dict[str, tuple[int, ...]]) -> int:
+def reply_bytes(request: AttendRequest, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
+    """Of tensors of these shapes in the form that the request wants; `datatype` tells each one's V2 name."""
     total = 200
     for name, shape in outputs.items():
-        size = DATATYPES[wire_datatype(name, request, spec)].size
+        size = DATATYPES[datatype(name)].size
         count = math.prod(shape)
         if request.reply.form == "base64":
             total += 80 + 4 * math.ceil(count * size / 3)

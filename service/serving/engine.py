@@ -18,7 +18,7 @@ import torch
 
 from service.attention.call import Result
 from service.errors import Overloaded, Problem
-from service.serving import cost
+from service.serving import analysis, cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.bound import Bound
@@ -30,6 +30,7 @@ from service.serving.sketch import Sketch, sketch
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES, Array
+from service.wire.analysis import AnalysisRequest
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
@@ -152,9 +153,16 @@ class Engine:
 
     async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
+        return await self._answer(asked, AttendRequest)
+
+    async def analyse(self, asked: Asked) -> Answer:
+        """POST /attend/analysis: the same line, with the metrics in place of the outputs."""
+        return await self._answer(asked, AnalysisRequest)
+
+    async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside(self._bound, asked) if large else self._bound(asked)
+        bound = await self._aside(self._bound, asked, document) if large else self._bound(asked, document)
         phases = Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
@@ -185,12 +193,12 @@ class Engine:
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, asked, True)
-        predicted = cost.predict(request, layer.spec)
+        request, layer = await self._aside(self._fitted, asked, None, True)
+        predicted = predict(request, layer.spec)
         problems = cost.admit(predicted, self.limits)
         outputs = {}
         for name, shape in predicted.outputs.items():
-            datatype = cost.wire_datatype(name, request, layer.spec)
+            datatype = _datatype(name, request, layer.spec)
             size = DATATYPES[datatype].size
             for length in shape:
                 size *= length
@@ -240,17 +248,23 @@ class Engine:
         form, limits = FORMS[asked.form], self.wire_limits
         return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
 
-    def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
-        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
+    def _fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
+        """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
+        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
+        request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
+        if isinstance(request, AnalysisRequest):
+            analysis.fit(request, layer.spec)
         return request, layer
 
-    def _bound(self, asked: Asked) -> "Bound":
-        request, layer = self._fitted(asked)
-        predicted = cost.predict(request, layer.spec)
+    def _bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> "Bound":
+        request, layer = self._fitted(asked, document)
+        predicted = predict(request, layer.spec)
         cost.check(predicted, self.limits)
-        return Bound(request, layer, bind(request, layer.spec), predicted)
+        call = bind(request, layer.spec)
+        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        return Bound(request, layer, call, predicted)
 
     def _sketched(self, asked: Asked) -> Sketch:
         request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
@@ -284,8 +298,23 @@ def refuse_empty(bound: Bound, result: Result) -> None:
         raise masked_rows(first)
 
 
+def predict(request: AttendRequest, spec: LayerSpec) -> cost.Cost:
+    """The cost of a request that fits the layer."""
+    if not isinstance(request, AnalysisRequest):
+        return cost.predict(request, spec)
+    plain = request.model_copy(update={"outputs": ["output"], "select": None})
+    return analysis.predict(request, spec, cost.predict(plain, spec))
+
+
+def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
+    kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
+    return kind or cost.wire_datatype(name, request, spec)
+
+
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     """The result under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
+    if isinstance(request, AnalysisRequest):
+        return analysis.reply_of(request, layer, result)
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
     tensors: dict[str, Any] = {}
     for name in request.outputs:

@@ -22,7 +22,7 @@ from service.web.failures import PROBLEM_JSON, problem, respond
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
-ENDPOINTS = re.compile(r"/(attend(/(plan|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 
 
 @dataclass(slots=True)

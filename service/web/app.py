@@ -21,10 +21,11 @@ from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and `POST /attend` answered there: see `web/access.py`."""
+    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/access.py`."""
 
     def surround(self, engine: Engine, log_requests: bool) -> None:
-        hot = {("POST", "/attend"): attend.Attend(engine)}
+        answers = {"/attend": engine.attend, "/attend/analysis": engine.analyse}
+        hot = {("POST", path): attend.Attend(engine, answer) for path, answer in answers.items()}
         self._access = Access(super().__call__, engine, log_requests, hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

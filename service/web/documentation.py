@@ -9,6 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
+from service.wire.analysis import AnalysisRequest
 from service.wire.documents import request_schemas
 from service.wire.figure import FigureRequest
 from service.wire.words import WordsRequest
@@ -56,7 +57,7 @@ def _asset(name: str) -> bytes:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
-    schemas = {**request_schemas(FigureRequest, WordsRequest), **document["components"]["schemas"]}
+    schemas = {**request_schemas(AnalysisRequest, FigureRequest, WordsRequest), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))

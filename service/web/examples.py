@@ -8,5 +8,13 @@ ATTEND = {
     "reply": {"decimals": 3},
 }
 FIGURE = {**ATTEND, "tokens": {"query": ["the", "cat", "sat"]}, "figure": {"kind": "heads", "format": "svg"}}
+ANALYSIS = {
+    "layer": "tiny",
+    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]],
+    "causal": True,
+    "tokens": {"query": ["the", "cat", "saw", "the"]},
+    "metrics": ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"],
+    "reply": {"decimals": 3},
+}
 PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
 WORDS = {"text": "The cat sat on the mat", "layer": "default"}

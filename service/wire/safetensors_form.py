@@ -109,8 +109,22 @@ def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     for name, tensor in reply.tensors.items():
         parts = {f"{name}.{part}": array for part, array in tensor.items()} if isinstance(tensor, dict) else {name: tensor}
         arrays |= {part: wire_array(part, array, reply.datatype, options)[0] for part, array in parts.items()}
-    head = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    if reply.metrics is not None:
+        head["metrics"] = _metrics(reply, arrays, options.model_copy(update={"nonfinite": "null"}))
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
+
+
+def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
+    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns what of them is words."""
+    words: dict[str, Any] = {}
+    for name, value in (reply.metrics or {}).items():
+        for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(inner, list):
+                words.setdefault(name, {})[part] = inner
+            else:
+                arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, options)[0]
+    return words
 
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
