@@ -183,6 +183,34 @@ def test_heads_are_taken_out_of_the_mean(visit: Visitor, http: httpx.Client) -> 
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
 
 
+def test_statistics_stand_beside(visit: Visitor, http: httpx.Client) -> None:
+    """Entropy, confidence and the strongest link, worked out here from the weights; a head's row leads to its picture."""
+    page = visit()
+    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#numbers tbody tr").all()]
+    titles = page.page.locator("#numbers thead th").all_inner_texts()
+    assert titles[:3] == ["Head", "Entropy", "Confidence"] and titles[-1] == "Strongest link"
+    assert [row[0] for row in rows] == [str(head) for head in range(8)]
+    entropy = -(weights * np.log(weights)).sum(-1).mean(-1)
+    assert [float(row[1]) for row in rows] == pytest.approx(entropy, abs=0.0051)
+    assert [float(row[2]) for row in rows] == pytest.approx(weights.max(-1).mean(-1), abs=0.0051)
+    for row, square in zip(rows, weights, strict=True):
+        q, k = np.unravel_index(square.argmax(), square.shape)
+        assert row[-1] == f"{WORDS[q]} → {WORDS[k]} {square.max():.2f}"
+    page.page.click("#numbers [aria-label='Head 6']")
+    assert page.page.inner_text("#matrix-title") == "Head 6" and page.page.inner_text("#numbers .shown button") == "6"
+
+
+def test_statistics_that_are_not_defined_say_why(visit: Visitor) -> None:
+    """Of a request with dropout the weights are shown, and in place of its statistics the reason."""
+    page = visit()
+    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    body = {"query": np.eye(3, 64).tolist(), "dropout": {"p": 0.5, "seed": 1}}
+    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    assert side(page, "q").count() == 3 and page.page.locator("#numbers tbody tr").count() == 0
+    assert "Expected no dropout" in page.page.inner_text("#numbers-error")
+
+
 def test_masks_of_every_kind(visit: Visitor, http: httpx.Client) -> None:
     """Causal, window, lengths, single cells: what the page asks, and what its tooltip then says."""
     page = visit()
@@ -270,13 +298,16 @@ def test_a_request_is_pasted(visit: Visitor, http: httpx.Client) -> None:
         ('{"query": [[1,', "JSON"),
         ('{"query": [[1, 2]]}', "Expected 64 values per query"),
         ("[1]", "a JSON object"),
+        ('{"query": {"shape": [0, 64], "datatype": "FP32", "data": []}}', "nothing to show"),
         ('{"query": [[0]], "mask": 1}', "since libraries disagree"),
     ],
 )
 def test_what_is_wrong_with_a_pasted_request_stands_below_it(visit: Visitor, text: str, said: str) -> None:
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
-    page.refusal(lambda: page.page.fill("#request", text))
+    with page.page.expect_response("**/attend"):
+        page.page.fill("#request", text)
+    page.page.locator("#result[aria-busy=false]").wait_for()
     assert said in page.page.inner_text("#request-error")
     assert page.page.get_attribute("#request", "aria-invalid") == "true"
     assert page.page.get_attribute("#request", "aria-describedby") == "request-error"

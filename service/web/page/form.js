@@ -9,6 +9,14 @@ export function mode() {
   return document.querySelector("input[name=input]:checked").value;
 }
 
+export function value(id) {
+  return $(id).value;
+}
+
+export function isChecked(id) {
+  return $(id).checked;
+}
+
 export function showMode() {
   $("sentence").hidden = mode() !== "sentence";
   $("pasted").hidden = mode() !== "request";
@@ -76,6 +84,12 @@ function sayAt(field, at, text, always) {
     $(id).setAttribute("aria-invalid", "true");
     $(id).setAttribute("aria-describedby", place.id);
   }
+}
+
+/** Chooses a layer; one that is not among those offered too, since the service may still know it, or will say that it does not. */
+export function showLayer(name) {
+  if (![...$("layer").options].some((option) => option.value === name)) $("layer").append(new Option(name, name));
+  $("layer").value = name;
 }
 
 /** Fills the choice of layers: those held, and those of the real model, which are made when first asked for. */

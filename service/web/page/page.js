@@ -1,14 +1,15 @@
 // The page: controls -> request -> service -> views. Everything that others know of each other, they know from here.
 
-import { choose } from "./colours.js";
+import { compose, fieldsOf, specs } from "./compose.js";
 import * as form from "./form.js";
 import { Heads } from "./heads.js";
 import { Matrix } from "./matrix.js";
-import { markNumbers, showNumbers } from "./numbers.js";
+import { LINKS, Numbers } from "./numbers.js";
 import { Pattern, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
-import { fromWords, lengths, tokensOf, withMasks } from "./request.js";
-import { copy, download } from "./takeaway.js";
+import { lengths } from "./request.js";
+import { copy, download, figureOf } from "./takeaway.js";
+import { follow } from "./theme.js";
 import { attend, get, post, Refusal } from "./wire.js";
 import { Words } from "./words.js";
 
@@ -19,13 +20,13 @@ const pointing = new Pointing($("tip"), $("live"), block);
 const matrix = new Matrix($("matrix"), pointing);
 const words = new Words($("words"), pointing);
 const heads = new Heads($("heads"), enlarge, redraw);
+const numbers = new Numbers($("numbers"), enlarge);
 pointing.serve(matrix, words);
 
 const blocked = new Set(); // "q,k"
-let [asked, reply, pattern, wording, shown] = [null, null, null, null, "mean"];
+let [asked, reply, pattern, metrics, wording, shown] = [null, null, null, null, null, "mean"];
 let [running, waiting] = [null, 0];
-const specs = new Map(); // layer -> spec
-const model = { layers: [], missing: "" }; // the real model's layers, or what to install for them
+let advice = ""; // what to choose, or to install, for a pattern that means something
 
 async function run() {
   clearTimeout(waiting);
@@ -34,9 +35,10 @@ async function run() {
   $("result").setAttribute("aria-busy", "true");
   try {
     form.clearErrors();
-    const next = await compose(signal);
+    const next = await compose(blocked, signal);
     const answer = await attend(next.request, signal);
     performance.mark("attend:reply");
+    if (!answer.weights.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
     [asked, reply] = [next, answer];
     showItems();
     show();
@@ -51,69 +53,10 @@ async function run() {
   }
 }
 
-/** What to ask: {request, tokens}; tokens(item, queries, keys) gives the words of the axes. */
-async function compose(signal) {
-  if (form.mode() === "request") return composePasted();
-  const layer = $("layer").value;
-  const read = async (field, part) => await placed({ text: field, part: field }, () => readWords($(field).value, layer, part, signal));
-  const sides = { query: await read("text", "query") };
-  if ($("cross").checked) sides.key = await read("keys", "key");
-  const spec = await specOf(layer, signal);
-  if (spec.value_dim !== spec.key_dim) sides.value = await read(sides.key ? "keys" : "text", "value");
-  if (!sides.key && spec.key_dim !== spec.d_model) sides.key = await read("text", "key");
-  const tokens = { query: sides.query.tokens, key: (sides.key ?? sides.query).tokens };
-  const body = withMasks(fromWords(layer, sides), form.masks(blocked), tokens.query.length, tokens.key.length);
-  return { request: body, tokens: () => tokens, note: sides.query, cross: $("cross").checked, fields: { query: "text", key: "keys", value: "keys" } };
-}
-
-function composePasted() {
-  const text = $("request").value;
-  let body;
-  try {
-    body = JSON.parse(text);
-  } catch {
-    return { request: text, fields: { "*": "request", "": "request" } }; // the service says what is wrong, and where
-  }
-  const fields = { "*": "request", "": "request" };
-  if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text, fields };
-  const { select, outputs, reply: replyForm, ...rest } = body;
-  const { queries, keys } = lengths(rest);
-  const request = withMasks({ ...rest, layer: $("layer").value }, form.masks(blocked), queries, keys);
-  return { request, tokens: (item, q, k) => tokensOf(request, item, q, k), fields };
-}
-
-const dictionary = new Map(); // what /words said, by what was asked
-
-async function readWords(text, layer, part, signal) {
-  const question = JSON.stringify({ text, layer, part });
-  if (!dictionary.has(question)) {
-    if (dictionary.size > 30) dictionary.clear();
-    dictionary.set(question, await (await post("words", question, { signal })).json());
-  }
-  return dictionary.get(question);
-}
-
-async function specOf(name, signal) {
-  if (!specs.has(name)) specs.set(name, (await get(`layers/${encodeURIComponent(name)}`, signal)).spec);
-  return specs.get(name);
-}
-
-/** Runs `ask`, and says of a refusal to which fields its pointers belong. */
-async function placed(fields, ask) {
-  try {
-    return await ask();
-  } catch (error) {
-    if (error instanceof Refusal) error.fields = fields;
-    throw error;
-  }
-}
-
 function refuse(error) {
-  if (!(error instanceof Refusal)) console.error(error);
-  const problems = error instanceof Refusal ? error.problems : [{ at: "/block_mask", text: error.message }];
-  const fields = form.mode() === "request" ? { "*": "request", "": "request" } : { query: "text", tokens: "text", key: "keys", value: "keys" };
-  const network = error.status === 0 || error.status === 429 || error.status >= 500;
-  form.showErrors(problems, network ? { "*": "", "": "" } : { ...fields, ...error.fields });
+  if (!(error instanceof Refusal)) throw error;
+  const ours = error.status === 0 || error.status === 429 || error.status >= 500; // nothing that a field could mend
+  form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
   $("result").classList.add("stale");
 }
 
@@ -152,7 +95,7 @@ function redraw() {
   $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(square.data, 0, square.data.length).toFixed(3);
   $("all").hidden = heads.chosen.length === pattern.heads;
   Matrix.ramp($("ramp"));
-  markNumbers($("numbers").querySelector("table"), shown);
+  numbers.mark(shown);
 }
 
 function describe() {
@@ -163,12 +106,26 @@ function describe() {
   $("layer-about").textContent = spec ? `${spec.num_heads} heads, ${spec.d_model} wide, ${reply.layer.fingerprint.slice(0, 12)}` : "";
   const said = asked.note;
   const between = said?.meaningful && asked.cross ? " Between two sentences they are used as the model never does, though." : "";
-  $("note").textContent = said ? said.note + between + (said.meaningful ? "" : ` ${model.missing}`) : "";
+  $("note").textContent = said ? said.note + between + (said.meaningful ? "" : ` ${advice}`) : "";
   $("note").classList.toggle("warn", Boolean(said) && (!said.meaningful || asked.cross));
   $("note").hidden = !said;
 }
 
-async function analyse() {}
+/** Head statistics; a request that they are not defined for gets the service's words for why in their place. */
+async function analyse(signal) {
+  try {
+    metrics = (await (await post("attend/analysis", { ...asked.request, analysis: { top_links: LINKS } }, { signal })).json()).metrics;
+    showMetrics();
+  } catch (error) {
+    if (!(error instanceof Refusal)) throw error;
+    numbers.clear();
+    form.showErrors(error.problems, { "*": "numbers", "": "numbers" });
+  }
+}
+
+function showMetrics() {
+  numbers.show(metrics, Number($("item").value || 0), lengths(asked.request).batch !== null);
+}
 
 function enlarge(name) {
   shown = name;
@@ -223,9 +180,7 @@ function readPasted() {
   try {
     const body = JSON.parse($("request").value);
     form.showMasks(body);
-    const name = body.layer ?? "default";
-    if (![...$("layer").options].some((option) => option.value === name)) $("layer").append(new Option(String(name), String(name)));
-    $("layer").value = name;
+    form.showLayer(String(body.layer ?? "default"));
   } catch {
     // no JSON yet: what is wrong with it, the service says when it is asked
   }
@@ -239,7 +194,7 @@ function listen() {
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", soon);
   for (const id of ["causal", "layer"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
-  on("item", "change", () => (show(), describe()));
+  on("item", "change", () => (show(), metrics && showMetrics()));
   on("unblock", "click", () => (unblock(), run()));
   on("scale", "change", redraw);
   on("all", "click", () => (heads.switchAll(), redraw()));
@@ -250,23 +205,18 @@ function listen() {
     $("block").setAttribute("aria-pressed", String(pointing.blocking));
   });
   for (const radio of document.querySelectorAll("input[name=input]")) radio.addEventListener("change", switchMode);
-  for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", () => take(() => copy(button.dataset.copy, taken(), $("code"))));
-  }
-  for (const button of document.querySelectorAll("[data-figure]")) {
-    button.addEventListener("click", () => take(() => picture(button.dataset.figure)));
+  for (const button of document.querySelectorAll("[data-copy], [data-figure]")) {
+    const { copy: kind, figure: format } = button.dataset;
+    button.addEventListener("click", () => take(() => (kind ? copy(kind, taken(), $("code")) : picture(format))));
   }
 }
 
 async function picture(format) {
   $("taken").textContent = "Drawing…";
-  const isHead = $("kind").value === "shown" && shown !== "mean";
-  const kind = isHead ? "head" : $("kind").value === "shown" ? "mean" : $("kind").value;
-  const figure = { kind, format, theme: document.documentElement.dataset.theme, item: Number($("item").value || 0) };
-  if (isHead) figure.heads = [shown];
-  else if (kind !== "concatenation" && heads.chosen.length) figure.heads = heads.chosen;
-  await download(asked.request, figure, `attention-${kind}.${format}`);
-  return `Downloaded attention-${kind}.${format}`;
+  const figure = figureOf($("kind").value, shown, heads.chosen);
+  const name = `attention-${figure.kind}.${format}`;
+  await download(asked.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value || 0) }, name);
+  return `Downloaded ${name}`;
 }
 
 /** Switching to the request starts with the sentence's own, for something to begin with. */
@@ -282,40 +232,16 @@ function switchMode() {
   run();
 }
 
-function colours() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const apply = () => {
-    const chosen = $("theme").value || (dark.matches ? "dark" : "light");
-    document.documentElement.dataset.theme = chosen;
-    choose(chosen);
-    redraw();
-  };
-  try {
-    $("theme").value = localStorage.getItem("theme") ?? "";
-  } catch {
-    // storage is closed to this page: it begins with the system's colours
-  }
-  $("theme").addEventListener("change", () => {
-    try {
-      localStorage.setItem("theme", $("theme").value);
-    } catch {
-      // as above
-    }
-    apply();
-  });
-  dark.addEventListener("change", apply);
-  apply();
-}
-
 async function begin() {
-  colours();
+  follow($("theme"), redraw);
   form.showMode();
   listen();
   try {
     const [{ layers }, vocabulary] = await Promise.all([get("layers"), get("words")]);
     for (const { name, spec } of layers) specs.set(name, spec);
-    Object.assign(model, { layers: vocabulary.layers, missing: vocabulary.layers.length ? `Choose ${vocabulary.layers[0]} for one that does.` : vocabulary.note });
-    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, vocabulary.layers[0] ?? "default");
+    const [real] = vocabulary.layers;
+    advice = real ? `Choose ${real} for one that does.` : vocabulary.note;
+    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, real ?? "default");
   } catch (error) {
     return refuse(error);
   }

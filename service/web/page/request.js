@@ -1,5 +1,7 @@
 // What the controls say -> the body of POST /attend; and that body as something to paste elsewhere.
 
+import { Refusal } from "./wire.js";
+
 const READABLE = 1024; // cells of a mask up to which it is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
@@ -31,7 +33,7 @@ export function withMasks(body, masks, queries, keys) {
 /** Rows of 0 and 1 (1 = blocked), or the same in base64 where they would be many; over a mask that was there, if it has such rows. */
 function blockMask(before, blocked, queries, keys) {
   const rows = Array.isArray(before) && before.length === queries && before[0]?.length === keys && typeof before[0][0] !== "object" ? before : null;
-  if (before && !rows) throw new Error("the request's own block_mask is not [queries, keys] rows of 0 and 1: block cells there");
+  if (before && !rows) throw new Refusal(422, "", "", [{ at: "/block_mask", text: "Expected a block_mask of [queries, keys] rows to add cells to, got another" }]);
   const mask = Array.from({ length: queries }, (_, q) => Array.from({ length: keys }, (_, k) => (blocked.has(`${q},${k}`) || rows?.[q][k] ? 1 : 0)));
   if (queries * keys <= READABLE) return mask;
   const bytes = mask.map((row) => String.fromCharCode(...row)).join("");

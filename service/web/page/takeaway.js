@@ -20,6 +20,13 @@ export async function copy(kind, request, box) {
   return `Copied the ${WORDS[kind]}`;
 }
 
+/** Kind and heads of a picture: `kind` as chosen, "shown" for the head (or "mean") that is enlarged, of the heads that are on. */
+export function figureOf(kind, shown, chosen) {
+  if (kind === "shown" && shown !== "mean") return { kind: "head", heads: [shown] };
+  const named = kind === "shown" ? "mean" : kind;
+  return named === "concatenation" || !chosen.length ? { kind: named } : { kind: named, heads: chosen };
+}
+
 /** Asks the service for a picture and hands it to the browser as a file. Throws Refusal. */
 export async function download(request, figure, name) {
   const response = await post("attend/figure", { ...request, figure }, { accept: "*/*" });
