@@ -21,12 +21,10 @@ export class Heads {
     for (const { check } of this.boxes.values()) if (check) check.checked = true;
   }
 
-  /** Draws every thumbnail; makes them anew where the number of heads has changed. */
-  show(pattern, mean, shown, scale) {
-    if (this.count !== pattern.heads) this.build(pattern.heads);
+  /** Draws every thumbnail. */
+  show(pattern, mean, scale) {
     this.draw("mean", mean, scale);
     pattern.squares.forEach((square, head) => this.draw(head, square, scale));
-    this.mark(shown);
   }
 
   draw(name, square, scale) {
@@ -46,7 +44,9 @@ export class Heads {
     }
   }
 
+  /** Makes the thumbnails, all heads on, where their number has changed. */
   build(count) {
+    if (this.count === count) return;
     this.count = count;
     this.on = Array(count).fill(true);
     this.boxes.clear();

@@ -24,7 +24,7 @@ const numbers = new Numbers($("numbers"), enlarge);
 pointing.serve(matrix, words);
 
 const blocked = new Set(); // "q,k"
-let [asked, reply, pattern, metrics, wording, shown] = [null, null, null, null, null, "mean"];
+let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
 let [running, waiting] = [null, 0];
 let advice = ""; // what to choose, or to install, for a pattern that means something
 
@@ -61,40 +61,45 @@ function refuse(error) {
 }
 
 function showItems() {
-  const batch = form.mode() === "request" ? lengths(asked.request).batch : null;
-  $("items").hidden = !(batch > 1);
-  const item = Math.min($("item").value || 0, (batch ?? 1) - 1);
-  if ($("item").length !== (batch ?? 1)) $("item").replaceChildren(...Array.from({ length: batch ?? 1 }, (_, i) => new Option(String(i), String(i))));
+  const [count] = reply.shape;
+  const item = Math.min($("item").value || 0, count - 1);
+  $("items").hidden = count === 1;
+  $("item").replaceChildren(...Array.from({ length: count }, (_, i) => new Option(String(i), String(i))));
   $("item").value = String(item);
 }
 
 /** Takes the reply apart and draws everything. */
 function show() {
-  const item = Number($("item").value || 0);
+  const item = Number($("item").value);
   pattern = new Pattern(reply.weights, reply.shape, item);
   const next = asked.tokens(item, pattern.queries, pattern.keys);
   if (JSON.stringify(next) !== JSON.stringify(wording)) wording = next;
   if (shown !== "mean" && shown >= pattern.heads) shown = "mean";
   matrix.blocked = blocked;
-  if (heads.count !== pattern.heads) heads.build(pattern.heads);
+  heads.build(pattern.heads);
   redraw();
 }
 
 function redraw() {
   if (!pattern) return;
+  mean = pattern.mean(heads.chosen);
+  heads.show(pattern, mean, $("scale").value);
+  $("all").hidden = heads.chosen.length === pattern.heads;
+  Matrix.ramp($("ramp"));
+  drawShown();
+}
+
+function drawShown() {
   const scale = $("scale").value;
-  const mean = pattern.mean(heads.chosen);
   const square = shown === "mean" ? mean : pattern.squares[shown];
   const name = shown === "mean" ? `Mean of ${heads.chosen.length} heads` : `Head ${shown}`;
-  heads.show(pattern, mean, shown, scale);
+  heads.mark(shown);
   matrix.show(square, wording, scale);
   words.show(square, wording, scale);
   pointing.show(square, wording, name);
   $("matrix-title").textContent = name;
   $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
   $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(square.data, 0, square.data.length).toFixed(3);
-  $("all").hidden = heads.chosen.length === pattern.heads;
-  Matrix.ramp($("ramp"));
   numbers.mark(shown);
 }
 
@@ -124,12 +129,12 @@ async function analyse(signal) {
 }
 
 function showMetrics() {
-  numbers.show(metrics, Number($("item").value || 0), lengths(asked.request).batch !== null);
+  numbers.show(metrics, Number($("item").value), lengths(asked.request).batch !== null);
 }
 
 function enlarge(name) {
   shown = name;
-  redraw();
+  drawShown();
 }
 
 /** Blocks a cell for all heads, or frees it, and asks again. */
@@ -200,10 +205,7 @@ function listen() {
   on("all", "click", () => (heads.switchAll(), redraw()));
   on("larger", "click", () => pattern && matrix.magnify(1.5));
   on("smaller", "click", () => pattern && matrix.magnify(1 / 1.5));
-  on("block", "click", () => {
-    pointing.blocking = !pointing.blocking;
-    $("block").setAttribute("aria-pressed", String(pointing.blocking));
-  });
+  on("block", "click", () => $("block").setAttribute("aria-pressed", String((pointing.blocking = !pointing.blocking))));
   for (const radio of document.querySelectorAll("input[name=input]")) radio.addEventListener("change", switchMode);
   for (const button of document.querySelectorAll("[data-copy], [data-figure]")) {
     const { copy: kind, figure: format } = button.dataset;
@@ -215,7 +217,7 @@ async function picture(format) {
   $("taken").textContent = "Drawing…";
   const figure = figureOf($("kind").value, shown, heads.chosen);
   const name = `attention-${figure.kind}.${format}`;
-  await download(asked.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value || 0) }, name);
+  await download(asked.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value) }, name);
   return `Downloaded ${name}`;
 }
 

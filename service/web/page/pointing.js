@@ -27,8 +27,9 @@ export class Pointing {
   }
 
   point(cell, event) {
+    const moved = cell.q !== this.pointed.q || cell.k !== this.pointed.k;
     this.pointed = cell;
-    this.update();
+    if (moved) this.update();
     if (event.type === "focusin") this.say(this.aloud(cell));
     if (cell.q !== null && cell.k !== null) this.showTip(cell, event);
     else this.tip.hidden = true;

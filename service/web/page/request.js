@@ -68,7 +68,7 @@ export function written(kind, request, url) {
   return [
     "import json",
     "",
-    "from service.client import Client  # pip install attend",
+    "from service.client import Client",
     "",
     `request = json.loads(r'''${json.replaceAll("'", "\\u0027")}''')`,
     `with Client(${JSON.stringify(url)}) as client:`,

@@ -33,7 +33,7 @@ export class Words {
     list.addEventListener("pointerleave", () => this.told.leave());
     list.addEventListener("focusout", () => this.told.leave());
     list.addEventListener("click", (event) => cell(event) && this.told.click(cell(event), event));
-    return { list, words: null, buttons: [] };
+    return { list, words: null, buttons: [], touched: [] };
   }
 
   show(square, words, scale) {
@@ -45,7 +45,7 @@ export class Words {
 
   fill(side, words) {
     if (side.words === words) return;
-    side.words = words;
+    Object.assign(side, { words, touched: [] });
     side.buttons = words.map((word, index) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -76,23 +76,39 @@ export class Words {
     this.drawLines(this.lines(q, k));
   }
 
-  /** Colours one side's words by their weight, and writes the weight beside those that matter. */
-  shade({ buttons }, weights, chosen, locked, index) {
-    buttons.forEach((button, i) => {
+  /** Colours one side's words by their weight, and writes the weight beside those that matter. Only words in sight are touched: a page of
+   * a thousand would be felt at each move of the pointer. */
+  shade(side, weights, chosen, locked, index) {
+    const [from, to] = this.inSight(side.buttons.length);
+    for (const button of side.touched) this.dress(button, 0, "", false, false);
+    side.touched = side.buttons.slice(from, to);
+    side.touched.forEach((button, at) => {
+      const i = from + at;
       const strength = weights ? weights[i] * this.stretch(index(i)) : 0;
-      button.style.background = strength > 0.02 ? css(strength) : "";
-      button.style.color = strength > 0.02 ? inkOn(strength) : "";
-      button.dataset.weight = weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "";
-      button.classList.toggle("chosen", i === chosen);
-      button.setAttribute("aria-pressed", String(i === locked));
+      this.dress(button, strength, weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "", i === chosen, i === locked);
     });
+  }
+
+  dress(button, strength, weight, isChosen, isLocked) {
+    button.style.background = strength > 0.02 ? css(strength) : "";
+    button.style.color = strength > 0.02 ? inkOn(strength) : "";
+    button.dataset.weight = weight;
+    button.classList.toggle("chosen", isChosen);
+    button.setAttribute("aria-pressed", String(isLocked));
+  }
+
+  /** The first word that is in sight, and the one after the last. */
+  inSight(count) {
+    const { scrollTop, clientHeight } = this.element;
+    return [Math.max(0, Math.floor(scrollTop / ROW) - 1), Math.min(count, Math.ceil((scrollTop + clientHeight) / ROW) + 1)];
   }
 
   lines(q, k) {
     if (q !== null) return Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]);
     if (k !== null) return Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]);
     this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
-    const seen = (i) => Math.abs((i + 0.5) * ROW - this.element.scrollTop - this.element.clientHeight / 2) <= this.element.clientHeight / 2;
+    const [from, to] = this.inSight(Infinity);
+    const seen = (i) => i >= from && i < to;
     return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // those that lead out of sight are many, and tell nothing
   }
 
