@@ -1,6 +1,7 @@
 """Metrics on weights whose answers are known: uniform, one-hot, previous token, blocks. And how much is held for a long sequence."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -123,14 +124,22 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many small steps on shared cores: threads that wait for one another cost more than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_long_sequence_is_read_in_blocks() -> None:
     """1 x 4096 x 64 with 8 heads: no tensor comes near the 512 MB of its weights, whatever is asked but the weights themselves."""
     layer, n = layer_of(d_model=64, num_heads=8), 4096
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((1, n, 64), np.float32))
     words = torch.arange(n)[None] % 50
-    slow = {"keys_for_mass", "jensen_shannon", "single_head", "value_norm_weights"}  # the same blocks, and more time
-    names = {"entropy", "strongest_links", "mean_distance", "induction_score", "deviation_across_heads", "cosine_similarity"}
-    assert names <= OF_WEIGHTS - slow
+    names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
     others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
     question = Question((*names, *others), query_words=words, key_words=words)
     call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset(), question=question)

@@ -89,8 +89,12 @@ def row_metrics(item: Item, window: int, mass: float) -> dict[str, Array]:
     }
     if words:
         query_words, key_words = words
+
+        def follows(p: int, j: int, i: int) -> bool:
+            return 0 <= j - 1 < p and bool(item.real[j - 1]) and key_words[j - 1] == query_words[i]
+
         made["duplicate_token_score"] = item.over_rows(on(lambda p, j, i: j < p and key_words[j] == query_words[i], True))
-        made["induction_score"] = item.over_rows(on(lambda p, j, i: 0 <= j - 1 < p and item.real[j - 1] and key_words[j - 1] == query_words[i], True))
+        made["induction_score"] = item.over_rows(on(follows, True))
     return {name: x if name.endswith("_per_query") else mean(x) for name, x in made.items()} | {
         name.removesuffix("_per_query"): mean(made[name]) for name in made if name.endswith("_per_query")
     }
@@ -180,7 +184,7 @@ def strongest(item: Item, n: int) -> list[list[tuple[float, int, int]]]:
     """(weight, query, key) of each head's links, largest first."""
     return [
         sorted(
-            ((-item.weights[h, i, j], i, j) for i in range(item.q) for j in range(item.k) if item.counts[h, i] and item.weights[h, i, j] > 0)
+            (-item.weights[h, i, j], i, j) for i in range(item.q) for j in range(item.k) if item.counts[h, i] and item.weights[h, i, j] > 0
         )[:n]
         for h in range(item.h)
     ]
