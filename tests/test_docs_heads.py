@@ -20,9 +20,8 @@ def test_every_example_has_its_output() -> None:
 @pytest.mark.parametrize(("code", "shown"), [(code, shown) for _, code, shown in EXAMPLES], ids=[title for title, _, _ in EXAMPLES])
 def test_an_example_prints_what_is_shown(server: Server, code: str, shown: str) -> None:
     """In an interpreter of its own, as pasted."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code.replace("http://127.0.0.1:8000", server.url)], capture_output=True, text=True, check=False
-    )
+    code = code.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown

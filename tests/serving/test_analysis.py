@@ -1,6 +1,8 @@
 """POST /attend/analysis: every metric of any layer and any masks against plain NumPy; identities that theory gives; what is refused."""
 
+import asyncio
 import json
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -10,15 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
+from safetensors.numpy import load
 
 from service.attention import reference
+from service.attention.analysis.measure import measure
+from service.attention.call import Call, Result
 from service.attention.cases import FEATURES, Case, random_case
 from service.attention.initialise import draw_weights, in_dtype
+from service.attention.layer import MultiHeadAttention
 from service.attention.reference import Reference
 from service.attention.reference_masks import blocked_by_keys, place_queries
 from service.client import AnalysisResult, Client
+from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
-from service.wire.analysis import METRICS, SHAPES, AnalysisRequest
+from service.serving import scheduler
+from service.serving.cost import ServingLimits
+from service.serving.engine import Asked, open_engine
+from service.spec import LayerSpec
+from service.wire.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
+from service.wire.limits import WireLimits
 
 WORDLESS = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
@@ -325,9 +337,68 @@ def test_what_would_not_fit_is_refused_before_it_is_computed(client: Client) -> 
 
 def test_the_reply_documents_every_metric() -> None:
     """The table in the reply's description is what a reader of /docs has."""
-    from service.wire.analysis import AnalysisReply
-
     missing = [name for name in METRICS if f"`{name}`" not in (AnalysisReply.__doc__ or "")]
 
     assert missing == []
     assert AnalysisRequest.tensors["direction"] == "number"
+
+
+def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
+    """Nested, flat, base64 and safetensors: indices, numbers that are not defined, and words of each item."""
+    rng = np.random.default_rng(7)
+    tokens = {"query": [["a", "b", "c"], ["d", "e", "f"]], "key": [["g", "h"], ["i", "j"]]}
+    body = {"query": rng.standard_normal((2, 3, 64)).tolist(), "key": rng.standard_normal((2, 2, 64)).tolist(), "tokens": tokens}
+    body |= {"valid_lens": [2, 1], "metrics": ["entropy", "normalised_entropy", "strongest_links"], "analysis": {"top_links": 5}}
+
+    nested = http.post("/attend/analysis", json=body)
+    others = [http.post("/attend/analysis", json=body | {"reply": {"form": form}}) for form in ("flat", "base64")]
+    binary = http.post("/attend/analysis", json=body, headers={"Accept": "application/vnd.safetensors"})
+
+    expected = read_metrics(nested.content)
+    links = expected["strongest_links"]
+    assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
+    assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
+    assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
+    assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
+    for reply in others:
+        same(read_metrics(reply.content), expected)
+    tensors = load(binary.content)
+    head = json.loads(json.loads(binary.content[8 : 8 + int.from_bytes(binary.content[:8], "little")])["__metadata__"]["reply"])
+    assert head["metrics"] == {"strongest_links": {part: links[part] for part in ("query_words", "key_words")}}
+    assert len(tensors) == 5 and tensors["metrics.strongest_links.keys"].dtype == np.int64
+    np.testing.assert_array_equal(tensors["metrics.strongest_links.keys"], links["keys"])
+    np.testing.assert_allclose(tensors["metrics.entropy"], expected["entropy"], rtol=1e-7)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        if isinstance(value, dict):
+            same(value, theirs[name])
+        elif name.endswith("_words"):
+            assert value == theirs[name]
+        else:
+            np.testing.assert_allclose(value, theirs[name], rtol=1e-7)
+
+
+def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small: they are many steps, and take their turn on the device's thread with everything else."""
+    threads: list[int] = []
+
+    def watched(layer: MultiHeadAttention, call: Call) -> Result:
+        threads.append(threading.get_ident())
+        return measure(layer, call)
+
+    async def ask() -> bytes:
+        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await engine.analyse(Asked(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+
+    monkeypatch.setattr(scheduler, "measure", watched)
+    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    try:
+        reply = json.loads(asyncio.run(ask()))
+    finally:
+        engine.close()
+
+    assert reply["metrics"]["confidence"] == [1.0, 1.0]
+    assert len(threads) == 1 and threading.get_ident() not in threads
