@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -21,10 +21,13 @@ from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LayerDocument
 
+if TYPE_CHECKING:
+    from service.serving.engine import Answer  # which loads torch
+
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The reply to POST /attend as it came, with the headers a client reads (names in lower case)."""
+    """A reply as it came, with the headers a client reads (names in lower case)."""
 
     body: bytes
     headers: Mapping[str, str]
@@ -34,6 +37,7 @@ class Backend(Protocol):
     """What a command can ask. Each method raises from the tree in `service.errors`."""
 
     def attend(self, body: bytes) -> Response: ...
+    def analyse(self, body: bytes) -> Response: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
     def delete_layer(self, name: str) -> None: ...
@@ -47,7 +51,13 @@ class ServerBackend:
         self.layers, self.put_layer, self.delete_layer = client.layers, client.put_layer, client.delete_layer
 
     def attend(self, body: bytes) -> Response:
-        response = self._client.send(calls.Call("POST", "/attend", body))
+        return self._post("/attend", body)
+
+    def analyse(self, body: bytes) -> Response:
+        return self._post("/attend/analysis", body)
+
+    def _post(self, path: str, body: bytes) -> Response:
+        response = self._client.send(calls.Call("POST", path, body))
         return Response(response.content, response.headers)
 
 
@@ -79,7 +89,12 @@ class EngineBackend:
             raise
 
     def attend(self, body: bytes) -> Response:
-        answer = self._loop.run(self._engine.attend(self._asked(body)))
+        return self._written(self._loop.run(self._engine.attend(self._asked(body))))
+
+    def analyse(self, body: bytes) -> Response:
+        return self._written(self._loop.run(self._engine.analyse(self._asked(body))))
+
+    def _written(self, answer: "Answer") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
     def layers(self) -> list[LayerDocument]:

@@ -43,13 +43,13 @@ def analysis(fields: Mapping[str, Any]) -> Call:
 
 
 def plan(fields: Mapping[str, Any]) -> Call:
-    """POST /attend/plan. Of queries, keys, values and biases only the shape is sent, since nothing is computed."""
+    """POST /attend/plan. Of the large tensors only the shape is sent, since nothing is computed; `metrics` make it an analysis."""
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
-        for name in ("query", "key", "value", "bias")
+        for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
-    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AttendRequest.tensors))
+    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AnalysisRequest.tensors))
 
 
 def put_layer(name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, Any] | None) -> Call:

@@ -64,6 +64,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
     words: dict[str, Any] = {}
     if any(name in WORDED for name in metrics) and request.tokens is not None:
         words = _numbered(request.tokens.query, request.tokens.key)
+        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # what stands in padding is no word
     direction = None
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)

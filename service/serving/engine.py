@@ -172,7 +172,8 @@ class Engine:
         phases.encode = self.clock() - started
         self.metrics.computed(phases)
         request = bound.request
-        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
+        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "batch": outcome.batch})
 
     async def figure(self, asked: Asked) -> Answer:
