@@ -200,6 +200,8 @@ def test_a_png_has_the_colours_of_its_cells(tmp_path):
             expected = rgb(PALETTES[theme].blocked) if i == 3 else table("viridis", theme, False)[255 * (i == j)]
             assert tuple(middle) == tuple(expected)
         assert tuple(pixels[0, 0]) == rgb(PALETTES[theme].paper)
+        down = pixels[round(2 * y) : round(2 * (y + high)), int(2 * (x + 1.5 * wide / 5))]
+        assert (down == rgb(PALETTES[theme].paper)).all(-1).sum() == 4 * 2  # a gap of a CSS pixel between each two cells
         assert rgb(PALETTES[theme].blocked) not in set(map(tuple, table("viridis", theme, False).tolist()))
 
 
