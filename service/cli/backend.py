@@ -38,6 +38,7 @@ class Backend(Protocol):
 
     def attend(self, body: bytes) -> Response: ...
     def analyse(self, body: bytes) -> Response: ...
+    def figure(self, body: bytes) -> bytes: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
     def delete_layer(self, name: str) -> None: ...
@@ -59,6 +60,9 @@ class ServerBackend:
     def _post(self, path: str, body: bytes) -> Response:
         response = self._client.send(calls.Call("POST", path, body))
         return Response(response.content, response.headers)
+
+    def figure(self, body: bytes) -> bytes:
+        return self._client.send(calls.Call("POST", "/attend/figure", body)).content
 
 
 class EngineBackend:
@@ -96,6 +100,9 @@ class EngineBackend:
 
     def _written(self, answer: "Answer") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
+
+    def figure(self, body: bytes) -> bytes:
+        return b"".join(self._loop.run(self._engine.figure(self._asked(body))).pieces)
 
     def layers(self) -> list[LayerDocument]:
         return [layer.document() for layer in self._engine.catalogue.all()]

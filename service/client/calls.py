@@ -17,6 +17,7 @@ from service.spec import LayerSpec
 from service.wire.analysis import AnalysisRequest
 from service.wire.answer import decode_document
 from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
+from service.wire.figure import FigureRequest
 from service.wire.refusals import validate
 from service.wire.request import encode_request
 
@@ -50,6 +51,11 @@ def plan(fields: Mapping[str, Any]) -> Call:
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AnalysisRequest.tensors))
+
+
+def figure(fields: Mapping[str, Any], figure: Mapping[str, Any]) -> Call:
+    """POST /attend/figure."""
+    return Call("POST", "/attend/figure", encode_request({**fields, "figure": figure}, FigureRequest.tensors))
 
 
 def put_layer(name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, Any] | None) -> Call:

@@ -185,7 +185,7 @@ class Engine:
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        picture = await self.easel.draw(sketch, outcome.result, asked.deadline)
+        picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
         phases.encode = self.clock() - started
         self.metrics.computed(phases)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}

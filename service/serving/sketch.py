@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 
 from service.attention.call import Result
 from service.attention.figures import Format, Picture, Style, Subject, compose, needs
-from service.errors import InvalidRequest, NotAcceptable
+from service.errors import InvalidRequest, NotAcceptable, TooLarge
 from service.serving.bind import bind
 from service.serving.bound import Bound
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import ServingLimits, check, predict
 from service.wire.figure import FigureRequest
 from service.wire.negotiation import PICTURES
+
+HEADS = 256  # side by side in one picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,14 @@ def sketch(request: FigureRequest, layer: HeldLayer, accepted: str, limits: Serv
     for i, head in enumerate(asked.heads or ()):
         if head >= num_heads:
             raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
-    if not (asked.format or accepted):
+    many = len(asked.heads or range(num_heads))
+    if many > HEADS and asked.kind in ("heads", "similarity"):
+        raise TooLarge.where("/figure/heads", f"at most {HEADS} heads in one picture", str(many))
+    form = asked.format or PICTURES.get(accepted)
+    if form is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    form = asked.format or PICTURES[accepted]
     subject, style = _subject(request, num_heads), Style(asked.theme, asked.colours, asked.width, asked.dpi, asked.values)
-    outputs = ["concatenated", "output"] if asked.kind == "concatenation" else []
+    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if asked.kind == "concatenation" else []
     shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     cost = predict(shown, layer.spec)
     check(cost, limits)
@@ -72,4 +77,5 @@ def _subject(request: FigureRequest, num_heads: int) -> Subject:
         pool=asked.pool,
         title=asked.title,
         maximum=asked.maximum,
+        logarithmic=asked.scale == "log",
     )

@@ -28,6 +28,7 @@ class Figure(Document):
         default=None, description="How pairs become a cell where a sequence has too many for a cell each; the mean if null."
     )
     values: Strict | None = Field(default=None, description="Numbers in the cells; where they fit if null.")
+    scale: Literal["linear", "log"] = Field(default="linear", description="`log` shows small weights too; not for values of either sign.")
     maximum: Annotated[Finite, Field(gt=0)] | None = Field(
         default=None, description="The value that the last colour stands for; the largest if null."
     )
@@ -46,6 +47,8 @@ class Figure(Document):
     def _one_head(self) -> Self:
         if self.kind == "head" and self.heads is not None and len(self.heads) != 1:
             raise disagreement("/heads", "one head for a picture of the kind head", str(len(self.heads)))
+        if self.kind == "concatenation" and self.scale == "log":
+            raise disagreement("/scale", "linear for numbers of either sign", '"log"')
         if self.kind == "concatenation" and self.heads is not None:
             raise disagreement("/heads", "null, since the concatenation is of all heads", f"a list of {len(self.heads)}")
         return self

@@ -14,6 +14,7 @@ from service.attention.figures.layout import lay_out
 from service.attention.figures.picture import Picture, Style
 from service.attention.figures.png import draw_png
 from service.attention.figures.svg import draw_svg
+from service.attention.figures.words import printable
 from service.errors import TooLarge
 
 Format = Literal["png", "svg", "html"]
@@ -27,14 +28,15 @@ def draw(picture: Picture, style: Style, form: Format, check: Callable[[], None]
     """
     check()
     sheet = lay_out(picture, style)
+    about = {name: printable(value) for name, value in picture.about.items()}
     if form == "svg":
-        return draw_svg(sheet, picture.about, check)
+        return draw_svg(sheet, about, check)
     if form == "html":
-        return draw_html(picture, style, sheet, picture.about, check)
+        return draw_html(picture, style, sheet, about, check)
     pixels = round(sheet.width * sheet.height * (style.dpi / 96) ** 2)
     if pixels > PIXELS:
         raise TooLarge.where("/figure/dpi", f"a picture of at most {PIXELS} pixels", str(pixels))
-    return draw_png(sheet, picture.about, style.dpi, check)
+    return draw_png(sheet, about, style.dpi, check)
 
 
 __all__ = ["Format", "Kind", "Picture", "Style", "Subject", "compose", "draw", "needs"]

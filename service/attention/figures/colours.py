@@ -49,9 +49,8 @@ def table(name: str, theme: Theme, diverging: bool) -> Array:
 
 def coloured(values: Array, scale: Scale, style: Style) -> Array:
     """uint8 [rows, columns, 3]; what lies beyond the scale takes its end, NaN the colour of what is blocked."""
-    share = (values - scale.low) / (scale.high - scale.low)
-    blocked = np.isnan(share)
-    at = np.rint(np.clip(np.where(blocked, 0, share), 0, 1) * (STEPS - 1)).astype(np.intp)
+    blocked = np.isnan(values)
+    at = np.rint(np.where(blocked, 0, scale.share(values)) * (STEPS - 1)).astype(np.intp)
     pixels: Array = table(style.colours, style.theme, scale.diverging)[at]
     pixels[blocked] = rgb(PALETTES[style.theme].blocked)
     return pixels

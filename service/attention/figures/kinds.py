@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.attention.figures.layout import resolution
+from service.attention.figures.layout import WIDEST, resolution
 from service.attention.figures.picture import Axis, Panel, Picture, Pool, Scale, Style
 from service.attention.figures.pooling import Across, Raster, Similarity, deviation_across, mean_across, pool_array
 from service.errors import InvalidRequest
@@ -19,6 +19,7 @@ from service.tensors import Array
 
 Kind = Literal["heads", "head", "mean", "std", "similarity", "concatenation"]
 CELLS = 1 << 18  # of all panels of a picture
+DARKEST = 1e-5  # of the largest value: what is less has the first colour of a logarithmic scale
 ACROSS: dict[str, Across] = {"mean": mean_across, "std": deviation_across}
 SCALES = {"std": "standard deviation of the weight across heads", "mean": "mean weight across heads", "similarity": "cosine similarity"}
 
@@ -37,6 +38,7 @@ class Subject:
     pool: Pool | None = None
     title: str | None = None
     maximum: float | None = None
+    logarithmic: bool = False
 
     @property
     def pooled(self) -> Pool:
@@ -89,13 +91,14 @@ def _weights(subject: Subject, style: Style, raster: Array) -> tuple[list[Panel]
 
 def _outputs(subject: Subject, style: Style, tensors: Mapping[str, Tensor]) -> tuple[list[Panel], tuple[int, int]]:
     """The heads' outputs side by side, and what the output projection makes of them."""
-    side = resolution(2, style, CELLS)
-    named = {"concatenated": "heads' outputs, concatenated", "output": "after the output projection"}
-    steps = -(-subject.queries // side), max(-(-tensors[name].shape[-1] // side) for name in named if name in tensors)
+    titles = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
+    named = {name: title for name, title in titles.items() if name in tensors}  # without projections there is no second
+    widest = max(tensors[name].shape[-1] for name in named)
+    across = -(-widest // resolution(1, style, CELLS**2, WIDEST))
+    most = min(resolution(1, style, CELLS), CELLS // 2 // -(-widest // across))
+    steps = -(-subject.queries // most), across
     panels = []
     for name, title in named.items():
-        if name not in tensors:
-            continue
         values = tensors[name][subject.item].double()
         if not torch.isfinite(values).all():
             raise InvalidRequest.where("", f"finite numbers in {name}", "NaN or infinity")
@@ -114,6 +117,10 @@ def _scale(subject: Subject, panels: Sequence[Panel]) -> Scale:
     high = subject.maximum or largest or 1.0
     if subject.kind == "concatenation":
         return Scale("value, 0 in the middle", -high, high, diverging=True)
+    if subject.logarithmic:
+        positive = [panel.values[panel.values > 0] for panel in panels]
+        smallest = min((float(values.min()) for values in positive if values.size), default=high)
+        return Scale(name, min(max(smallest, high * DARKEST), high / 10), high, logarithmic=True)
     return Scale(name, 0.0, high)
 
 
@@ -124,7 +131,7 @@ def _title(subject: Subject) -> str:
         "mean": f"Attention weights, mean of {len(subject.heads)} heads",
         "std": f"Attention weights, standard deviation across {len(subject.heads)} heads",
         "similarity": "How similarly the heads attend",
-        "concatenation": "Outputs of the heads, concatenated and projected",
+        "concatenation": "Outputs of the heads",
     }[subject.kind]
 
 

@@ -16,10 +16,10 @@ from service.attention.figures.words import cut, lines, printable, width
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-WIDEST = 1200  # of a sheet whose width nobody gave
+NARROWEST, WIDEST = 300.0, 1200  # of a sheet whose width nobody gave
 MARGIN, GAP = 18.0, 16.0
 TITLE, HEADING, TEXT = 17.0, 13.0, 12.0  # font sizes
-LARGEST_CELL = 64.0
+LARGEST_CELL, LARGEST_PANEL = 64.0, 720.0
 BAR = 84.0  # what the colour bar takes, with its numbers
 NUMBERED = 2500  # cells of a picture that may hold numbers
 SMALLEST_NUMBER = 7.5
@@ -33,10 +33,14 @@ def grid_columns(panels: int, room: float) -> int:
     return min(range(1, most + 1), key=rate)
 
 
-def resolution(panels: int, style: Style, cells: int) -> int:
-    """Cells that a side of one of so many panels may have: two pixels each at least, and `cells` in all of the picture."""
+def resolution(panels: int, style: Style, cells: int, widest: float = LARGEST_PANEL) -> int:
+    """Cells that a side of one of so many panels may have: two pixels each at least, and `cells` in all of the picture.
+
+    `widest` is how wide a panel may become where nobody gave a width.
+    """
     room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
     panel = room / grid_columns(panels, room)
+    panel = panel if style.width else min(panel, widest)
     return max(1, min(int(panel // 2), math.isqrt(cells // panels)))
 
 
@@ -64,18 +68,23 @@ class _Layout:
         self.palette: Palette = PALETTES[style.theme]
         self.sheet = Sheet(0, 0, self.palette.paper)
         self.columns = 1
-        if len({panel.columns.cells for panel in picture.panels}) == 1:
+        if len({panel.columns for panel in picture.panels}) == 1:
             room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
             self.columns = grid_columns(len(picture.panels), room)
-        width, height = self._panel_size()
-        self.left = MARGIN + TEXT * LINE + max(beside(p.rows, height).room for p in picture.panels) + 10
-        if style.width is not None or self.left + self._across(width) + BAR + MARGIN > WIDEST:
-            room = (style.width or WIDEST) - self.left - BAR - MARGIN - GAP * (self.columns - 1)
-            if room / self.columns < 24:
-                raise InvalidRequest.where("/figure/width", "room for panels beside their labels", f"{style.width}")
-            width, height = self._panel_size(room / self.columns)
+        self.left, (width, height) = 0.0, self._panel_size()
+        for _ in range(2):  # wider panels may have larger labels beside them; those may then leave less for panels, but never more
+            self.left = max(self.left, MARGIN + TEXT * LINE + max(beside(p.rows, height).room for p in picture.panels) + 10)
+            if style.width is not None or self.left + self._across(width) + BAR + MARGIN > WIDEST:
+                width, height = self._panel_size(self._room())
         self.bottom = max(below(p.columns, width).room for p in picture.panels)
         self._build(width, height)
+
+    def _room(self) -> float:
+        """The width that is left for each panel."""
+        room = (self.style.width or WIDEST) - self.left - BAR - MARGIN - GAP * (self.columns - 1)
+        if room / self.columns < 24:
+            raise InvalidRequest.where("/figure/width", "room for panels beside their labels", f"{self.style.width}")
+        return room / self.columns
 
     def _across(self, width: float) -> float:
         return self.columns * width + GAP * (self.columns - 1)
@@ -84,13 +93,18 @@ class _Layout:
         """Of a panel's cells: squares as far as they go, but neither a thread nor a tower."""
         rows, columns = (max(getattr(p, side).cells for p in self.picture.panels) for side in ("rows", "columns"))
         if width is None:
-            width = max(min(columns * LARGEST_CELL, WIDEST / self.columns, 720.0), 110.0)
-        height = min(max(width * rows / columns, min(rows * 15.0, 0.4 * width)), 1.5 * width, rows * LARGEST_CELL * 2)
+            most = LARGEST_PANEL if 2 * rows >= columns else WIDEST
+            width = max(min(columns * LARGEST_CELL, most, WIDEST / self.columns), 110.0)
+        height = min(
+            max(width * rows / columns, min(rows * 15.0, 0.4 * width)),
+            max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)),
+            rows * LARGEST_CELL * 2,
+        )
         return width, max(height, 18.0)
 
     def _build(self, width: float, height: float) -> None:
         right = self.left + self._across(width)
-        total = math.ceil(max(right + BAR + MARGIN, 260.0)) if self.style.width is None else self.style.width
+        total = math.ceil(max(right + BAR + MARGIN, NARROWEST)) if self.style.width is None else self.style.width
         top = self._title(MARGIN, total)
         places, floor = self._places(top, width, height)
         for place in places:
@@ -110,13 +124,13 @@ class _Layout:
     def _places(self, top: float, width: float, height: float) -> tuple[list[_Place], float]:
         panels, places = self.picture.panels, []
         heading = HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
-        labelled = self.bottom + TEXT * LINE + 10
+        labelled = self.bottom + TEXT * LINE + 16
         count, y = len(panels), top
         for start in range(0, count, self.columns):
             y += heading
             row = range(start, min(start + self.columns, count))
             for i in row:
-                lowest = i + self.columns >= count or self.columns == 1
+                lowest = i + self.columns >= count or panels[i].columns != panels[i + self.columns].columns
                 places.append(_Place(panels[i], self.left + (i - start) * (width + GAP), y, width, height, i == start, lowest))
             y += height + (labelled if any(places[i].lowest for i in row) else GAP)
         return places, y
@@ -203,21 +217,22 @@ class _Layout:
 
     def _bar(self, x: float, y: float, height: float) -> None:
         scale, steps = self.picture.scale, 64
-        values = np.linspace(scale.high, scale.low, steps)[:, None]
+        even = np.geomspace if scale.logarithmic else np.linspace
+        values = even(scale.high, scale.low, steps)[:, None]
         self.sheet.marks.append(Cells(x, y, 14, height, coloured(values, scale, self.style), name="colour bar"))
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            at = y + height * (1 - share)
-            value = scale.low + share * (scale.high - scale.low)
+        for value in scale.ticks():
+            at = y + height * (1 - float(scale.share(np.asarray(value))))
             self.sheet.marks.append(Line(x + 14, at, x + 18, at, self.palette.faint))
             self._label(x + 21, at + 4, f"{value:.3g}", 11.0, self.palette.ink, role="scale")
 
     def _foot(self, y: float, total: float) -> float:
         """What grey and hatched mean, where they occur, the name of the scale, and the note."""
-        y += 4
-        x = MARGIN
+        x, y = MARGIN, y + 4
         blocked = any(np.isnan(panel.values).any() for panel in self.picture.panels)
         legend = [("blocked", "may not attend")] * blocked + [("empty", "no key to attend to")] * any(p.empty for p in self.picture.panels)
         for kind, meaning in legend:
+            if x + 26 + width(meaning, 11.0) > total - MARGIN:
+                x, y = MARGIN, y + 18
             pixels = np.array([[[int(self.palette.blocked[i : i + 2], 16) for i in (1, 3, 5)]]], np.uint8)
             self.sheet.marks.append(Cells(x, y, 20, 12, pixels, name=meaning))
             if kind == "empty":
@@ -225,7 +240,8 @@ class _Layout:
             self._label(x + 26, y + 10, meaning, 11.0, self.palette.faint, role="legend")
             x += 26 + width(meaning, 11.0) + 22
         y += 18 * bool(legend)
-        for text in (f"Colour: {self.picture.scale.name}.", self.picture.note):
+        scale = self.picture.scale
+        for text in (f"Colour: {scale.name}, {scale.low:.3g} to {scale.high:.3g}.", self.picture.note):
             for line in lines(printable(text), 11.0, total - 2 * MARGIN, 4) if text else ():
                 self._label(MARGIN, y + 10, line, 11.0, self.palette.faint, role="note")
                 y += 11 * LINE + 1

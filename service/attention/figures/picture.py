@@ -3,8 +3,11 @@
 Arrays and words alone; no sizes, no fonts, no file format.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from service.tensors import Array
 
@@ -53,12 +56,31 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the colours mean: from `low` to `high`; `diverging` has its middle at 0."""
+    """What the colours mean: from `low` to `high`; `diverging` has its middle at 0; a `logarithmic` one starts above 0."""
 
     name: str
     low: float
     high: float
     diverging: bool = False
+    logarithmic: bool = False
+
+    def share(self, values: Array) -> Array:
+        """Where numbers lie between low (0) and high (1); those beyond take the end, NaN stays."""
+        if self.logarithmic:
+            values = np.log(np.maximum(values, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            values = (values - self.low) / (self.high - self.low)
+        return np.clip(values, 0, 1)
+
+    def ticks(self) -> list[float]:
+        """Round numbers on the scale: powers of ten where it is logarithmic, else three to six multiples of 1, 2 or 5."""
+        if self.logarithmic:
+            return [10.0**n for n in range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)]
+        span = self.high - self.low
+        unit = 10.0 ** math.floor(math.log10(span / 3))
+        step = next(unit * factor for factor in (5, 2, 1) if span / (unit * factor) >= 2.5)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 0.02)  # a largest weight of 0.999 ends at 1
+        return [n * step for n in range(first, last + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ would draw words as outlines, in the glyphs of one font, under ids that change w
 """
 
 import io
+import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from xml.etree import ElementTree as ET
@@ -12,7 +13,7 @@ from xml.etree import ElementTree as ET
 from service.attention.figures.sheet import Cells, Label, Line, Sheet
 from service.tensors import Array
 
-RECTANGLES = 6000  # cells of a picture up to which each is an element of its own
+RECTANGLES = 6000  # cells of a picture up to which each is an element of its own; a colour bar always is
 NAMESPACE = "http://www.w3.org/2000/svg"
 FONT = "DejaVu Sans, Verdana, sans-serif"
 
@@ -26,17 +27,15 @@ def draw_svg(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) 
 def svg_tree(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) -> ET.Element:
     """The element `svg`. Everything is said in attributes, nothing in styles, so that the strictest page may hold it."""
     size = {"width": str(sheet.width), "height": str(sheet.height), "viewBox": f"0 0 {sheet.width} {sheet.height}"}
-    root = ET.Element("svg", {"xmlns": NAMESPACE, **size, "font-family": FONT, "role": "img", "aria-labelledby": "title"})
-    ET.SubElement(root, "title", {"id": "title"}).text = about.get("Title", "")
-    metadata = ET.SubElement(root, "metadata")
-    for name, value in about.items():
-        ET.SubElement(metadata, "meta", {"name": name, "content": value})
+    root = ET.Element("svg", {"xmlns": NAMESPACE, **size, "font-family": FONT, "role": "img", "aria-labelledby": "picture"})
+    ET.SubElement(root, "title", {"id": "picture"}).text = about.get("Title", "")
+    ET.SubElement(root, "metadata").text = json.dumps(dict(about), ensure_ascii=False)  # no elements: an HTML parser would leave the SVG
     ET.SubElement(root, "rect", {"width": "100%", "height": "100%", "fill": sheet.paper})
-    single = sum(mark.pixels[..., 0].size for mark in sheet.marks if isinstance(mark, Cells)) <= RECTANGLES
+    total = sum(mark.pixels[..., 0].size for mark in sheet.marks if isinstance(mark, Cells))
     for mark in sheet.marks:
         if isinstance(mark, Cells):
             check()
-            (_rectangles if single else _image)(root, mark)
+            (_rectangles if total <= RECTANGLES or mark.pixels.shape[1] == 1 else _image)(root, mark)
         elif isinstance(mark, Line):
             ends = {name: _short(getattr(mark, name)) for name in ("x1", "y1", "x2", "y2")}
             ET.SubElement(root, "line", {**ends, "stroke": mark.colour, "stroke-width": _short(mark.width)})
@@ -48,7 +47,9 @@ def svg_tree(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) 
 def _rectangles(root: ET.Element, mark: Cells) -> None:
     rows, columns = mark.pixels.shape[:2]
     width, height = mark.width / columns, mark.height / rows
-    group = ET.SubElement(root, "g", {"class": "cells", "aria-label": mark.name, "shape-rendering": "crispEdges"})
+    group = ET.SubElement(root, "g", {"class": "cells", "aria-label": mark.name})
+    if not mark.gap:
+        group.set("shape-rendering", "crispEdges")  # no seams between cells that touch
     size = {"width": _short(width - mark.gap), "height": _short(height - mark.gap)}
     for i, row in enumerate(mark.pixels):
         for j, pixel in enumerate(row):
