@@ -326,6 +326,8 @@ def test_refusals_stand_where_they_belong(visit: Visitor) -> None:
         assert page.page.inner_text(place) == "" and page.page.get_attribute(field, "aria-invalid") is None
     page.refusal(lambda: page.page.fill("#text", " "), "**/words")
     assert "at least one word" in page.page.inner_text("#text-error")
+    page.page.click("[data-copy=json]")  # of what is still shown: what is wrong stays said
+    assert "at least one word" in page.page.inner_text("#text-error")
     assert page.page.locator("#problem").is_hidden()
 
 
@@ -392,6 +394,15 @@ def test_pictures_are_downloaded(visit: Visitor, form: str, start: bytes, kind: 
     assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{form}"
     assert caught.value.path().read_bytes()[: len(start)].lower() == start.lower()
     assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
+
+
+def test_a_picture_that_is_refused_says_why_beside_its_button(visit: Visitor) -> None:
+    """No picture of a layer that is gone by then."""
+    page = visit()
+    page.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
+    page.refusal(lambda: page.page.click("[data-figure=svg]"), "**/attend/figure")
+    page.page.locator("#take-error", has_text="Expected a layer that is held").wait_for()
+    assert page.page.inner_text("#taken") == ""
 
 
 def test_everything_by_keyboard(visit: Visitor, http: httpx.Client) -> None:

@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const FIELDS = { layer: "layer", causal: "causal", window: "window", valid_lens: "length", query_offset: "offset", block_mask: "cells", attend_mask: "cells" };
-const CONTROLS = { window: ["left", "right"], cells: [], numbers: [], take: [] }; // of a field, where it is not one of the same name
+const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, where it is not one of the same name
 
 /** "sentence" or "request". */
 export function mode() {
@@ -58,6 +58,11 @@ export function clearErrors() {
     element.removeAttribute("aria-describedby");
   }
   $("problem").hidden = true;
+}
+
+/** Says, or with no problems no longer says, what is wrong with something that leaves the controls as they are. */
+export function sayOf(field, problems) {
+  $(`${field}-error`).textContent = problems.map(({ at, text }) => `${text}${at ? `, at ${at}` : ""}`).join("; ");
 }
 
 /** Puts each problem beside its field; `fields` maps further pointers to fields. What belongs to none is shown above the result. */

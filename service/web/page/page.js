@@ -124,7 +124,7 @@ async function analyse(signal) {
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     numbers.clear();
-    form.showErrors(error.problems, { "*": "numbers", "": "numbers" });
+    form.sayOf("numbers", error.problems);
   }
 }
 
@@ -164,14 +164,14 @@ function taken() {
 }
 
 async function take(act) {
-  form.clearErrors();
+  form.sayOf("take", []);
   if (!asked) return;
   try {
     $("taken").textContent = await act();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     $("taken").textContent = "";
-    form.showErrors(error.problems, { "*": "take", "": "take" });
+    form.sayOf("take", error.problems);
   }
 }
 

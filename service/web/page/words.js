@@ -50,7 +50,9 @@ export class Words {
       const button = document.createElement("button");
       button.type = "button";
       button.dataset.index = index;
-      button.textContent = word;
+      button.title = word;
+      button.append(document.createElement("span"));
+      button.firstChild.textContent = word;
       button.setAttribute("aria-pressed", "false");
       return button;
     });
@@ -73,7 +75,10 @@ export class Words {
     const { q = null, k = null } = this.isolated;
     this.shade(this.sides.q, q === null && k !== null ? this.square.along("key", k) : null, q, this.locked.q, (i) => i * this.square.keys + k);
     this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
-    this.drawLines(this.lines(q, k));
+    const links = this.lines(q, k);
+    const most = links.reduce((largest, [, , weight]) => Math.max(largest, weight), 0) || 1;
+    const isAlone = q !== null || k !== null; // the lines of one word are told apart by its own strongest
+    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.stretch(query * this.square.keys + key));
   }
 
   /** Colours one side's words by their weight, and writes the weight beside those that matter. Only words in sight are touched: a page of
@@ -112,7 +117,7 @@ export class Words {
     return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // those that lead out of sight are many, and tell nothing
   }
 
-  drawLines(links) {
+  drawLines(links, strengthOf) {
     const { clientWidth: width, offsetWidth: offset } = this.canvas;
     const height = Math.min(this.element.clientHeight, ROW * Math.max(this.square.queries, this.square.keys));
     if (!offset || !height) return;
@@ -123,9 +128,10 @@ export class Words {
     context.scale(ratio, ratio);
     context.strokeStyle = getComputedStyle(this.element).getPropertyValue("--accent");
     const top = this.element.scrollTop;
-    for (const [q, k, weight] of links) {
+    for (const link of links) {
+      const [q, k] = link;
       const [from, to] = [(q + 0.5) * ROW - top, (k + 0.5) * ROW - top];
-      const strength = Math.min(1, weight * this.stretch(q * this.square.keys + k));
+      const strength = Math.min(1, strengthOf(link));
       if (strength < 0.02 || Math.max(from, to) < 0 || Math.min(from, to) > height) continue;
       context.globalAlpha = strength;
       context.lineWidth = 0.5 + 2.5 * strength;
