@@ -20,7 +20,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 Visitor = Callable[..., Visit]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as browser:
         yield browser

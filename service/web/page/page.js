@@ -25,8 +25,7 @@ pointing.serve(matrix, words);
 
 const blocked = new Set(); // "q,k"
 let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
-let [running, waiting] = [null, 0];
-let advice = ""; // what to choose, or to install, for a pattern that means something
+let [running, waiting, advice] = [null, 0, ""]; // advice: what to choose, or to install, for a pattern that means something
 
 async function run() {
   clearTimeout(waiting);
@@ -228,9 +227,7 @@ function switchMode() {
   if (form.mode() === "request") {
     if (!$("request").value && typeof asked?.request === "object") $("request").value = JSON.stringify(asked.request);
     readPasted();
-  } else {
-    form.showMasks({});
-  }
+  } else form.showMasks({});
   run();
 }
 

@@ -6,6 +6,7 @@ import { stretch } from "./pattern.js";
 
 const ROW = 28; // pixels; page.css has the same
 const LINES = 4; // for each word, where none is isolated
+const LINES_OF_ONE = 64; // where one is
 
 export class Words {
   /** `told` has point({q, k}), leave() and click({q, k}). */
@@ -76,7 +77,7 @@ export class Words {
     this.shade(this.sides.q, q === null && k !== null ? this.square.along("key", k) : null, q, this.locked.q, (i) => i * this.square.keys + k);
     this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
     const links = this.lines(q, k);
-    const most = links.reduce((largest, [, , weight]) => Math.max(largest, weight), 0) || 1;
+    const most = links[0]?.[2] || 1;
     const isAlone = q !== null || k !== null; // the lines of one word are told apart by its own strongest
     this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.stretch(query * this.square.keys + key));
   }
@@ -109,8 +110,9 @@ export class Words {
   }
 
   lines(q, k) {
-    if (q !== null) return Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]);
-    if (k !== null) return Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]);
+    const strongest = (links) => links.sort((a, b) => b[2] - a[2]).slice(0, LINES_OF_ONE);
+    if (q !== null) return strongest(Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]));
+    if (k !== null) return strongest(Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]));
     this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
     const [from, to] = this.inSight(Infinity);
     const seen = (i) => i >= from && i < to;
