@@ -179,18 +179,22 @@ class Engine:
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketch = await self._aside(self._sketched, asked)
-        bound, phases = sketch.bound, Phases(decode=self.clock() - started)
+        sketched = await self._aside(self._sketched, asked)
+        bound, phases = sketched.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
-        phases.encode = self.clock() - started
-        self.metrics.computed(phases)
+        if sketched.form == "png":
+            asked.reply_coding = ""  # it is packed as it is
+        picture = await self.easel.draw(sketched, outcome.result, asked.deadline, asked.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
-        return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
+        if asked.reply_coding:
+            pieces = await self._aside(pack, pieces, asked.reply_coding)
+        phases.encode = self.clock() - started
+        self.metrics.computed(phases)
+        return Answer(pieces, phases, {**about, "figure": sketched.subject.kind, "format": sketched.form}, sketched.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""

@@ -314,6 +314,15 @@ def test_a_deadline_that_cannot_be_met(http, layers):
     assert answer.status_code == 504
 
 
+@pytest.mark.parametrize(("form", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
+def test_what_is_text_is_compressed_for_who_asks(http, layers, form, coding):
+    asked = {**BODY, "figure": {"format": form}}
+    answer = http.post("/attend/figure", json=asked, headers={"Accept-Encoding": "gzip"})
+
+    assert answer.headers.get("content-encoding") == coding
+    assert answer.content == picture(http, {"format": form}).content
+
+
 def test_many_pictures_at_once_are_those_drawn_alone(http, layers, server):
     """While /attend is answered as ever."""
     asked = [
