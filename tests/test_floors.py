@@ -30,7 +30,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "settings": {"pydantic", "pydantic_settings"},
     "wire": {"pydantic", "pydantic_core", "orjson", "simdjson", "safetensors"},
     "attention": {"torch", "safetensors", "matplotlib"},
-    "serving": {"torch", "asyncio", "prometheus_client", "structlog"},
+    "serving": {"torch", "asyncio", "prometheus_client", "structlog", "safetensors", "tokenizers"},
     "client": {"httpx", "asyncio", "torch"},
     "web": {"fastapi", "starlette", "uvicorn", "grpc", "structlog", "opentelemetry"},
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -23,10 +23,13 @@ from service.tensors import Array
 from service.wire.documents import LayerDocument
 from service.wire.negotiation import SAFETENSORS
 
+if TYPE_CHECKING:
+    from service.serving.engine import Answer  # which loads torch
+
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The reply to POST /attend as it came, with the headers a client reads (names in lower case)."""
+    """A reply as it came, with the headers a client reads (names in lower case)."""
 
     body: bytes
     headers: Mapping[str, str]
@@ -36,6 +39,7 @@ class Backend(Protocol):
     """What a command can ask. Each method raises from the tree in `service.errors`."""
 
     def attend(self, body: bytes) -> Response: ...
+    def analyse(self, body: bytes) -> Response: ...
     def figure(self, body: bytes) -> bytes: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
@@ -55,7 +59,13 @@ class ServerBackend:
         self.put_layer_file, self.layer_file = client.put_layer_file, client.layer_file
 
     def attend(self, body: bytes) -> Response:
-        response = self._client.send(calls.Call("POST", "/attend", body))
+        return self._post("/attend", body)
+
+    def analyse(self, body: bytes) -> Response:
+        return self._post("/attend/analysis", body)
+
+    def _post(self, path: str, body: bytes) -> Response:
+        response = self._client.send(calls.Call("POST", path, body))
         return Response(response.content, response.headers)
 
     def figure(self, body: bytes) -> bytes:
@@ -93,7 +103,12 @@ class EngineBackend:
             raise
 
     def attend(self, body: bytes) -> Response:
-        answer = self._loop.run(self._engine.attend(self._asked(body)))
+        return self._written(self._loop.run(self._engine.attend(self._asked(body))))
+
+    def analyse(self, body: bytes) -> Response:
+        return self._written(self._loop.run(self._engine.analyse(self._asked(body))))
+
+    def _written(self, answer: "Answer") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
     def figure(self, body: bytes) -> bytes:

@@ -18,8 +18,8 @@ from service.cli.child import NotStarted, child_server
 from service.cli.exits import complain, reported
 from service.cli.infer import headline
 from service.cli.links import links_table
-from service.cli.words import NoModel, Sentence, hash_words, read_minilm
 from service.client import AttendResult, Client, calls
+from service.serving.words import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
 
 EPILOG = 'Example: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"'

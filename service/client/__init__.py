@@ -10,6 +10,6 @@
 from service.client.client import Client
 from service.client.failures import BadReply, TimedOut, Unreachable
 from service.client.merge import merge
-from service.client.result import AttendResult, TopWeights
+from service.client.result import AnalysisResult, AttendResult, TopWeights
 
-__all__ = ["AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable", "merge"]
+__all__ = ["AnalysisResult", "AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable", "merge"]

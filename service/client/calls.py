@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 
 from service.client.failures import BadReply, refusal
-from service.client.result import AttendResult, read_result
+from service.client.result import AnalysisResult, AttendResult, read_metrics, read_result
 from service.errors import InvalidRequest, MalformedBody
 from service.spec import LayerSpec
+from service.wire.analysis import AnalysisRequest
 from service.wire.answer import decode_document
 from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
 from service.wire.figure import FigureRequest
@@ -37,19 +38,22 @@ class Call:
 
 def attend(fields: Mapping[str, Any]) -> Call:
     """POST /attend. Unless the fields say otherwise, numbers come back as base64, or flat where they are rounded: both keep dtypes."""
-    reply = dict(fields.get("reply") or {})
-    reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
-    return Call("POST", "/attend", encode_request({**fields, "reply": reply}, AttendRequest.tensors))
+    return Call("POST", "/attend", encode_request(_exact(fields), AttendRequest.tensors))
+
+
+def analysis(fields: Mapping[str, Any]) -> Call:
+    """POST /attend/analysis, numbers as those of `attend`."""
+    return Call("POST", "/attend/analysis", encode_request(_exact(fields), AnalysisRequest.tensors))
 
 
 def plan(fields: Mapping[str, Any]) -> Call:
-    """POST /attend/plan. Of queries, keys, values and biases only the shape is sent, since nothing is computed."""
+    """POST /attend/plan. Of the large tensors only the shape is sent, since nothing is computed; `metrics` make it an analysis."""
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
-        for name in ("query", "key", "value", "bias")
+        for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
-    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AttendRequest.tensors))
+    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AnalysisRequest.tensors))
 
 
 def figure(fields: Mapping[str, Any], figure: Mapping[str, Any]) -> Call:
@@ -95,6 +99,14 @@ def read_attend(response: httpx.Response) -> AttendResult:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
 
 
+def read_analysis(response: httpx.Response) -> AnalysisResult:
+    """What POST /attend/analysis answered. Raises BadReply where it is not that."""
+    try:
+        return read_metrics(response.content)
+    except (MalformedBody, KeyError, TypeError) as error:
+        raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
+
+
 def read_plan(response: httpx.Response) -> Plan:
     """What POST /attend/plan answered."""
     return _read(Plan, response)
@@ -108,6 +120,13 @@ def read_layer(response: httpx.Response) -> LayerDocument:
 def read_layers(response: httpx.Response) -> list[LayerDocument]:
     """What GET /layers answered."""
     return _read(Layers, response).layers
+
+
+def _exact(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, asking for forms that keep dtypes where they do not ask for one."""
+    reply = dict(fields.get("reply") or {})
+    reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
+    return {**fields, "reply": reply}
 
 
 def _read(model: type[Model], response: httpx.Response) -> Model:

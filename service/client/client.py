@@ -1,6 +1,6 @@
 """Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +12,7 @@ from service import __version__
 from service.client import calls
 from service.client.calls import Call
 from service.client.failures import Unreachable, connection_failure, refusal
-from service.client.result import AttendResult
+from service.client.result import AnalysisResult, AttendResult
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LayerDocument, Plan
@@ -58,6 +58,24 @@ class Client:
         """
         call = calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields})
         return calls.read_attend(self.send(call))
+
+    def analysis(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: str = "default",
+        metrics: Sequence[str] | None = None,
+        **fields: Any,
+    ) -> AnalysisResult:
+        """What each head does: `metrics` by name, or the cheap ones that the arguments give enough for.
+
+        `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. What is not defined is NaN; an
+        index that is not there is -1.
+        """
+        call = calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
+        return calls.read_analysis(self.send(call))
 
     def plan(
         self,

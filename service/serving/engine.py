@@ -21,7 +21,7 @@ import torch
 
 from service.attention.call import Result
 from service.errors import InvalidRequest, Overloaded, Problem
-from service.serving import cost
+from service.serving import analysis, cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.bound import Bound
@@ -38,9 +38,10 @@ from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES, Array
+from service.wire.analysis import AnalysisRequest
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
-from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
+from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
 from service.wire.figure import FigureRequest
 from service.wire.forms import FORMS, Form
 from service.wire.limits import WireLimits
@@ -49,6 +50,7 @@ from service.wire.refusals import validate
 from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
 STATM = Path("/proc/self/statm")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
@@ -176,9 +178,16 @@ class Engine:
 
     async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
+        return await self._answer(asked, AttendRequest)
+
+    async def analyse(self, asked: Asked) -> Answer:
+        """POST /attend/analysis: the same line, with the metrics in place of the outputs."""
+        return await self._answer(asked, AnalysisRequest)
+
+    async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside(self._bound, asked) if large else self._bound(asked)
+        bound = await self._aside(self._bound, asked, document) if large else self._bound(asked, document)
         phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
         try:
             outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
@@ -193,33 +202,38 @@ class Engine:
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
         statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
-        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
+        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketch = await self._aside(self._sketched, asked)
-        bound, phases = sketch.bound, Phases(decode=self.clock() - started)
+        sketched = await self._aside(self._sketched, asked)
+        bound, phases = sketched.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
-        phases.encode = self.clock() - started
-        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        if sketched.form == "png":
+            asked.reply_coding = ""  # it is packed as it is
+        picture = await self.easel.draw(sketched, outcome.result, asked.deadline, asked.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
-        return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
+        if asked.reply_coding:
+            pieces = await self._aside(pack, pieces, asked.reply_coding)
+        phases.encode = self.clock() - started
+        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        return Answer(pieces, phases, {**about, "figure": sketched.subject.kind, "format": sketched.form}, sketched.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, asked, True)
-        predicted = cost.predict(request, layer.spec)
+        request, layer = await self._aside(self._fitted, asked, None, True)
+        predicted = predict(request, layer.spec)
         problems = cost.admit(predicted, self.limits)
         outputs = {}
         for name, shape in predicted.outputs.items():
-            datatype = cost.wire_datatype(name, request.reply.datatype, layer.spec)
+            datatype = _datatype(name, request, layer.spec)
             size = DATATYPES[datatype].size
             for length in shape:
                 size *= length
@@ -237,6 +251,14 @@ class Engine:
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
         return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()), asked.deadline)
+
+    async def read(self, asked: Asked, model: type[D]) -> D:
+        """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
+        return validate(model, await self._aside(self._parsed, asked, model.tensors))
+
+    async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
+        """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
+        return await self.shelf.put(name, lambda: (spec, weights))
 
     async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
@@ -272,17 +294,23 @@ class Engine:
         document = validate(PutLayer, self._parsed(asked, PutLayer.tensors))
         return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
 
-    def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
-        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
+    def _fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
+        """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
+        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
+        request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
+        if isinstance(request, AnalysisRequest):
+            analysis.fit(request, layer.spec)
         return request, layer
 
-    def _bound(self, asked: Asked) -> "Bound":
-        request, layer = self._fitted(asked)
-        predicted = cost.predict(request, layer.spec)
+    def _bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> "Bound":
+        request, layer = self._fitted(asked, document)
+        predicted = predict(request, layer.spec)
         cost.check(predicted, self.limits)
-        return Bound(request, layer, bind(request, layer.spec), predicted)
+        call = bind(request, layer.spec)
+        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        return Bound(request, layer, call, predicted)
 
     def _sketched(self, asked: Asked) -> Sketch:
         request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
@@ -317,8 +345,23 @@ def refuse_empty(bound: Bound, result: Result) -> None:
         raise masked_rows(first)
 
 
+def predict(request: AttendRequest, spec: LayerSpec) -> cost.Cost:
+    """The cost of a request that fits the layer."""
+    if not isinstance(request, AnalysisRequest):
+        return cost.predict(request, spec)
+    plain = request.model_copy(update={"outputs": ["output"], "select": None})
+    return analysis.predict(request, spec, cost.predict(plain, spec))
+
+
+def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
+    kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
+    return kind or cost.wire_datatype(name, request.reply.datatype, spec)
+
+
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     """The result under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
+    if isinstance(request, AnalysisRequest):
+        return analysis.reply_of(request, layer, result)
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
     tensors: dict[str, Any] = {}
     for name in request.outputs:

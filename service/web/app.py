@@ -16,7 +16,7 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, figure, health, layers
+from service.web import attend, documentation, failures, figure, health, layers, playground, words
 from service.web.access import Access, Traces
 from service.web.guard import Guard
 from service.web.keys import Keyring
@@ -26,15 +26,16 @@ from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and the calls to layers answered there: see `web/access.py`."""
+    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/access.py`."""
 
     def surround(self, engine: Engine, settings: Settings, traces: Traces | None = None) -> None:
-        own, v2 = attend.Attend(engine), infer.Infer(engine)
+        own = {"/attend": attend.Attend(engine, engine.attend), "/attend/analysis": attend.Attend(engine, engine.analyse)}
+        v2 = infer.Infer(engine)
 
         def hot(method: str, path: str) -> ASGIApp | None:
             if method != "POST":
                 return None
-            return own if path == "/attend" else v2 if infer.PATH.fullmatch(path) else None
+            return own.get(path) or (v2 if infer.PATH.fullmatch(path) else None)
 
         self._access: ASGIApp = Access(self._unslashed, engine, settings.access_log, hot, _guard(settings), traces)
         if origins := _listed(settings.cors_origins):
@@ -73,9 +74,11 @@ def create_app(settings: Settings) -> FastAPI:
     figure.install(app, engine)
     why_not = _why_not_writable(settings)
     layers.install(app, engine, why_not)
+    words.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
     routes.install(app, engine, _extensions(settings), _why_no_statistics(settings))
     repository.install(app, engine, why_not)
-    health.install(app, engine, _about(settings, engine))
+    playground.install(app, engine, _about(settings, engine))
+    health.install(app, engine)
     app.state.engine = engine
     documentation.install(app)
     failures.install(app)
