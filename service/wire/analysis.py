@@ -151,6 +151,9 @@ class AnalysisRequest(AttendRequest):
 class AnalysisReply(Document):
     """Numbers per head, under the names asked for, b dropped where the request has none. What is not defined is null.
 
+    Rows without a key count nowhere, nor does padding: a position that lengths and key masks close, in self-attention as a query too.
+    With attention sinks a row is read as shares of what the sinks leave. Means over queries are over those for which the number is defined.
+
     | metric | shape | what it is |
     |---|---|---|
     | `entropy`, `entropy_per_query` | [b,h], [b,h,q] | -sum a ln a over the keys, in nats; mean over queries |

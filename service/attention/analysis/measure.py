@@ -42,7 +42,7 @@ def measure(layer: MultiHeadAttention, call: Call) -> Result:
     if OF_WEIGHTS & set(question.metrics):
         made |= _read_weights(layer, call, (query, key, value), empty, real, norms)
     if question.asks("subspace_disagreement"):
-        made["subspace_disagreement"] = between.disagreement(values.subspace_products(value, layer.groups, real))
+        made["subspace_disagreement"] = between.disagreement(values.subspace_products(value, real))
     if question.asks("output_disagreement", *OF_PRODUCTS):
         made |= _read_outputs(layer, call, empty)
     wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in question.metrics}

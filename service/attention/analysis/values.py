@@ -24,11 +24,13 @@ def value_norms(value: Tensor, weight: Tensor | None, groups: int, real: Tensor)
     return norms.view(b, kv * groups, k).masked_fill(~real[:, None], torch.nan)
 
 
-def subspace_products(value: Tensor, groups: int, real: Tensor) -> Tensor:
-    """[b, h, h]: <V_i, V_j> over the real keys, each head's values as one long vector; heads that share values have the same."""
+def subspace_products(value: Tensor, real: Tensor) -> Tensor:
+    """[b, kv heads, kv heads]: <V_i, V_j> over the real keys, each head's values as one long vector.
+
+    Counting a head of values once for every query head that shares it would change no mean over pairs.
+    """
     flat = value.double().masked_fill(~real[:, None, :, None], 0).flatten(2)
-    gram = flat @ flat.transpose(1, 2)
-    return gram.repeat_interleave(groups, 1).repeat_interleave(groups, 2)
+    return flat @ flat.transpose(1, 2)
 
 
 def output_products(heads: Tensor, counts: Tensor) -> Tensor:
