@@ -2,6 +2,7 @@
 
 import os
 import socket
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -35,6 +36,9 @@ def run(settings: Settings) -> None:
     except ValueError as error:
         typer.echo(f"attend serve: {error}", err=True)
         raise typer.Exit(2) from None
+    if settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
+        typer.echo("attend serve: --grpc-port needs more packages: pip install 'attend[serve,grpc]'", err=True)
+        raise typer.Exit(2)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
     from service.cli.process import serve_processes
 

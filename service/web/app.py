@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from service.settings import Settings
 from service.web import attend, documentation, failures, health, layers
 from service.web.access import Access
 from service.web.v2 import infer, repository, routes
+from service.web.v2.description import Offer
 from service.wire.limits import WireLimits
 
 
@@ -47,23 +48,23 @@ class Application(FastAPI):
 
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
-    engine = create_engine(settings)
+    engine, offer = create_engine(settings), Offer(_why_not_writable(settings), _why_no_statistics(settings))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
-            await engine.begin(settings.all_layers())
-        else:
-            engine.begin(settings.all_layers())
-        yield
+        async with _grpc(settings, engine, offer):
+            if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
+                await engine.begin(settings.all_layers())
+            else:
+                engine.begin(settings.all_layers())
+            yield
         engine.close()
 
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
-    why_not = _why_not_writable(settings)
-    layers.install(app, engine, why_not)
-    routes.install(app, engine, _extensions(settings), _why_no_statistics(settings))
-    repository.install(app, engine, why_not)
+    layers.install(app, engine, offer.why_not_writable)
+    routes.install(app, engine, offer)
+    repository.install(app, engine, offer)
     health.install(app, engine, _about(settings, engine))
     app.state.engine = engine
     documentation.install(app)
@@ -87,6 +88,16 @@ def create_engine(settings: Settings) -> Engine:
     return engine
 
 
+def _grpc(settings: Settings, engine: Engine, offer: Offer) -> AbstractAsyncContextManager[None]:
+    """The gRPC server beside this one, where one is asked for."""
+    if settings.grpc_port is None:
+        return nullcontext()
+    from service.web.grpc.server import serving  # an extra brings what it needs
+
+    address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds)
+
+
 def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
     if not _loopback(settings.host):
@@ -100,12 +111,6 @@ def _why_no_statistics(settings: Settings) -> Exception | None:
     if settings.workers > 1:
         return LayerConflict("with several workers there are no statistics of models, since each counts for itself: see /metrics")
     return None
-
-
-def _extensions(settings: Settings) -> list[str]:
-    """Of the Open Inference Protocol: those that work only under some settings."""
-    allowed = {"model_repository": _why_not_writable(settings), "statistics": _why_no_statistics(settings)}
-    return [name for name, why_not in allowed.items() if why_not is None]
 
 
 def _loopback(host: str) -> bool:
