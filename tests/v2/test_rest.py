@@ -410,6 +410,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**one(), "outputs": [{"name": "output", "parameters": {"binary_data": 1}}]},
         "/outputs/0/parameters/binary_data",
     ),
+    "another model than the path's": ({**one(), "model_name": "exact"}, "/model_name"),
     "an id that is no string": ({**one(), "id": 7}, "/id"),
     "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
     "a priority below 0": ({**one(), "parameters": {"priority": -1}}, "/parameters/priority"),
