@@ -296,6 +296,13 @@ def test_an_id_comes_back_and_none_is_made_up(v2: httpx.Client) -> None:
     assert "id" not in read(v2.post(INFER, json={"inputs": inputs})).document
 
 
+def test_a_model_may_be_named_again(v2: httpx.Client) -> None:
+    """As KServe's client does."""
+    reply = read(v2.post(INFER, json={"id": "1", "model_name": "tiny", "model_version": "1", "inputs": in_json(query=QUERY)}))
+
+    assert reply.document["id"] == "1"
+
+
 def test_a_timeout_is_kept(v2: httpx.Client) -> None:
     """Microseconds; 0 is none. One that has passed before there could be an answer is a 504."""
     body = {"inputs": in_json(query=QUERY)}
@@ -411,6 +418,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "/outputs/0/parameters/binary_data",
     ),
     "another model than the path's": ({**one(), "model_name": "exact"}, "/model_name"),
+    "an offset that is no integer": (
+        {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1], "datatype": "FP32", "data": [0.5]}]},
+        "/query_offset",
+    ),
+    "an offset of another rank": (
+        {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1, 1], "datatype": "INT32", "data": [1]}]},
+        "/query_offset",
+    ),
     "an id that is no string": ({**one(), "id": 7}, "/id"),
     "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
     "a priority below 0": ({**one(), "parameters": {"priority": -1}}, "/parameters/priority"),
