@@ -45,10 +45,24 @@ def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
     assert bodies == [PUT_TINY, ATTEND]
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors"])
+def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:
+    """The curl block under /v2 asks for one head of the first example."""
+    command = next(block for block in blocks("sh") if "/v2/" in block).replace("localhost:8000", server.url)
+    shown = json.loads(blocks("json")[0])
+    make = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
+    subprocess.run(["curl", "-sS", *shlex.split(re.split(r"\n(?=curl)", make)[0])[1:]], capture_output=True, check=True)
+
+    done = subprocess.run(["curl", "-sS", *shlex.split(command)[1:]], capture_output=True, text=True, check=True)
+
+    [output] = json.loads(done.stdout)["outputs"]
+    assert output["shape"] == [1, 1, 3, 3]
+    assert output["data"] == [number for row in shown["attention_weights"][1] for number in row]
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors", "triton"])
 def test_a_python_example_runs(server: Server, block: str) -> None:
     """In an interpreter of its own, as pasted."""
-    code = block.replace("http://127.0.0.1:8000", server.url)
+    code = block.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url.removeprefix("http://"))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr

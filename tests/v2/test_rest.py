@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from live import Server
 from protocol import DTYPES, LAYERS, in_bytes, in_json, read, refused
+from starlette.testclient import TestClient
+
+from service.settings import Settings
+from service.web.app import create_app
 
 B, Q, K = 2, 3, 5
 RNG = np.random.default_rng(17)
@@ -566,11 +570,15 @@ def test_what_cannot_be_loaded_is_refused(v2: httpx.Client, name: str, body: Any
     assert words in refused(v2.post(f"/v2/repository/models/{name}/load", json=body))
 
 
-def test_extensions_that_do_not_work_are_not_announced(start: Callable[..., Server]) -> None:
-    """Where every process would count and hold for itself, neither statistics nor loading are offered."""
-    with httpx.Client(base_url=start("--workers", "2", "--threads", "1").url) as client:
-        assert not {"statistics", "model_repository"} & set(client.get("/v2").json()["extensions"])
-        refused(client.get("/v2/models/default/stats"), 409)
-        refused(client.get("/v2/models/stats"), 409)
-        refused(client.post("/v2/repository/models/default/unload"), 409)
-        assert len(client.post("/v2/repository/index").json()) == 1
+def test_extensions_that_do_not_work_are_not_announced() -> None:
+    """Where every process would count and hold for itself, neither statistics nor loading are offered; nor is loading to a network."""
+    several = TestClient(create_app(Settings(workers=2)))
+    assert not {"statistics", "model_repository"} & set(several.get("/v2").json()["extensions"])
+    refused(several.get("/v2/models/stats"), 409)
+    refused(several.get("/v2/models/default/stats"), 409)
+    refused(several.post("/v2/repository/models/default/unload"), 409)
+
+    network = TestClient(create_app(Settings(host="0.0.0.0")))
+    assert "model_repository" not in network.get("/v2").json()["extensions"]
+    refused(network.post("/v2/repository/models/default/load"), 403)
+    refused(network.post("/v2/models/default/infer"), 503)  # nothing has been started
