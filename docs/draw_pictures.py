@@ -6,11 +6,10 @@ They are what POST /attend/figure answers for the demo's sentence and the first 
 import sys
 from pathlib import Path
 
-from service.cli.words import read_minilm
-
 from service.cli.backend import EngineBackend
 from service.cli.demo import SENTENCE
 from service.client import calls
+from service.serving.words import read_minilm
 from service.settings import Settings
 
 PICTURES = {

@@ -32,6 +32,7 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port for gRPC beside it (extra `grpc`); none if not set.")
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads for arithmetic; the cores this process may use if not set.")
     workers: int = Field(default=1, ge=1, description="Processes behind the one port, each with its own layers.")

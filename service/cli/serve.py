@@ -77,9 +77,12 @@ def _check_files(settings: Settings) -> None:
     except OSError as error:
         message = f"cannot use {error.filename or 'the certificate'}: {error.strerror}"
     else:
-        if not settings.telemetry or find_spec("opentelemetry") is not None:
+        if settings.telemetry and find_spec("opentelemetry") is None:
+            message = "--telemetry needs more packages: pip install 'attend[serve,otel]'"
+        elif settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
+            message = "--grpc-port needs more packages: pip install 'attend[serve,grpc]'"
+        else:
             return
-        message = "--telemetry needs the extra: pip install 'attend[otel]'"
     typer.echo(f"attend serve: {message}", err=True)
     raise typer.Exit(2)
 
