@@ -109,8 +109,8 @@ class Engine:
 
         A device that is busy shows it by finishing something; an idle one is given a tiny call.
         """
-        if not self.ready or not len(self.catalogue):
-            return False
+        if not self.ready or not len(self.catalogue):  # without layers there is nothing to ask
+            return self.ready
         if self.clock() - self.scheduler.finished_at <= self.ready_timeout:
             return True
         if self.scheduler.busy:

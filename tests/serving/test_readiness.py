@@ -1,7 +1,6 @@
 """Ready means that the device computes: a hung one, a broken one, a busy one and an idle one, and what each is called."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,16 +117,15 @@ def test_a_device_that_fails_is_not_ready() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(
-    "change", [lambda e: setattr(e, "draining", True), lambda e: e.catalogue.remove("layer")], ids=["leaving", "no layers"]
-)
-def test_other_reasons_not_to_be_ready(change: Callable[[Engine], Any]) -> None:
-    """About to leave, or without anything to call: the device is not even asked."""
+def test_when_the_device_is_not_asked() -> None:
+    """About to leave: no, whatever it would say. Without any layer there is nothing to ask it: layers may come."""
 
     async def test() -> None:
         attention = Attention()
         engine, _ = await opened(attention)
-        change(engine)
+        engine.catalogue.remove("layer")
+        assert await engine.answers()
+        engine.draining = True
         assert not await engine.answers()
         assert not attention.seen
         engine.close()
