@@ -231,7 +231,8 @@ def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
             assert counted(pair.url, ATTENDED) == posts + len(documents)
             assert counted(pair.url, "attend_batch_calls_sum") == asked + len(documents)
             assert counted(pair.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
-            assert counted(pair.url, "attend_layers") == 1
+            assert counted(pair.url, "attend_layers") == counted(pair.url, "attend_ready") == 1
+            assert counted(pair.url, "attend_device_memory_bytes") > 100e6  # of both
 
     assert len(documents) == 6
     assert all(document == documents[0] for document in documents)

@@ -97,6 +97,7 @@ class Engine:
         self.ready_timeout = 2.0  # seconds in which a device that works has something to show
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
+        self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
 
     @property
@@ -125,6 +126,12 @@ class Engine:
         """Brings the gauges up to date."""
         memory = torch.cuda.memory_allocated(self.catalogue.device) if self.catalogue.device.type == "cuda" else resident_bytes()
         self.metrics.sample(self.scheduler.load, self.held_bytes, memory, self.ready)
+
+    def _keep_sampling(self) -> None:
+        """Once a second where others may be asked how this process is; where it is asked itself, it samples then."""
+        if self.metrics.shared:
+            self.sample()
+            self._sampling = asyncio.get_running_loop().call_later(1.0, self._keep_sampling)
 
     @property
     def threads(self) -> int:
@@ -161,6 +168,7 @@ class Engine:
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
+        self._keep_sampling()
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
@@ -243,6 +251,8 @@ class Engine:
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
         self.scheduler.close()
         self._threads.shutdown()
 
