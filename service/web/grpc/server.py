@@ -74,7 +74,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library ha
     async def _follow(self) -> None:
         state = health_pb2.HealthCheckResponse
         for name in ("", SERVICE.full_name):
-            await self.set(name, state.SERVING if self.engine.ready else state.NOT_SERVING)
+            await self.set(name, state.SERVING if self.engine.serves else state.NOT_SERVING)
 
 
 def _handlers(engine: Engine, methods: Methods, keyring: Keyring | None) -> dict[str, Any]:
