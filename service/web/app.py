@@ -95,7 +95,7 @@ def _grpc(settings: Settings, engine: Engine, offer: Offer) -> AbstractAsyncCont
     from service.web.grpc.server import serving  # an extra brings what it needs
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
-    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds)
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
