@@ -97,10 +97,10 @@ def _why_not_writable(settings: Settings) -> Exception | None:
 def _guard(settings: Settings) -> Guard | None:
     """The checks at the door; None where there is nothing to check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
-    hosts = names if names or (_local(settings) and settings.uds is None) else None
-    if hosts is None and settings.keys_file is None:
-        return None
-    return Guard(hosts, _listed(settings.cors_origins), Keyring(settings.keys_file) if settings.keys_file else None)
+    keyring = Keyring(settings.keys_file) if settings.keys_file is not None else None
+    browsed = _local(settings) and settings.uds is None and keyring is None  # what a page in this machine's browser could call
+    hosts = names if (names or browsed) and "*" not in names else None
+    return Guard(hosts, _listed(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
 
 def _listed(text: str) -> list[str]:

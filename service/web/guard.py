@@ -16,7 +16,7 @@ from service.web.keys import Key, Keyring
 
 READING = frozenset({"GET", "HEAD"})
 ANY = frozenset({"infer", "admin", "metrics"})
-CALLS = r"/attend(/[a-z]+)?|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
+CALLS = r"/(attend|words)(/[a-z]+)?|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first that matches: one of these scopes opens it
     (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
     (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the empty shell of the page
@@ -54,7 +54,7 @@ class Guard:
             self._known.add(host)
 
     def _demand_origin(self, origin: str, host: str) -> None:
-        if origin.partition("://")[2] != host and origin not in self.origins:
+        if origin.partition("://")[2] != host and self.origins.isdisjoint((origin, "*")):
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
     def _demand_key(self, headers: dict[bytes, bytes], method: str, path: str) -> str:

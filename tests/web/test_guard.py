@@ -258,6 +258,20 @@ def test_names_and_origins_can_be_allowed() -> None:
     assert "x-request-id" in theirs.headers["access-control-expose-headers"].lower()
 
 
+def test_everyone_can_be_allowed(tmp_path: Path) -> None:
+    """Any name and any page, where that is said; and with keys any name, since no page has one."""
+    post = {"method": "POST", "url": "/attend", "json": QUERY, "headers": {"Origin": PAGE, "Host": "any.example"}}
+    (answer,) = asked(Settings(allowed_hosts="*", access_log=False), post)
+    assert answer.status_code == 200
+    (answer,) = asked(Settings(allowed_hosts="any.example", cors_origins="*", access_log=False), post)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+    secret, key = make_key("one", ["infer"])
+    write_keys(tmp_path / "keys", [key])
+    post["headers"]["X-API-Key"] = secret
+    (answer,) = asked(Settings(keys_file=tmp_path / "keys", access_log=False), post)
+    assert answer.status_code == 200
+
+
 def test_cors_is_off_unless_listed(http: httpx.Client) -> None:
     """No header, and no answer to a preflight."""
     assert not [name for name in http.get("/layers", headers={"Origin": PAGE}).headers if name.startswith("access-control")]
