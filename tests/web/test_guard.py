@@ -1,7 +1,9 @@
 """Who gets past the door: keys and scopes on a real server, other people's web pages, CORS, TLS, a Unix socket, a prefix and a proxy."""
 
 import asyncio
+import json
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -297,6 +299,20 @@ def test_names_and_origins_can_be_allowed() -> None:
     assert "x-request-id" in theirs.headers["access-control-expose-headers"].lower()
 
 
+def test_everyone_can_be_allowed(tmp_path: Path) -> None:
+    """Any name and any page, where that is said; and with keys any name, since no page has one."""
+    post = {"method": "POST", "url": "/attend", "json": QUERY, "headers": {"Origin": PAGE, "Host": "any.example"}}
+    (answer,) = asked(Settings(allowed_hosts="*", access_log=False), post)
+    assert answer.status_code == 200
+    (answer,) = asked(Settings(allowed_hosts="any.example", cors_origins="*", access_log=False), post)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+    secret, key = make_key("one", ["infer"])
+    write_keys(tmp_path / "keys", [key])
+    post["headers"]["X-API-Key"] = secret
+    (answer,) = asked(Settings(keys_file=tmp_path / "keys", access_log=False), post)
+    assert answer.status_code == 200
+
+
 def test_cors_is_off_unless_listed(http: httpx.Client) -> None:
     """No header, and no answer to a preflight."""
     assert not [name for name in http.get("/layers", headers={"Origin": PAGE}).headers if name.startswith("access-control")]
@@ -336,16 +352,26 @@ def test_https_by_flags(start: Callable[..., Server], tmp_path: Path) -> None:
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(str(key))
     leaf.cert_chain_pems[0].write_to_path(str(chain))
-    server = start("--tls-cert", str(chain), "--tls-key", str(key))
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
     assert server.url.startswith("https://")
     context = ssl.create_default_context()
     authority.configure_trust(context)
     answer = httpx.post(f"{server.url}/attend", json=QUERY, verify=context)
     assert answer.status_code == 200
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+        mute = context.wrap_socket(plain, server_hostname="127.0.0.1")
+        mute.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while 'reason="slow_reply"' not in httpx.get(f"{server.url}/metrics", verify=context).text:
+            pass  # it never reads; the server gives it up
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as other:
+            idle = context.wrap_socket(other, server_hostname="127.0.0.1")  # and one that does not answer a farewell
+            assert server.stop() == 0
+            idle.close()
+        mute.close()
     for flags in (
         ["--tls-cert", str(chain)],
         ["--tls-cert", str(chain), "--tls-key", str(chain)],
-        ["--tls-cert", "none", "--tls-key", "none"],
     ):
         done = subprocess.run([sys.executable, "-m", "service", "serve", "--port", "0", *flags], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
