@@ -352,7 +352,7 @@ def test_https_by_flags(start: Callable[..., Server], tmp_path: Path) -> None:
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(str(key))
     leaf.cert_chain_pems[0].write_to_path(str(chain))
-    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "2")
     assert server.url.startswith("https://")
     context = ssl.create_default_context()
     authority.configure_trust(context)
