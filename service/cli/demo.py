@@ -113,7 +113,7 @@ def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, f
     """The answer, and the seconds it took from here to the server and back, on a connection that is open."""
     if files.layer is not None:
         client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes()))
-    call = calls.Call("POST", "/attend", files.request.read_bytes())
+    call = calls.Call("POST", "/attend", files.request.read_bytes(), calls.read_attend)
     client.send(call)
     started = time.perf_counter()
     response = client.send(call)
