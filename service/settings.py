@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
+    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings a layer.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")

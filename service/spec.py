@@ -143,8 +143,10 @@ class LayerSpec(BaseModel):
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
     qk_norm: QKNorm | None = Field(default=None, description="Norms on queries and keys.")
     sinks: Flag = Field(default=False, description="A learnt logit per head that takes weight and gives nothing; the weight `sinks`.")
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] = Field(default=0, description="Of the drawn weights.")
-    init: Init = Field(default="xavier_uniform", description="How the weights are drawn.")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
+        default=0, description="Of the drawn weights; null where none were."
+    )
+    init: Init | None = Field(default="xavier_uniform", description="How the weights are drawn; null where they were given.")
     dtype: DType = Field(default="float32", description="Of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
         default="highest", description="Of float32 products: highest is float32, high and medium allow TF32 or bfloat16 inside."
@@ -155,7 +157,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm")
+        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm", "init")
         filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
@@ -163,6 +165,8 @@ class LayerSpec(BaseModel):
             if d_model % heads == 0:
                 filled.setdefault("head_dim", d_model // heads)
             _fill_widths(filled, d_model, heads)
+        if "init" in filled and filled["init"] is None:  # the weights came from elsewhere
+            filled["seed"] = None
         if str(filled.get("init", "")).startswith("numpy_") or filled.get("projections") is False:
             filled.setdefault("bias", False)
         if filled.get("softcap") == 0:
@@ -179,7 +183,7 @@ class LayerSpec(BaseModel):
             raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
         if not self.projections:
             self._agree_without_projections()
-        if self.init.startswith("numpy_"):
+        if (self.init or "").startswith("numpy_"):
             self._agree_for_numpy()
         if self.init == "torch_mha":
             self._agree_for_torch()

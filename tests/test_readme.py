@@ -8,12 +8,13 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from live import Server
 
 from service.settings import Settings, settings_table
-from service.spec import LayerSpec
+from service.spec import Init
 from service.web.examples import ATTEND, PUT_TINY
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +85,7 @@ def test_the_inits_are_all_described() -> None:
     described = re.findall(
         r"`(\w+)`", "\n".join(line.split("|")[1] for line in README.splitlines() if re.match(r"\| `\w+_\w+`.* \|", line))
     )
-    inits = LayerSpec.model_json_schema()["properties"]["init"]["enum"]
+    inits = list(get_args(Init))
 
     assert [name for name in described if name in inits] == inits
 

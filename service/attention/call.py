@@ -1,5 +1,6 @@
 """One bound call and its result, as the layer sees them. Whoever makes a Call vouches that its shapes fit the layer."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from service.attention.masks import Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
+Rows = Iterator[tuple[slice, Tensor, Tensor | None]]  # query rows, weights [b, heads, rows, k], visible [b|1, heads|1, rows|1, k|1]
+Reduction = Callable[[Rows], dict[str, Tensor]]  # takes the weights of a few query rows at a time, gives what becomes of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Call:
     top_k: int | None = None
     reproducible: bool = False
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
+    reduction: Reduction | None = None  # what to take from the weights of `heads` without keeping them; its tensors join the result's
 
     @property
     def selects(self) -> bool:

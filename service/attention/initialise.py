@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.init import kaiming_uniform_, xavier_uniform_
 
+from service.errors import InvalidRequest
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
@@ -19,7 +20,12 @@ DRAWN = {f"{name}.weight" for name in PROJECTIONS}
 
 
 def draw_weights(spec: LayerSpec) -> Weights:
-    """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights."""
+    """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights.
+
+    Raises InvalidRequest where the spec has no init: its weights are to come from elsewhere.
+    """
+    if spec.init is None:
+        raise InvalidRequest.where("/spec/init", "a way to draw the weights, since none are given", "null")
     return in_dtype(spec, _constants(spec) | (SCHEMES[spec.init](spec) if spec.projections else {}))
 
 
@@ -68,8 +74,13 @@ def _linear(shape: tuple[int, ...], bias: bool, generator: torch.Generator) -> t
     return weight, torch.empty(shape[0]).uniform_(-bound, bound, generator=generator)
 
 
+def _generator(spec: LayerSpec) -> torch.Generator:
+    assert spec.seed is not None
+    return torch.Generator().manual_seed(spec.seed)
+
+
 def _torch_linear(spec: LayerSpec) -> Weights:
-    generator = torch.Generator().manual_seed(spec.seed)
+    generator = _generator(spec)
     weights: Weights = {}
     for name in PROJECTIONS:
         weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.has_bias(name), generator)
@@ -82,7 +93,7 @@ def _torch_linear(spec: LayerSpec) -> Weights:
 def _torch_mha(spec: LayerSpec) -> Weights:
     """torch.nn.MultiheadAttention: the output projection's draws come first (its bias is drawn, then zeroed), then Xavier on the
     packed [3E, E] input projection, or on each matrix where the widths differ."""
-    generator = torch.Generator().manual_seed(spec.seed)
+    generator = _generator(spec)
     shapes = spec.weight_shapes()
     weights = {"output.weight": _linear(shapes["output.weight"], spec.has_bias("output"), generator)[0].numpy()}
     d = spec.d_model

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.call import Call, Result
+from service.attention.call import Call, Result, Rows
 from service.attention.dropout import DropoutStream
 from service.attention.initialise import torch_dtype
 from service.attention.masks import Masks
@@ -62,6 +62,8 @@ class MultiHeadAttention:
         """What `call.outputs` asks for. Tensors come in the layer's dtype, scores and weights of half layers in float32."""
         set_precision(self.spec.matmul_precision)
         result = self._attend(call)
+        if call.reduction is not None:
+            result = replace(result, tensors=result.tensors | call.reduction(self._weigh(call)))
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
@@ -130,22 +132,41 @@ class MultiHeadAttention:
         sinks = self._of_heads(self.weights["sinks"].to(self.accumulate), chosen)[:, None] if self.spec.sinks else None
         made = _Rows(num_queries)
         for rows in _blocks(batch * heads * key.shape[2], num_queries):
-            scores = self._scores(call, query[:, :, rows], key, rows, chosen)
+            some = query if rows == slice(0, num_queries) else query[:, :, rows]
+            scores = self._scores(call, some, key, rows, chosen)
             if "scores" in wanted:
                 made.put("scores", rows, scores)
             if "log_sum_exp" in wanted:
                 made.put("log_sum_exp", rows, _log_sum_exp(scores, sinks))
             if not (PER_HEAD | {"attention_weights"}) & wanted:
                 continue
-            weights = self._weights(call, scores, sinks)
-            if kept is not None and call.dropout is not None:
-                weights = weights * kept(rows).to(weights.device) / (1 - call.dropout[0])
+            weights = self._dropped(call, self._weights(call, scores, sinks), kept, rows)
             if PER_HEAD & wanted:
                 made.put("head_outputs", rows, _weighted(weights, value, call.masks).to(self.dtype))
             if "attention_weights" in wanted:
                 for name, tensor in _selection(weights, call).items():
                     made.put(name, rows, tensor)
         return made.tensors
+
+    def _weigh(self, call: Call) -> Rows:
+        """The weights of the call's heads, a block of query rows at a time, with what they may see: nothing holds [q, k]."""
+        query, key, _ = self.projections.project(call)
+        heads = call.heads or tuple(range(query.shape[1]))
+        at = torch.tensor(heads, device=query.device)
+        query, key = query.index_select(1, at), key.index_select(1, at // self.groups)
+        masks = call.masks.narrowed(call.heads, None)
+        narrow = replace(call, masks=masks)
+        sinks = self._of_heads(self.weights["sinks"].to(self.accumulate), heads)[:, None] if self.spec.sinks else None
+        kept = self._kept(call, heads, range(query.shape[2]))
+        for rows in _blocks(query.shape[0] * len(heads) * key.shape[2], query.shape[2]):
+            weights = self._weights(narrow, self._scores(narrow, query[:, :, rows], key, rows, heads), sinks)
+            yield rows, self._dropped(call, weights, kept, rows), masks.visible(rows)
+
+    def _dropped(self, call: Call, weights: Tensor, kept: Kept | None, rows: slice) -> Tensor:
+        """The weights of these rows after dropout."""
+        if kept is None or call.dropout is None:
+            return weights
+        return weights * kept(rows).to(weights.device) / (1 - call.dropout[0])
 
     def _form_selected(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """The selected weights alone: the weights of the smaller problem that has only the selected heads and queries."""
@@ -262,14 +283,15 @@ def _weighted(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     """Weights times values, where a weight of 0 means no contribution even from a value of NaN or infinity."""
     batch, heads, rows, keys = weights.shape
     kv = value.shape[1]
-    shared = weights.reshape(batch, kv, heads // kv * rows, keys)  # heads that share values, as more rows
+    shared = weights.reshape(batch * kv, heads // kv * rows, keys)  # heads that share values, as more rows
+    value = value.flatten(0, 1)
     if masks.blocks and not torch.isfinite(value).all():
         finite = torch.isfinite(value)
         spoilt = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
         summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(spoilt, torch.nan)
     else:
-        summed = torch.matmul(shared, value)
-    return summed.view(batch, heads, rows, value.shape[3])
+        summed = torch.bmm(shared, value)
+    return summed.view(batch, heads, rows, value.shape[2])
 
 
 def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:

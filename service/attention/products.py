@@ -24,11 +24,14 @@ _threshold: dict[tuple[torch.Size, int], float] = {}  # weight's shape and threa
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b for x [..., in] and W [out, in]."""
-    if _threshold and weight.dtype == torch.float32 and not weight.is_cuda and not torch.is_grad_enabled():
-        rows = x.numel() // max(1, x.shape[-1])
-        if rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf):
-            return _onednn(x, weight, bias)
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows >= ROWS[0] and rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf) and _applies(x, weight):
+        return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _applies(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype == torch.float32 and not weight.is_cuda and not torch.is_grad_enabled()
 
 
 def set_precision(precision: str) -> None:

@@ -54,8 +54,7 @@ class Projections:
         spec, kv = self.spec, self.spec.num_kv_heads
         shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
         projected = self._projected(call) if spec.projections else (call.query, call.key, call.value)
-        split = (x.unflatten(-1, shape) for x, shape in zip(projected, shapes, strict=True))  # type: ignore[no-untyped-call]
-        query, key, value = (x.transpose(1, 2) for x in split)
+        query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
         if spec.qk_norm is not None:
             query, key = (self._norm(x, f"{name}_norm.weight") for name, x in (("query", query), ("key", key)))
         if spec.rope is not None:

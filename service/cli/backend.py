@@ -34,6 +34,7 @@ class Backend(Protocol):
     """What a command can ask. Each method raises from the tree in `service.errors`."""
 
     def attend(self, body: bytes) -> Response: ...
+    def figure(self, body: bytes) -> bytes: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
     def delete_layer(self, name: str) -> None: ...
@@ -49,6 +50,9 @@ class ServerBackend:
     def attend(self, body: bytes) -> Response:
         response = self._client.send(calls.Call("POST", "/attend", body))
         return Response(response.content, response.headers)
+
+    def figure(self, body: bytes) -> bytes:
+        return self._client.send(calls.Call("POST", "/attend/figure", body)).content
 
 
 class EngineBackend:
@@ -82,6 +86,9 @@ class EngineBackend:
         answer = self._loop.run(self._engine.attend(self._asked(body)))
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
+    def figure(self, body: bytes) -> bytes:
+        return b"".join(self._loop.run(self._engine.figure(self._asked(body))).pieces)
+
     def layers(self) -> list[LayerDocument]:
         return [layer.document() for layer in self._engine.catalogue.all()]
 
@@ -90,7 +97,7 @@ class EngineBackend:
         return layer.document()
 
     def delete_layer(self, name: str) -> None:
-        self._engine.delete_layer(name)
+        self._loop.run(self._engine.delete_layer(name))
 
     def close(self) -> None:
         self._engine.close()

@@ -33,7 +33,7 @@ def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config =
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
-    body = _read(file)
+    body = read_body("infer", file)
     with reported("infer"), open_backend(url, config, flags) as backend:
         response = backend.attend(body)
     if as_json:
@@ -42,11 +42,12 @@ def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config =
         _show(response)
 
 
-def _read(file: str) -> bytes:
+def read_body(command: str, file: str) -> bytes:
+    """The file's bytes, or those of standard input; ends the command where there are none."""
     try:
         return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        complain("infer", f"cannot read {file}: {error.strerror}", "Give the file of a JSON body of POST /attend, or - for standard input.")
+        complain(command, f"cannot read {file}: {error.strerror}", "Give the file of a JSON body of POST /attend, or - for standard input.")
         raise typer.Exit(1) from None
 
 

@@ -36,7 +36,7 @@ def _table(held: list[LayerDocument]) -> Table:
     table = Table("layer", "d_model", "heads", "dtype", "init", "seed", "parameters", "device", "fingerprint")
     for layer in held:
         spec = layer.spec
-        drawn = [spec.init, str(spec.seed)]
+        drawn = ["given", ""] if spec.init is None else [spec.init, str(spec.seed)]
         table.add_row(
             *[layer.name, str(spec.d_model), str(spec.num_heads), spec.dtype, *drawn],
             *[f"{layer.parameters:,}", layer.device, layer.fingerprint[:12]],

@@ -69,6 +69,22 @@ class AsyncClient:
         """As `Client.plan`."""
         return await self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}))
 
+    async def figure(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        kind: str = "heads",
+        format: str = "png",
+        layer: str = "default",
+        figure: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> bytes:
+        """As `Client.figure`."""
+        asked = {"kind": kind, "format": format, **(figure or {})}
+        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked))
+
     async def layers(self) -> list[LayerDocument]:
         """As `Client.layers`."""
         return await self.ask(calls.layers())

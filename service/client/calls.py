@@ -16,6 +16,7 @@ from service.errors import BadReply, InvalidRequest, MalformedBody, RequestError
 from service.spec import LayerSpec
 from service.wire.answer import decode_document
 from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
+from service.wire.figure import FigureRequest
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.refusals import validate
 from service.wire.request import encode_request, encode_tensors
@@ -43,7 +44,7 @@ class Call(Generic[T]):
     body: bytes | None = None
     read: Callable[[httpx.Response], T] = as_it_came
     media_type: str = JSON
-    accept: str = JSON
+    accept: str = "*/*"
     repeat: Repeat = "always"
     plain: "Callable[[], Call[T]] | None" = None
 
@@ -64,7 +65,7 @@ def attend(fields: Mapping[str, Any]) -> Call[AttendResult]:
     def plain() -> Call[AttendResult]:
         form = "base64" if reply.get("decimals") is None else "flat"  # both keep datatypes
         document = encode_request({**fields, "reply": {"form": form, **reply}}, AttendRequest.tensors)
-        return Call("POST", "/attend", document, read_attend)
+        return Call("POST", "/attend", document, read_attend, accept=JSON)
 
     if in_text:
         return plain()
@@ -89,6 +90,16 @@ def plan(fields: Mapping[str, Any]) -> Call[Plan]:
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AttendRequest.tensors), read_plan)
+
+
+def figure(fields: Mapping[str, Any], figure: Mapping[str, Any]) -> Call[bytes]:
+    """POST /attend/figure."""
+    body = encode_tensors({**_once(fields), "figure": figure}, FigureRequest.tensors)
+
+    def plain() -> Call[bytes]:
+        return Call("POST", "/attend/figure", encode_request({**fields, "figure": figure}, FigureRequest.tensors), _bytes)
+
+    return Call("POST", "/attend/figure", body, _bytes, SAFETENSORS, plain=plain)
 
 
 def layers() -> Call[list[LayerDocument]]:
@@ -158,6 +169,10 @@ def read_layer(response: httpx.Response) -> LayerDocument:
 def read_layers(response: httpx.Response) -> list[LayerDocument]:
     """What GET /layers answered."""
     return _read(Layers, response).layers
+
+
+def _bytes(response: httpx.Response) -> bytes:
+    return response.content
 
 
 def _read(model: type[Model], response: httpx.Response) -> Model:

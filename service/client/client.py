@@ -81,6 +81,26 @@ class Client:
         """What `attend` with the same arguments would reply, cost, and whether it is admitted. `{"shape": [2, 9, 64]}` is a tensor too."""
         return self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}))
 
+    def figure(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        kind: str = "heads",
+        format: str = "png",
+        layer: str = "default",
+        figure: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> bytes:
+        """A picture of what `attend` with the same arguments computes: the bytes of a PNG, an SVG or an HTML page.
+
+        `kind` is heads, head, mean, std, similarity or concatenation; `figure` takes what else a picture can be told, such as
+        `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` are its words.
+        """
+        asked = {"kind": kind, "format": format, **(figure or {})}
+        return self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked))
+
     def layers(self) -> list[LayerDocument]:
         """The layers that the server holds."""
         return self.ask(calls.layers())

@@ -27,6 +27,10 @@ class HeldLayer:
     attention: MultiHeadAttention
     gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
 
+    def arrays(self) -> dict[str, Array]:
+        """Its weights by canonical name, on the CPU."""
+        return {name: numpy_of(self.attention.weights[name].cpu()) for name in self.spec.weight_shapes()}
+
     def document(self) -> LayerDocument:
         return LayerDocument(
             name=self.name,
@@ -72,7 +76,7 @@ class Catalogue:
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = _fitting(spec, weights)
+            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # not to keep the body they came in
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)

@@ -5,6 +5,8 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from service.errors import Problem, TooLarge
 from service.spec import LayerSpec
@@ -37,26 +39,66 @@ class Cost:
     reply_bytes: int
 
 
+class Asking(NamedTuple):
+    """All of a request that its cost depends on; `heads` and `queries` count those selected, None where no weights are selected."""
+
+    batch: int | None  # None where the request has no batch axis
+    num_queries: int
+    num_keys: int
+    outputs: tuple[str, ...]
+    heads: int | None
+    queries: int | None
+    average: bool
+    top_k: int | None
+    dropout: bool
+    gradients: bool
+    form: str
+    datatype: str | None
+    decimals: int | None
+
+
 def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     """The cost of a request that fits the layer."""
-    b, q, k, h = _sizes(request, spec)
+    *batch, num_queries, _ = request.query.shape
+    key = request.query if request.key is None else request.key
+    select, reply = request.select, request.reply
+    asking = Asking(
+        batch[0] if batch else None,
+        num_queries,
+        key.shape[-2],
+        tuple(request.outputs),
+        None if select is None else len(select.heads or range(spec.num_heads)),
+        None if select is None else len(select.queries or range(num_queries)),
+        select is not None and select.average,
+        None if select is None else select.top_k,
+        request.dropout is not None,
+        request.output_gradient is not None,
+        reply.form,
+        reply.datatype,
+        reply.decimals,
+    )
+    return _predict(asking, spec)
+
+
+@lru_cache(1024)  # requests of one shape are many, and this would be a tenth of a small one's time
+def _predict(asking: Asking, spec: LayerSpec) -> Cost:
+    b, q, k, h = asking.batch if asking.batch is not None else 1, asking.num_queries, asking.num_keys, spec.num_heads
     size = BY_TORCH[spec.dtype].size
-    shapes = _shapes(request, spec, b, q, k, h)
-    outputs = {name: shape if request.batched else shape[1:] for name, shape in shapes.items()}
-    gradients = request.output_gradient is not None
+    shapes = _shapes(asking, spec, b)
+    outputs = {name: shape if asking.batch is not None else shape[1:] for name, shape in shapes.items()}
     wide, narrow, joined = h * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.concatenated_dim  # queries, keys, heads' outputs
     values = spec.num_kv_heads * spec.value_head_dim
     products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
-    elements = h * q * k * (10 + 20 * (request.dropout is not None) + 20 * bool(request.select and request.select.top_k))
+    elements = h * q * k * (10 + 20 * asking.dropout + 20 * bool(asking.top_k))
     # softmax, random numbers and sorting are no products, yet take time
-    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if gradients else 1)
-    selection = request.select
-    rows = h * q if selection is None else len(selection.heads or range(h)) * len(selection.queries or range(q))
-    scores = b * k * (rows * ("attention_weights" in request.outputs) + h * q * ("scores" in request.outputs) + 3 * h * q * gradients)
+    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if asking.gradients else 1)
+    rows = h * q if asking.heads is None or asking.queries is None else asking.heads * asking.queries
+    weighed = rows * ("attention_weights" in asking.outputs) + h * q * ("scores" in asking.outputs) + 3 * h * q * asking.gradients
+    scores = b * k * weighed
     held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    return Cost(outputs, operations, scores, memory, _reply_bytes(request, spec, outputs))
+    return Cost(outputs, operations, scores, memory, _reply_bytes(asking, spec, outputs))
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -77,15 +119,9 @@ def check(cost: Cost, limits: ServingLimits) -> None:
         raise TooLarge(problems=problems)
 
 
-def _sizes(request: AttendRequest, spec: LayerSpec) -> tuple[int, int, int, int]:
-    b = request.query.shape[0] if request.batched else 1
-    key = request.query if request.key is None else request.key
-    return b, request.query.shape[-2], key.shape[-2], spec.num_heads
-
-
-def _shapes(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, h: int) -> dict[str, tuple[int, ...]]:
+def _shapes(asking: Asking, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
     """Output name -> shape with b, in the order asked for."""
-    joined, kv = spec.concatenated_dim, spec.num_kv_heads
+    q, k, h, joined, kv = asking.num_queries, asking.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {
         "output": (b, q, spec.output_dim if spec.projections else joined),
         "scores": (b, h, q, k),
@@ -100,42 +136,38 @@ def _shapes(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, h: 
         "value_gradient": (b, k, spec.value_dim),
     }
     made: dict[str, tuple[int, ...]] = {}
-    for name in request.outputs:
+    for name in asking.outputs:
         if name == "attention_weights":
-            made |= _weights(request, b, h, q, k)
+            made |= _weights(asking, b, h)
         else:
             made[name] = shapes[name]
     return made
 
 
-def _weights(request: AttendRequest, b: int, h: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
-    select = request.select
-    if select is None:
-        return {"attention_weights": (b, h, q, k)}
-    heads, queries = len(select.heads or range(h)), len(select.queries or range(q))
-    head_axis = () if select.average else (heads,)
-    if select.top_k is None:
-        return {"attention_weights": (b, *head_axis, queries, k)}
-    shape = (b, *head_axis, queries, min(select.top_k, k))
+def _weights(asking: Asking, b: int, h: int) -> dict[str, tuple[int, ...]]:
+    heads = h if asking.heads is None else asking.heads
+    queries = asking.num_queries if asking.queries is None else asking.queries
+    rows = (b, *(() if asking.average else (heads,)), queries)
+    if asking.top_k is None:
+        return {"attention_weights": (*rows, asking.num_keys)}
+    shape = (*rows, min(asking.top_k, asking.num_keys))
     return {"attention_weights.keys": shape, "attention_weights.values": shape}
 
 
-def wire_datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
-    """The V2 name of the datatype in which an output is replied."""
-    if name == "attention_weights.keys":
-        return "INT64"
-    return request.reply.datatype or BY_TORCH[spec.dtype].name
+def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
+    """The V2 name of the datatype in which an output is replied, given the one that the caller wants."""
+    return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
-def _reply_bytes(request: AttendRequest, spec: LayerSpec, outputs: dict[str, tuple[int, ...]]) -> int:
+def _reply_bytes(asking: Asking, spec: LayerSpec, outputs: dict[str, tuple[int, ...]]) -> int:
     total = 200
     for name, shape in outputs.items():
-        size = DATATYPES[wire_datatype(name, request, spec)].size
+        size = DATATYPES[wire_datatype(name, asking.datatype, spec)].size
         count = math.prod(shape)
-        if request.reply.form == "base64":
+        if asking.form == "base64":
             total += 80 + 4 * math.ceil(count * size / 3)
-        elif request.reply.decimals is not None:
-            total += count * min(request.reply.decimals + 4, TEXT_BYTES[size])
+        elif asking.decimals is not None:
+            total += count * min(asking.decimals + 4, TEXT_BYTES[size])
         else:
             total += count * TEXT_BYTES[size]
     return total

@@ -7,32 +7,40 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 import torch
 
-from service.attention.call import Call, Result
-from service.errors import Overloaded, Problem
+from service.attention.call import Result
+from service.errors import InvalidRequest, Overloaded, Problem
 from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
+from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
+from service.serving.easel import Easel
+from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.shelf import Shelf
+from service.serving.sketch import Sketch, sketch
+from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
-from service.tensors import DATATYPES
+from service.tensors import DATATYPES, Array
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
 from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
-from service.wire.forms import FORMS
+from service.wire.figure import FigureRequest
+from service.wire.forms import FORMS, Form
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.refusals import validate
 from service.wire.reply import Buffer, Reply
 
@@ -52,21 +60,12 @@ class Asked:
     reply_coding: str = ""
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
+    own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
 
     def take_body(self) -> bytes:
         """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
         body, self.body = self.body, b""
         return body
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A request that nothing can be wrong with any more, and all that its call needs."""
-
-    request: AttendRequest
-    layer: HeldLayer
-    call: Call
-    cost: cost.Cost
 
 
 @dataclass(slots=True)
@@ -76,6 +75,7 @@ class Answer:
     pieces: list[Buffer]
     phases: Phases
     about: dict[str, Any] = field(default_factory=dict)
+    media_type: str = ""  # where it is not the form that was asked for
 
 
 class Engine:
@@ -85,18 +85,21 @@ class Engine:
         self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
+        self.shelf = Shelf(catalogue, scheduler, metrics)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
+        self.statistics: dict[str, Statistics] = {}  # by layer
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
+        self.easel = Easel(self.clock)
 
     @property
     def ready(self) -> bool:
-        """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
-        return self.started and not self.draining and self.scheduler.healthy
+        """Whether calls are welcome: layers loaded and warm, at least one, memory not short, not about to leave."""
+        return self.started and len(self.catalogue) > 0 and not self.draining and self.scheduler.healthy
 
     @property
     def threads(self) -> int:
@@ -122,12 +125,7 @@ class Engine:
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:
         """Makes and warms the configured layers; ready afterwards."""
-        for name, spec in specs.items():
-            self.catalogue.admit(name, spec)
-            self.catalogue.put(await self._aside(self.catalogue.make, name, spec))
-        self.metrics.layers.set(len(self.catalogue))
-        for layer in self.catalogue.all():
-            await self._warm(layer)
+        await self.shelf.start(specs)
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
@@ -158,17 +156,38 @@ class Engine:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
         bound = await self._aside(self._bound, asked) if large else self._bound(asked)
-        phases = Phases(decode=self.clock() - started)
+        phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
+        try:
+            outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+            phases.queue, phases.compute = outcome.queue, outcome.compute
+            encoding = self.clock()
+            large = bound.cost.reply_bytes > ON_THE_LOOP
+            pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
+        except BaseException:  # a caller who has gone among them
+            statistics.failed(self.clock() - started)
+            raise
+        phases.encode = self.clock() - encoding
+        self.metrics.computed(phases)
+        request = bound.request
+        statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
+        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        return Answer(pieces, phases, {**about, "batch": outcome.batch})
+
+    async def figure(self, asked: Asked) -> Answer:
+        """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
+        started = self.clock()
+        sketch = await self._aside(self._sketched, asked)
+        bound, phases = sketch.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
-        large = bound.cost.reply_bytes > ON_THE_LOOP
-        pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
+        refuse_empty(bound, outcome.result)
+        picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
         phases.encode = self.clock() - started
         self.metrics.computed(phases)
-        request = bound.request
-        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
-        return Answer(pieces, phases, {**about, "batch": outcome.batch})
+        about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
+        pieces: list[Buffer] = [picture]
+        return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
@@ -177,7 +196,7 @@ class Engine:
         problems = cost.admit(predicted, self.limits)
         outputs = {}
         for name, shape in predicted.outputs.items():
-            datatype = cost.wire_datatype(name, request, layer.spec)
+            datatype = cost.wire_datatype(name, request.reply.datatype, layer.spec)
             size = DATATYPES[datatype].size
             for length in shape:
                 size *= length
@@ -192,31 +211,43 @@ class Engine:
             refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
         )
 
-    async def put_layer(self, name: str, asked: Asked) -> tuple[HeldLayer, bool]:
+    async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        document = validate(PutLayer, await self._aside(self._parsed, asked, PutLayer.tensors))
-        self.catalogue.admit(name, document.spec)
-        layer = await self._aside(self.catalogue.make, name, document.spec, document.weights)
-        self.catalogue.admit(name, document.spec)  # others may have come meanwhile
-        await self._warm(layer)
-        new = self.catalogue.put(layer)
-        self.metrics.layers.set(len(self.catalogue))
-        return layer, new
+        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()))
 
-    def delete_layer(self, name: str) -> None:
+    async def delete_layer(self, name: str) -> None:
         """DELETE /layers/{name}."""
-        self.catalogue.remove(name)
-        self.metrics.layers.set(len(self.catalogue))
+        await self.shelf.remove(name)
+        self.statistics.pop(name, None)
+
+    async def export_layer(self, name: str) -> list[Buffer]:
+        """GET /layers/{name}/weights: safetensors that PUT takes back."""
+        return await self._aside(write_layer_file, self.catalogue.find(name))
+
+    def statistics_of(self, name: str) -> Statistics:
+        """What has been counted of the calls to a layer that is held."""
+        return self.statistics.setdefault(name, Statistics())
 
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+        self.shelf.close()
         self.scheduler.close()
+        self.easel.close()
         self._threads.shutdown()
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
-        form, limits = FORMS[asked.form], self.wire_limits
+        form, limits = asked.own or FORMS[asked.form], self.wire_limits
         return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
+
+    def _layer_read(self, asked: Asked, source: Source) -> tuple[LayerSpec, Mapping[str, Array] | None]:
+        if asked.form == SAFETENSORS:
+            return read_layer_file(unpack(asked.take_body(), asked.coding, self.wire_limits.layer_bytes), source)
+        for name in ("layout", "prefix", "spec"):
+            if getattr(source, name) is not None:
+                raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", asked.form)
+        document = validate(PutLayer, self._parsed(asked, PutLayer.tensors))
+        return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
 
     def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
         request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
@@ -230,25 +261,29 @@ class Engine:
         cost.check(predicted, self.limits)
         return Bound(request, layer, bind(request, layer.spec), predicted)
 
+    def _sketched(self, asked: Asked) -> Sketch:
+        request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
+        layer = self.catalogue.find(request.layer)
+        fit(request, layer.spec)
+        return sketch(request, layer, asked.reply_form, self.limits)
+
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    async def _warm(self, layer: HeldLayer) -> None:
-        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
-        await self.scheduler.aside(layer.attention.tune)
-        spec = layer.spec
-        zeros = {"query": spec.query_dim, "key": spec.key_dim, "value": spec.value_dim}
-        request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
-        await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
-
 
 def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:
     """The reply's bytes. Raises InvalidRequest where the caller wanted an error for rows without keys or numbers that are not finite."""
+    refuse_empty(bound, result)
+    form = asked.own or FORMS[asked.reply_form]
+    pieces = form.encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
+    return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
+
+
+def refuse_empty(bound: Bound, result: Result) -> None:
+    """Raises InvalidRequest where a row has no key and the caller wanted to be told so."""
     if bound.call.fully_masked == "error" and (first := result.first_empty()):
         raise masked_rows(first)
-    pieces = FORMS[asked.reply_form].encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
-    return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
 
 
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
@@ -257,7 +292,7 @@ def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     tensors: dict[str, Any] = {}
     for name in request.outputs:
         tensors[name] = {part: arrays[part] for part in ("keys", "values")} if name not in arrays else arrays[name]
-    datatype = cost.wire_datatype("output", request, layer.spec)
+    datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 

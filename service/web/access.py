@@ -7,7 +7,7 @@ what the log should say.
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import AttendError, CallerGone
 from service.serving.engine import Engine
 from service.serving.metrics import Phases
-from service.web.failures import PROBLEM_JSON, problem, respond
+from service.web.failures import refusal, respond
 
 log = structlog.get_logger("attend")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
-ENDPOINTS = re.compile(r"/(attend(/plan)?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|figure))?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
+V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
 @dataclass(slots=True)
@@ -43,11 +45,11 @@ class Record:
 class Access:
     """The outermost layer of the application.
 
-    `hot` maps (method, path) to endpoints that are called from here: the framework's routing and its layers would cost a small request
-    a sixth of its time, and have nothing to add to it.
+    `hot` finds, by method and path, endpoints that are called from here: the framework's routing and its layers would cost a small
+    request a sixth of its time, and have nothing to add to it.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, log_requests: bool, hot: Mapping[tuple[str, str], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine, log_requests: bool, hot: Callable[[str, str], ASGIApp | None]) -> None:
         self.app, self.engine, self.log_requests, self.hot = app, engine, log_requests, hot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +78,7 @@ class Access:
 
         try:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            await self.hot.get((scope["method"], path), self.app)(scope, receive, answer)
+            await (self.hot(scope["method"], path) or self.app)(scope, receive, answer)
         except CallerGone:
             record.reason = "CallerGone"
         except AttendError as error:
@@ -85,7 +87,7 @@ class Access:
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
-                await _apologise(record, answer)
+                await _apologise(scope, answer)
         self._tell(scope, record, time.monotonic() - started)
 
     def _tell(self, scope: Scope, record: Record, seconds: float) -> None:
@@ -135,11 +137,15 @@ def _endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
     if ENDPOINTS.fullmatch(path):
         return path
+    if V2_ENDPOINTS.fullmatch(path):
+        return path.rstrip("/")
+    if found := V2_MODELS.fullmatch(path):
+        return f"{found[1]}{{name}}{found[2]}"
     return "/layers/{name}" if path.startswith("/layers/") else "other"
 
 
-async def _apologise(record: Record, send: Send) -> None:
-    body = problem(500, "internal error", "the request failed for a reason that is ours to mend", record.request_id)
-    headers = [(b"content-type", PROBLEM_JSON.encode()), (b"content-length", str(len(body)).encode())]
+async def _apologise(scope: Scope, send: Send) -> None:
+    _, media_type, body = refusal(scope, 500, "internal error", "the request failed for a reason that is ours to mend")
+    headers = [(b"content-type", media_type.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import __version__
 from service.errors import Forbidden, LayerConflict
@@ -15,17 +15,31 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, health, layers
+from service.web import attend, documentation, failures, figure, health, layers
 from service.web.access import Access
+from service.web.v2 import infer, repository, routes
 from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and `POST /attend` answered there: see `web/access.py`."""
+    """FastAPI, with `Access` round everything, and the calls to layers answered there: see `web/access.py`."""
 
     def surround(self, engine: Engine, log_requests: bool) -> None:
-        hot = {("POST", "/attend"): attend.Attend(engine)}
-        self._access = Access(super().__call__, engine, log_requests, hot)
+        own, v2 = attend.Attend(engine), infer.Infer(engine)
+
+        def hot(method: str, path: str) -> ASGIApp | None:
+            if method != "POST":
+                return None
+            return own if path == "/attend" else v2 if infer.PATH.fullmatch(path) else None
+
+        self._access = Access(self._unslashed, engine, log_requests, hot)
+
+    async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Under /v2 a path means the same with a slash at its end: the protocol is written both ways."""
+        path = scope.get("path", "")
+        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{failures.V2}/"):
+            scope = {**scope, "path": path.rstrip("/")}
+        await super().__call__(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._access(scope, receive, send)
@@ -46,7 +60,11 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
-    layers.install(app, engine, _why_not_writable(settings))
+    figure.install(app, engine)
+    why_not = _why_not_writable(settings)
+    layers.install(app, engine, why_not)
+    routes.install(app, engine, _extensions(settings), _why_no_statistics(settings))
+    repository.install(app, engine, why_not)
     health.install(app, engine, _about(settings, engine))
     app.state.engine = engine
     documentation.install(app)
@@ -57,7 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 def create_engine(settings: Settings) -> Engine:
     """The engine of these settings, without any layer yet."""
-    wire = WireLimits(body_bytes=settings.max_body_bytes, depth=settings.max_depth)
+    wire = WireLimits(body_bytes=settings.max_body_bytes, layer_bytes=settings.max_layer_bytes, depth=settings.max_depth)
     limits = ServingLimits(
         layer_parameters=settings.max_layer_parameters,
         total_parameters=settings.max_total_parameters,
@@ -77,6 +95,18 @@ def _why_not_writable(settings: Settings) -> Exception | None:
     if settings.workers > 1:
         return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
     return None
+
+
+def _why_no_statistics(settings: Settings) -> Exception | None:
+    if settings.workers > 1:
+        return LayerConflict("with several workers there are no statistics of models, since each counts for itself: see /metrics")
+    return None
+
+
+def _extensions(settings: Settings) -> list[str]:
+    """Of the Open Inference Protocol: those that work only under some settings."""
+    allowed = {"model_repository": _why_not_writable(settings), "statistics": _why_no_statistics(settings)}
+    return [name for name, why_not in allowed.items() if why_not is None]
 
 
 def _loopback(host: str) -> bool:

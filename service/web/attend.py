@@ -10,12 +10,14 @@ from fastapi import FastAPI, Request
 from starlette.types import Receive, Scope, Send
 
 from service.errors import NotReady
-from service.serving.engine import Engine
+from service.serving.engine import Answer, Asked, Engine
 from service.web.examples import ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
 from service.web.reading import read
 from service.wire.documents import AttendReply, Plan
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, SAFETENSORS
+
+BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
@@ -29,19 +31,21 @@ class Attend:
         with self.engine.holding() as hold:
             asked = await read(scope, receive, self.engine, hold)
             answer = await self.engine.attend(asked)
-        record = scope["attend"]
-        record.phases, record.about = answer.phases, answer.about
-        start = [
-            (b"content-type", asked.reply_form.encode()),
-            (b"content-length", str(sum(map(len, answer.pieces))).encode()),
-            (b"server-timing", answer.phases.server_timing().encode()),
-        ]
-        if asked.reply_coding:
-            start.append((b"content-encoding", asked.reply_coding.encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": start})
-        for piece in answer.pieces[:-1]:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": answer.pieces[-1]})
+        await send_answer(answer, asked, [(b"content-type", asked.reply_form.encode())], scope, send)
+
+
+async def send_answer(answer: Answer, asked: Asked, start: list[tuple[bytes, bytes]], scope: Scope, send: Send) -> None:
+    """Sends a reply piece by piece; `start` are the headers that say what it is."""
+    record = scope["attend"]
+    record.phases, record.about = answer.phases, answer.about
+    start.append((b"content-length", str(sum(map(len, answer.pieces))).encode()))
+    start.append((b"server-timing", answer.phases.server_timing().encode()))
+    if asked.reply_coding:
+        start.append((b"content-encoding", asked.reply_coding.encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": start})
+    for piece in answer.pieces[:-1]:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": answer.pieces[-1]})
 
 
 def demand_started(engine: Engine) -> None:
@@ -50,10 +54,12 @@ def demand_started(engine: Engine) -> None:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def takes(model: str, example: Any, summary: str) -> dict[str, Any]:
+def takes(model: str, example: Any, summary: str, binary: bool = False) -> dict[str, Any]:
     """The OpenAPI part that says what body a route reads itself."""
-    example = {"summary": summary, "value": example}
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema(model), "examples": {"tiny": example}}}}}
+    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
+    if binary:
+        content[SAFETENSORS] = {"schema": BINARY}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def schema(model: str) -> dict[str, str]:
@@ -62,6 +68,11 @@ def schema(model: str) -> dict[str, str]:
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI part for the refusals a route may give."""
+    return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
+
+
+def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The same, for refusals written as another model."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
         403: "This server does not allow it.",
@@ -77,7 +88,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
         504: "The deadline of X-Request-Timeout passed.",
         507: "The memory was not there.",
     }
-    content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
+    content = {media_type: {"schema": schema(model)}}
     return {status: {"description": words[status], "content": content} for status in statuses}
 
 

@@ -10,6 +10,8 @@ from fastapi.openapi.utils import get_openapi
 
 from service import __version__
 from service.wire.documents import request_schemas
+from service.wire.figure import FigureRequest
+from service.wire.v2.documents import protocol_schemas
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
 DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
@@ -54,7 +56,7 @@ def _asset(name: str) -> bytes:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
-    schemas = {**request_schemas(), **document["components"]["schemas"]}
+    schemas = {**request_schemas(FigureRequest), **protocol_schemas(), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))

@@ -7,4 +7,10 @@ ATTEND = {
     "causal": True,
     "reply": {"decimals": 3},
 }
+FIGURE = {**ATTEND, "tokens": {"query": ["the", "cat", "sat"]}, "figure": {"kind": "heads", "format": "svg"}}
 PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
+INFER = {
+    "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
+    "parameters": {"causal": True, "reply": '{"decimals": 3}'},
+}
+LOAD = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}

@@ -1,4 +1,5 @@
-"""The one table from errors to statuses, and the one way a refusal is written: RFC 9457 problem details.
+"""The one table from errors to statuses, and the one place where refusals are written: as RFC 9457 problem details, and under /v2 as that
+protocol has them, {"error": "…"}.
 
 A class without a row takes its nearest ancestor's. No reply shows a stack trace or a path of the machine.
 """
@@ -35,11 +36,20 @@ STATUSES: dict[type[errors.AttendError], int] = {
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
 PROBLEM_JSON = "application/problem+json"
+V2 = "/v2"
 
 
 def status_of(error: errors.AttendError) -> int:
     """The status of the error's class, or of its nearest ancestor in the table."""
     return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def refusal(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
+    """Status, media type and body of a refusal, as the callers of this path read it."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == V2 or path.startswith(f"{V2}/"):  # whose clients know no 422
+        return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
+    return status, PROBLEM_JSON, problem(status, title, detail, scope["attend"].request_id, problems)
 
 
 def problem(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
@@ -56,9 +66,9 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
     status = status_of(error)
     if status == 500:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
-    body = problem(status, error.title, error.detail, record.request_id, error.problems)
+    status, media_type, body = refusal(scope, status, error.title, error.detail, error.problems)
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
-    return Response(body, status, headers, media_type=PROBLEM_JSON)
+    return Response(body, status, headers, media_type=media_type)
 
 
 def install(app: FastAPI) -> None:
@@ -80,8 +90,8 @@ def install(app: FastAPI) -> None:
             headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {request.method}"
         elif status == 404:
             detail = f"nothing is served at {request.url.path}; see /docs"
-        body = problem(status, TITLES.get(status, "error"), detail, record.request_id)
-        return Response(body, status, headers, media_type=PROBLEM_JSON)
+        status, media_type, body = refusal(request.scope, status, TITLES.get(status, "error"), detail)
+        return Response(body, status, headers, media_type=media_type)
 
     app.add_exception_handler(errors.AttendError, refused)
     app.add_exception_handler(HTTPException, unrouted)

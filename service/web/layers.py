@@ -1,18 +1,31 @@
-"""GET, PUT and DELETE of layers."""
+"""GET, PUT and DELETE of layers, and their weights as a file."""
 
 import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from service.errors import InvalidRequest
 from service.serving.engine import Engine
-from service.web.attend import demand_started, refusals, takes
+from service.serving.loading import Source
+from service.web.attend import BINARY, demand_started, refusals, takes
 from service.web.examples import PUT_TINY
 from service.web.reading import read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
+from service.wire.negotiation import SAFETENSORS
 from service.wire.refusals import shown
+from service.wire.reply import Buffer
 
 NAME = re.compile(LAYER_NAME)
+CHUNK = 1 << 20  # bytes handed to the socket at a time, so that a slow reader holds no second copy
+
+
+def demand_name(name: str) -> None:
+    """Raises InvalidRequest where no layer may have the name."""
+    if not NAME.fullmatch(name):
+        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
 
 
 def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
@@ -37,22 +50,51 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         tags=["layers"],
         response_model=LayerDocument,
         responses={201: {"model": LayerDocument, "description": "The layer is new."}, **refusals(400, 403, 409, 413, 415, 422, 500, 503)},
-        openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer."),
+        openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
     )
-    async def put_layer(name: str, request: Request, response: Response) -> LayerDocument:
-        """Makes or replaces a layer; it serves when the reply comes."""
+    async def put_layer(
+        name: str,
+        request: Request,
+        response: Response,
+        layout: Annotated[str | None, Query(description="Whose names a checkpoint has; where its names tell, it may be left out.")] = None,
+        prefix: Annotated[str | None, Query(description="Which layer of a checkpoint: its name there, or as much as selects one.")] = None,
+        spec: Annotated[str | None, Query(description="JSON: what a checkpoint's tensors cannot tell, such as num_heads.")] = None,
+    ) -> LayerDocument:
+        """Makes or replaces a layer; it serves when the reply comes.
+
+        JSON describes it, or safetensors bring it: those of GET /layers/{name}/weights, or a checkpoint of which one layer is taken.
+        """
         demand_writable()
-        if not NAME.fullmatch(name):
-            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+        demand_name(name)
         demand_started(engine)
         with engine.holding() as hold:
-            layer, new = await engine.put_layer(name, await read(request.scope, request.receive, engine, hold))
+            asked = await read(request.scope, request.receive, engine, hold, layer=True)
+            layer, new = await engine.put_layer(name, asked, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return layer.document()
+
+    @app.get(
+        "/layers/{name}/weights",
+        tags=["layers"],
+        response_class=StreamingResponse,
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404)},
+    )
+    async def get_weights(name: str) -> StreamingResponse:
+        """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
+        pieces = await engine.export_layer(name)
+        headers = {"Content-Length": str(sum(map(len, pieces))), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+        return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
     @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 503))
     async def delete_layer(name: str) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         demand_writable()
         demand_started(engine)
-        engine.delete_layer(name)
+        await engine.delete_layer(name)
+
+
+async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+    for piece in pieces:
+        whole = memoryview(piece)
+        for start in range(0, len(whole), CHUNK):
+            yield whole[start : start + CHUNK]

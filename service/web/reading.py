@@ -1,7 +1,7 @@
 """Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -9,18 +9,46 @@ from starlette.types import Receive, Scope
 from service.errors import CallerGone, InvalidRequest, MalformedBody, TooLarge
 from service.serving.engine import Asked, Engine
 from service.wire.compression import coding_of_reply
-from service.wire.negotiation import form_of_body, form_of_reply
+from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
+Limit = tuple[str, int]  # a setting's name and value
 Hold = Callable[[int], None]  # is told of bytes to come; may raise Overloaded
 
 
-async def read(scope: Scope, receive: Receive, engine: Engine, hold: Hold) -> Asked:
-    """The request as the engine takes it. Raises what its headers or its size deserve; CallerGone if it never comes whole."""
+async def read(
+    scope: Scope,
+    receive: Receive,
+    engine: Engine,
+    hold: Hold,
+    *,
+    layer: bool = False,
+    form_of_reply: Callable[[str], str] = form_of_reply,
+) -> Asked:
+    """The request as the engine takes it; one that brings a `layer` may be larger.
+
+    Raises what its headers or its size deserve; CallerGone if it never comes whole.
+    """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
+    return await read_as(form, reply_form, headers, scope, receive, engine, hold, layer)
+
+
+async def read_as(
+    form: str,
+    reply_form: str,
+    headers: Mapping[bytes, str],
+    scope: Scope,
+    receive: Receive,
+    engine: Engine,
+    hold: Hold,
+    layer: bool = False,
+) -> Asked:
+    """The same, where the forms are settled."""
     deadline = _deadline(headers.get(b"x-request-timeout"), engine)
-    body = await _body(headers.get(b"content-length"), receive, engine.wire_limits.body_bytes, hold)
+    limits = engine.wire_limits
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
+    body = await _body(headers.get(b"content-length"), receive, limit, hold)
     scope["attend"].received, scope["attend"].whole = len(body), True
     coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
     return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
@@ -44,11 +72,11 @@ def _hung_up(receive: Any) -> Callable[[], bool]:
     return lambda: bool(getattr(cycle, "disconnected", False))
 
 
-async def _body(content_length: str | None, receive: Receive, limit: int, hold: Hold) -> bytes:
+async def _body(content_length: str | None, receive: Receive, limit: Limit, hold: Hold) -> bytes:
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
-        if int(content_length) > limit:
+        if int(content_length) > limit[1]:
             raise _too_large(limit, content_length)
         hold(int(content_length))
     pieces, size, more = [], 0, True
@@ -58,8 +86,8 @@ async def _body(content_length: str | None, receive: Receive, limit: int, hold: 
             raise CallerGone
         if piece := message.get("body", b""):
             size += len(piece)
-            if size > limit:
-                raise _too_large(limit, f"more than {limit}")
+            if size > limit[1]:
+                raise _too_large(limit, f"more than {limit[1]}")
             if content_length is None:
                 hold(len(piece))
             pieces.append(piece)
@@ -67,5 +95,6 @@ async def _body(content_length: str | None, receive: Receive, limit: int, hold: 
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _too_large(limit: int, got: str) -> TooLarge:
-    return TooLarge.where("", f"a body of at most {limit} bytes (max_body_bytes)", got)
+def _too_large(limit: Limit, got: str) -> TooLarge:
+    setting, size = limit
+    return TooLarge.where("", f"a body of at most {size} bytes ({setting})", got)

@@ -5,6 +5,7 @@ array whose dtype suits its kind. Shapes that must agree with other fields are `
 once, when an array is cast to the layer's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,8 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from service.errors import InvalidRequest
 from service.spec import disagreement
-from service.tensors import BY_NUMPY, Array
+from service.tensors import BY_NUMPY, Array, Datatype
 from service.wire.refusals import shown
 
 Kind = Literal["number", "bias", "mask", "count"]
@@ -43,6 +45,17 @@ class Base64Tensor(BaseModel):
     shape: list[int]
     datatype: str = Field(description="Open Inference Protocol name, such as FP32.")
     base64: str
+
+
+def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], at: str) -> Array:
+    """An array over a piece of a body that has just its bytes; a copy where they do not stand as the processor wants them.
+
+    Raises InvalidRequest at `at` where bytes of BOOL are neither 0 nor 1.
+    """
+    if row.kind == "bool" and (np.frombuffer(piece, np.uint8) > 1).any():
+        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
+    array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
+    return array if array.flags.aligned else array.copy()
 
 
 def there(array: Array) -> Array:

@@ -229,8 +229,8 @@ class ProblemDocument(BaseModel):
     errors: list[Refusal]
 
 
-def request_schemas() -> dict[str, Any]:
+def request_schemas(*more: type[BaseModel]) -> dict[str, Any]:
     """Name -> JSON schema of the documents that routes read or write themselves, for the OpenAPI document."""
-    models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument)]
+    models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument, *more)]
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     return dict(definitions["$defs"])

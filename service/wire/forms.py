@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.wire import json_form, safetensors_form
+from service.wire import json_pieces, safetensors_form
 from service.wire.arrays import Kind
 from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
@@ -24,7 +24,7 @@ class Form:
 FORMS = {
     form.media_type: form
     for form in (
-        Form(JSON, json_form.parse, encode_json),
+        Form(JSON, json_pieces.parse, encode_json),
         Form(SAFETENSORS, safetensors_form.parse, safetensors_form.encode),
     )
 }

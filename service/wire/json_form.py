@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import simdjson
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind
 from service.wire.limits import WireLimits
@@ -35,6 +35,16 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     `shapes_alone` a tensor may be given by its shape: zeros that take no memory.
     Raises MalformedBody, TooLarge (depth) or InvalidRequest, each with the place.
     """
+    document = parse_object(body, limits)
+    reader = Reader(body, kinds, limits, shapes_alone)
+    del body  # the parser has its own copy; where nobody else holds this one, its memory is the arrays' now
+    members = reader.members(document)
+    del document  # before the parser's next turn
+    return members
+
+
+def parse_object(body: bytes, limits: WireLimits) -> Any:
+    """The JSON object `body`: simdjson's proxy of it, to be dropped before this thread parses again, or a dict where that refuses JSON."""
     parser = simdjson.Parser() if len(body) > REUSED else _own_parser()
     try:
         document = parser.parse(body)
@@ -46,11 +56,18 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
         document = parse_slowly(body)
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
-    lists, escaped = _count(body, b"["), b"\\" in body
-    del body  # the parser has its own copy; where nobody else holds this one, its memory is the arrays' now
-    members = _Reader(lists, escaped, kinds, limits, shapes_alone).members(document)
-    del document  # before the parser's next turn
-    return members
+    return document
+
+
+def parse_rows(rows: memoryview, kind: Kind, limits: WireLimits) -> Array | None:
+    """Rows of a tensor as they stand in its list, with commas between; over the parser's numbers. None where they are not regular."""
+    text = b"".join((b"[", rows, b"]"))
+    reader = Reader(text, {}, limits)
+    try:
+        array = reader._nested(_own_parser().parse(text), kind, "")
+    except (AttendError, ValueError, RuntimeError):
+        return None
+    return array if reader.brackets == reader.lists else None
 
 
 def _own_parser() -> Any:
@@ -64,24 +81,25 @@ def _own_parser() -> Any:
     return parser
 
 
-class _Reader:
+class Reader:
     """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have; `lists` it has."""
 
-    def __init__(self, lists: int, escaped: bool, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool) -> None:
-        self.lists, self.escaped, self.kinds, self.limits, self.shapes_alone = lists, escaped, kinds, limits, shapes_alone
+    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> None:
+        self.lists, self.escaped = _count(body, b"["), b"\\" in body
+        self.kinds, self.limits, self.shapes_alone = kinds, limits, shapes_alone
         self.brackets = 0
         self.nested: list[tuple[Any, Kind, str]] = []
 
     def members(self, document: Any) -> dict[str, Any]:
         members = self._object(document, "", self.kinds)
-        if self.nested and (self.escaped or self.brackets != self.lists):
-            for (
-                value,
-                kind,
-                at,
-            ) in self.nested:  # a list among numbers, or strings that hide brackets: look at every row
-                _from_list(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
+        self.look_again()
         return members
+
+    def look_again(self) -> None:
+        """After everything has been read: at every row, where a list may stand among numbers, or strings may hide brackets."""
+        if self.nested and (self.escaped or self.brackets != self.lists):
+            for value, kind, at in self.nested:
+                _from_list(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
 
     def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
         if len(document) > MEMBERS:  # looking each up takes a walk along all of them
@@ -96,17 +114,18 @@ class _Reader:
                 raise MalformedBody.where(place, "each key once", f'"{key}" twice')
             kind = kinds.get(key) or kinds.get("*")
             inner: Mapping[str, Kind] = {"*": kinds[f"{key}/*"]} if f"{key}/*" in kinds else {}
-            members[key] = self._tensor(value, kind, place) if kind else self._plain(value, place, inner, depth + 1)
+            members[key] = self._tensor(value, kind, place) if kind else self.plain(value, place, inner, depth + 1)
         return members
 
-    def _plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
+    def plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
+        """The value as plain Python, but for the members that `kinds` calls tensors."""
         if depth > self.limits.depth:
             raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep", "one nested deeper")
         if isinstance(value, simdjson.Object | dict):
             return self._object(value, at, kinds, depth)
         if isinstance(value, simdjson.Array | list):
             self.brackets += 1
-            return [self._plain(item, f"{at}/{i}", {}, depth + 1) for i, item in enumerate(value)]
+            return [self.plain(item, f"{at}/{i}", {}, depth + 1) for i, item in enumerate(value)]
         if isinstance(value, str):
             self.brackets += value.count("[")
         return value
@@ -161,7 +180,7 @@ class _Reader:
                 raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
         if "data" in keys and "base64" in keys:
             raise InvalidRequest.where(at, "either data or base64", "both")
-        shape = _shape(self._plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else None, f"{at}/shape")
+        shape = shape_of(self.plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else None, f"{at}/shape")
         name = value["datatype"] if "datatype" in keys else None
         if not (name is None and "base64" not in keys) and (not isinstance(name, str) or name not in DATATYPES):
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
@@ -172,9 +191,10 @@ class _Reader:
             if not self.shapes_alone:
                 raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
             return np.broadcast_to(np.zeros((), dtype), shape)
-        return self._data(value["data"], kind, shape, dtype, f"{at}/data")
+        return self.data(value["data"], kind, shape, dtype, f"{at}/data")
 
-    def _data(self, data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+    def data(self, data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+        """Numbers, flat or nested to their shape, as an array of a dtype that holds them."""
         if not isinstance(data, simdjson.Array | list):
             raise InvalidRequest.where(at, "a list of numbers", shown(_python(data)))
         if not len(data):
@@ -216,7 +236,8 @@ def _count_words(array: Array) -> str:
     return f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
 
 
-def _shape(value: Any, at: str) -> tuple[int, ...]:
+def shape_of(value: Any, at: str) -> tuple[int, ...]:
+    """A list of lengths of axes as a shape. Raises InvalidRequest, or TooLarge where no memory would hold so many elements."""
     if not isinstance(value, list):
         raise InvalidRequest.where(at, "a list of lengths", shown(value) if value is not None else "nothing")
     if len(value) > MAX_RANK:

@@ -10,5 +10,6 @@ class WireLimits:
     """Bounds on one body. `scan_bytes`: above it a fault's exact place is not searched for, the field alone is named."""
 
     body_bytes: int = 128 * MIB
+    layer_bytes: int = 1024 * MIB  # of a safetensors body that brings a layer
     depth: int = 64
     scan_bytes: int = 8 * MIB

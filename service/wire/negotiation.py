@@ -1,10 +1,15 @@
 """Which form a body has and which the caller wants back: headers in, names of forms out. RFC 9110 section 12, as far as two forms need."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 from service.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 SUPPORTED = (JSON, SAFETENSORS)  # in order of preference where the caller has none
+# media type -> `figure.format`, likewise in order
+PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}
 
 
 def form_of_body(content_type: str) -> str:
@@ -17,23 +22,28 @@ def form_of_body(content_type: str) -> str:
     raise UnsupportedMediaType.where("", f"a body of type {' or '.join(SUPPORTED)}", f'"{media}"')
 
 
-def form_of_reply(accept: str) -> str:
+def form_of_reply(accept: str, supported: Sequence[str] = SUPPORTED) -> str:
     """The media type in which to answer: the highest quality the caller gives, ties go to the first we support. Raises NotAcceptable."""
+    if best := acceptable(accept, supported):
+        return best
+    raise NotAcceptable.where("", f"an Accept that admits {' or '.join(supported)}", f'"{accept[:100]}"')
+
+
+def acceptable(accept: str, supported: Sequence[str]) -> str:
+    """The same, and "" where nothing that is supported is accepted."""
     if accept in ("", "*/*"):
-        return JSON
-    if accept in SUPPORTED:
+        return supported[0]
+    if accept in supported:
         return accept
     ranges = [quality_of(part) for part in accept.split(",") if part.strip()]
     if not ranges:
-        return JSON
+        return supported[0]
     best, best_quality = "", 0.0
-    for media in SUPPORTED:
+    for media in supported:
         matching = [(specific, quality) for name, quality in ranges if (specific := _specificity(name, media)) >= 0]
         quality = max(matching)[1] if matching else 0.0
         if quality > best_quality:
             best, best_quality = media, quality
-    if not best:
-        raise NotAcceptable.where("", f"an Accept that admits {' or '.join(SUPPORTED)}", f'"{accept[:100]}"')
     return best
 
 

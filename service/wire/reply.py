@@ -5,6 +5,7 @@ here, in the order they stand: orjson writes them all as `null`, and each null i
 """
 
 import binascii
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -29,6 +30,14 @@ class Reply:
     datatype: str  # V2 name in which numbers go out
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
 
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Every array with its name; the two of one tensor as `name.keys` and `name.values`."""
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, dict):
+                yield from ((f"{name}.{part}", array) for part, array in tensor.items())
+            else:
+                yield name, tensor
+
 
 def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply as JSON. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
@@ -48,8 +57,9 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
     """
     if array.dtype.kind in "iu":
         return array, None
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = array.astype(DATATYPES[datatype].numpy, copy=False)
+    if array.dtype != (wanted := DATATYPES[datatype].numpy):
+        with np.errstate(over="ignore", invalid="ignore"):
+            array = array.astype(wanted)
     finite = np.isfinite(array)
     if finite.all():
         return array, None
@@ -70,11 +80,11 @@ def _form(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
     if options.form == "base64":
         return {**head, "base64": binascii.b2a_base64(raw(array), newline=False).decode()}
     if options.form == "flat" or 0 in array.shape:  # nested lists cannot tell [1, 0, 64] from [1, 0]
-        return {**head, "data": _text(name, array.reshape(-1), odd, options)}
-    return _text(name, array, odd, options)
+        return {**head, "data": text_of(name, array.reshape(-1), odd, options)}
+    return text_of(name, array, odd, options)
 
 
-def _text(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> Any:
+def text_of(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> Any:
     """What orjson turns into the numbers of the array: the array itself, or text where it holds what JSON cannot write."""
     if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
         array = array.astype(np.float32)

@@ -7,15 +7,16 @@ and offsets must cover the buffer exactly. Fields that are no tensors travel as 
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import orjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.tensors import BY_SAFETENSORS, Array, datatype_of, raw
+from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from service.wire import json_form
-from service.wire.arrays import MAX_RANK, Kind
+from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer
@@ -23,6 +24,7 @@ from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.scan import parse_strictly
 
 HEADER_BYTES = 16 * 1024 * 1024  # far above what tensors need, far below what a parser minds
+REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
 LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
 ENTRY = {"dtype", "shape", "data_offsets"}
 
@@ -36,26 +38,48 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
         raise TooLarge.where("", f"a safetensors header of at most {HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
         raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
-    header = parse_strictly(bytes(body[8 : 8 + size]))
+    buffer = memoryview(body)[8 + size :]
+    read = _read_header if size > REMEMBERED else _read_known_header
+    spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
+    return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A tensor as the header tells it: its first byte among the tensors' bytes, and the one after its last."""
+
+    begin: int
+    end: int
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+
+
+def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
+    """The tensors in the header's order, and the metadata, checked against the bytes that there are."""
+    header = parse_strictly(text)
     if not isinstance(header, dict):
         raise MalformedBody.where("", "a JSON object as safetensors header", "something else")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise MalformedBody.where("/__metadata__", "an object of strings", "something else")
-    buffer = memoryview(body)[8 + size :]
-    spans = sorted((*_span(name, entry, len(buffer)), name) for name, entry in header.items())
+    spans = [_span(name, entry, available) for name, entry in header.items()]
     position = 0
-    for begin, end, name in spans:
-        if begin != position:
-            raise MalformedBody.where(pointer([name]), f"data from byte {position} on, without holes or overlaps", f"from byte {begin}")
-        position = end
-    if position != len(buffer):
-        raise MalformedBody.where("", f"{position} bytes of tensor data", str(len(buffer)))
-    return {name: _view(name, entry, buffer) for name, entry in header.items()}, metadata
+    for span in sorted(spans, key=lambda span: (span.begin, span.end, span.name)):
+        if span.begin != position:
+            wanted = f"data from byte {position} on, without holes or overlaps"
+            raise MalformedBody.where(pointer([span.name]), wanted, f"from byte {span.begin}")
+        position = span.end
+    if position != available:
+        raise MalformedBody.where("", f"{position} bytes of tensor data", str(available))
+    return spans, metadata
 
 
-def _span(name: str, entry: Any, available: int) -> tuple[int, int]:
-    """Checks one entry of the header on its own; its first byte and the one after its last."""
+_read_known_header = lru_cache(256)(_read_header)  # whoever calls often says the same of tensors of the same shapes
+
+
+def _span(name: str, entry: Any, available: int) -> Span:
+    """Checks one entry of the header on its own."""
     at = pointer([name])
     if not isinstance(entry, dict) or set(entry) != ENTRY:
         raise MalformedBody.where(at, "an entry with dtype, shape and data_offsets", "something else")
@@ -75,26 +99,21 @@ def _span(name: str, entry: Any, available: int) -> tuple[int, int]:
     size = math.prod(entry["shape"]) * BY_SAFETENSORS[entry["dtype"]].size
     if end > available or begin > end or end - begin != size:
         raise MalformedBody.where(at, f"{size} bytes within {available}", f"data_offsets {begin} to {end}")
-    return begin, end
+    return Span(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]))
 
 
-def _view(name: str, entry: Any, buffer: memoryview) -> Array:
-    row, (begin, end) = BY_SAFETENSORS[entry["dtype"]], entry["data_offsets"]
-    piece = buffer[begin:end]
-    if row.kind == "bool" and (np.frombuffer(piece, np.uint8) > 1).any():
-        raise InvalidRequest.where(pointer([name]), "bytes 0 or 1 for BOOL", "others")
-    array: Array = np.frombuffer(piece, row.numpy).reshape(entry["shape"])
-    return array if array.flags.aligned else array.copy()
+def _view(span: Span, buffer: memoryview) -> Array:
+    return array_over(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body)
     try:
-        request = metadata.get("request", "{}").encode()
+        request = metadata.get("request", "").encode()
     except UnicodeEncodeError:
         raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
-    members = json_form.parse(request, kinds, limits, shapes_alone)
+    members = json_form.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")
@@ -105,21 +124,29 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
-    arrays: dict[str, Array] = {}
-    for name, tensor in reply.tensors.items():
-        parts = {f"{name}.{part}": array for part, array in tensor.items()} if isinstance(tensor, dict) else {name: tensor}
-        arrays |= {part: wire_array(part, array, reply.datatype, options)[0] for part, array in parts.items()}
+    arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
 
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
     """safetensors in pieces: the header, then every array's own memory."""
+    entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
+    said = tuple(metadata.items())
+    write = _header if sum(len(text) for _, text in said) > REMEMBERED else _known_header
+    return [write(entries, said), *(raw(array) for array in arrays.values() if array.nbytes)]
+
+
+def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
+    """Length and text of the header for tensors one after the other: (name, dtype, shape, bytes) each."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
-    for name, array in arrays.items():
-        entry = {"dtype": datatype_of(array).safetensors, "shape": array.shape, "data_offsets": [position, position + array.nbytes]}
-        header[name], position = entry, position + array.nbytes
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(raw(array) for array in arrays.values() if array.nbytes)]
+    return len(text).to_bytes(8, "little") + text
+
+
+_known_header = lru_cache(256)(_header)

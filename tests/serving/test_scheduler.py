@@ -1019,6 +1019,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
     async def test() -> None:
         engine = open_engine("cpu", WireLimits(), ServingLimits())
         await engine.start({})
+        engine.catalogue.put(REAL)
         attention = Attention()
         attention.fault = beyond(1, MemoryError)
         layer = held(attention)

@@ -1,0 +1,18 @@
+"""What `bind` makes of a request and a layer, with the cost that was predicted for it: all that a call needs to be computed."""
+
+from dataclasses import dataclass
+
+from service.attention.call import Call
+from service.serving.catalogue import HeldLayer
+from service.serving.cost import Cost
+from service.wire.documents import AttendRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A request that nothing can be wrong with any more, and all that its call needs."""
+
+    request: AttendRequest
+    layer: HeldLayer
+    call: Call
+    cost: Cost

@@ -1,0 +1,62 @@
+"""safetensors bytes <-> a layer: ours, with the spec in the metadata entry `spec`, or one layer out of anyone's checkpoint.
+
+Where the wire's reading (bytes -> named arrays, refused unless they are exactly what the header says) meets attention's (names -> canonical
+weights). Arrays still view the bytes they came in: nothing is allocated for weights before the catalogue has admitted the spec.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.attention.layouts import read_layer
+from service.errors import InvalidRequest
+from service.serving.catalogue import HeldLayer
+from service.spec import LayerSpec
+from service.tensors import Array
+from service.wire import json_form
+from service.wire.limits import WireLimits
+from service.wire.refusals import validate
+from service.wire.reply import Buffer
+from service.wire.safetensors_form import read_tensors, write_tensors
+
+SPEC = "spec"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which layer of a checkpoint is meant, and what its tensors cannot tell: the query of PUT /layers/{name}. `spec` is JSON."""
+
+    layout: str | None = None
+    prefix: str | None = None
+    spec: str | None = None
+
+
+def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, Array]]:
+    """Spec and weights, over the body's memory. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
+    tensors, metadata = read_tensors(body)
+    if SPEC not in metadata:
+        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}"))
+        return given_weights(validate(LayerSpec, fields, "/spec")), weights
+    if source.layout not in (None, "attend"):
+        raise InvalidRequest.where(
+            "/layout", "none, or attend: the file is of this service, with its spec in the metadata", source.layout or ""
+        )
+    for name in ("prefix", "spec"):
+        if getattr(source, name):
+            raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
+    return given_weights(validate(LayerSpec, _object(metadata[SPEC]), "/spec")), tensors
+
+
+def given_weights(spec: LayerSpec) -> LayerSpec:
+    """The spec of a layer whose weights were not drawn: without an init, and so without a seed."""
+    return spec.model_copy(update={"init": None, "seed": None})
+
+
+def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
+    """The layer as safetensors, in pieces: canonical names, its spec and what else is to be said in the metadata."""
+    return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    """A JSON object. Raises MalformedBody or InvalidRequest."""
+    return json_form.parse(text.encode(errors="replace"), {}, WireLimits())

@@ -1,0 +1,117 @@
+"""A layer as the Open Inference Protocol describes a model: metadata, configuration, statistics. The same for HTTP and gRPC.
+
+Letters as everywhere: b batch, q queries, k keys, h heads. Every input has a form with the batch axis in front, so a layer is a model that
+batches; the forms of other ranks are allowed besides, and the two outputs that depend on what is given (gradients) are not announced.
+"""
+
+from service.serving.catalogue import HeldLayer
+from service.serving.cost import ServingLimits
+from service.serving.statistics import Statistics, Tally
+from service.spec import LayerSpec
+from service.tensors import BY_TORCH
+from service.wire.v2.documents import (
+    BatchStatistics,
+    ConfigTensor,
+    Duration,
+    MemoryUsage,
+    ModelConfig,
+    ModelMetadata,
+    ModelStatistics,
+    TensorMetadata,
+)
+from service.wire.v2.members import VERSION
+
+PLATFORM = "pytorch_attention"
+REQUIRED = {"query"}
+BY_DEFAULT = {"output", "attention_weights"}
+PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
+
+
+def metadata_of(layer: HeldLayer) -> ModelMetadata:
+    """What tensors a model takes and gives."""
+    spec = layer.spec
+    return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
+
+
+def config_of(layer: HeldLayer, limits: ServingLimits, delay: float) -> ModelConfig:
+    """What Triton's own clients ask before they call. The largest batch is the one whose weights just fit, at one query and one key."""
+    spec = layer.spec
+    inputs = [_config(tensor, tensor.name not in REQUIRED) for tensor in _inputs(spec)]
+    return ModelConfig(
+        name=layer.name,
+        platform=PLATFORM,
+        version_policy={"specific": {"versions": [int(VERSION)]}},
+        max_batch_size=min(2**31 - 1, max(1, limits.scores // spec.num_heads)),
+        input=inputs,
+        output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in BY_DEFAULT],
+        dynamic_batching={"max_queue_delay_microseconds": round(delay * 1e6), "default_queue_policy": {"allow_timeout_override": True}},
+        model_transaction_policy={"decoupled": False},
+    )
+
+
+def statistics_of(layer: HeldLayer, statistics: Statistics) -> ModelStatistics:
+    """What has been counted of a model since this process started."""
+    spec, device = layer.spec, layer.attention.device
+    durations = {name: _duration(statistics.phases[phase]) for name, phase in PHASES.items()}
+    nothing = Duration(count=0, ns=0)
+    outcomes = {"success": _duration(statistics.success), "fail": _duration(statistics.fail)}
+    batches = [
+        BatchStatistics(batch_size=calls, **{name: _duration(tallies[PHASES[name]]) for name in PHASES if name != "queue"})
+        for calls, tallies in sorted(statistics.batches.items())
+    ]
+    size = spec.num_parameters * BY_TORCH[spec.dtype].size
+    return ModelStatistics(
+        name=layer.name,
+        version=VERSION,
+        last_inference=round(statistics.last * 1e3),
+        inference_count=statistics.items,
+        execution_count=statistics.executions,
+        inference_stats={**outcomes, **durations, "cache_hit": nothing, "cache_miss": nothing},
+        response_stats={},
+        batch_stats=batches,
+        memory_usage=[MemoryUsage(type="CPU" if device.type == "cpu" else "GPU", id=device.index or 0, byte_size=size)],
+    )
+
+
+def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
+    number = BY_TORCH[spec.dtype].name
+    pairs, keys = [-1, -1, -1, -1], [-1, -1]  # [b, h, q, k], [b, k]
+    table: list[tuple[str, str, list[int]]] = [
+        ("query", number, [-1, -1, spec.query_dim]),
+        ("key", number, [-1, -1, spec.key_dim]),
+        ("value", number, [-1, -1, spec.value_dim]),
+        ("attend_mask", "BOOL", pairs),
+        ("block_mask", "BOOL", pairs),
+        ("attend_keys", "BOOL", keys),
+        ("block_keys", "BOOL", keys),
+        ("valid_lens", "INT64", [-1]),
+        ("bias", number, pairs),
+        ("query_offset", "INT64", [-1]),
+        ("head_scale", number, [-1, spec.num_heads]),
+    ]
+    return [TensorMetadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in table]
+
+
+def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
+    h, kv = spec.num_heads, spec.num_kv_heads
+    shapes = {
+        "output": [-1, -1, spec.output_dim if spec.projections else spec.concatenated_dim],
+        "attention_weights": [-1, h, -1, -1],
+        "scores": [-1, h, -1, -1],
+        "log_sum_exp": [-1, h, -1],
+        "query_projection": [-1, h, -1, spec.head_dim],
+        "key_projection": [-1, kv, -1, spec.head_dim],
+        "value_projection": [-1, kv, -1, spec.value_head_dim],
+        "head_outputs": [-1, h, -1, spec.value_head_dim],
+        "concatenated": [-1, -1, spec.concatenated_dim],
+    }
+    return [TensorMetadata(name=name, datatype=BY_TORCH[spec.dtype].name, shape=shape) for name, shape in shapes.items()]
+
+
+def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:
+    rest = tensor.shape[1:] or [1]  # a model that batches has the batch axis in front, and Triton knows no tensor without another
+    return ConfigTensor(name=tensor.name, data_type=f"TYPE_{tensor.datatype}", dims=rest, optional=optional)
+
+
+def _duration(tally: Tally) -> Duration:
+    return Duration(count=tally.count, ns=tally.ns)

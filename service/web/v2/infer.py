@@ -1,0 +1,69 @@
+"""POST /v2/models/{name}/infer, with or without /versions/1: plain ASGI and called before any routing, as POST /attend is.
+
+What the body is, the header Inference-Header-Content-Length says. Content-Type and Accept say nothing here: clients of this protocol send
+none, or any.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from service.errors import LayerNotFound
+from service.serving.engine import Asked, Engine
+from service.web.attend import demand_started, send_answer
+from service.web.reading import read_as
+from service.wire.forms import Form
+from service.wire.negotiation import JSON
+from service.wire.refusals import shown
+from service.wire.v2.exchange import Exchange
+from service.wire.v2.members import VERSION
+
+PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
+BYTES = "application/octet-stream"
+
+
+class Infer:
+    """The hot endpoint."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        demand_started(self.engine)
+        found = PATH.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
+        assert found is not None, "called for such paths alone"
+        model = found[1]
+        self.engine.catalogue.find(model)
+        demand_version(found[2])
+        with self.engine.holding() as hold:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            exchange = Exchange(model, headers.get(b"inference-header-content-length", ""))
+            asked = await read_as(JSON, JSON, headers, scope, receive, self.engine, hold)
+            asked.own = Form(JSON, self._timed(exchange, asked), exchange.encode)
+            answer = await self.engine.attend(asked)
+        length = exchange.reply_header_length
+        start = [(b"content-type", JSON.encode() if length is None else BYTES.encode())]
+        if length is not None:
+            start.append((b"inference-header-content-length", str(length).encode()))
+        await send_answer(answer, asked, start, scope, send)
+
+    def _timed(self, exchange: Exchange, asked: Asked) -> Callable[..., dict[str, Any]]:
+        """`exchange.parse`, which also sets the deadline that the body may hold. The earlier one counts."""
+        arrived = self.engine.clock()
+
+        def parse(*args: Any) -> dict[str, Any]:
+            members = exchange.parse(*args)
+            if exchange.timeout is not None:
+                asked.deadline = min(asked.deadline or math.inf, arrived + exchange.timeout)
+            return members
+
+        return parse
+
+
+def demand_version(version: str | None) -> None:
+    """Raises LayerNotFound for any version but the one that every model has."""
+    if version not in (None, VERSION):
+        raise LayerNotFound.where("", f"version {VERSION}", shown(version))

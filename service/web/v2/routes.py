@@ -1,0 +1,101 @@
+"""GET of everything that /v2 tells about this server and its models. What calls mean is the engine's business, as everywhere."""
+
+from typing import Any
+
+from fastapi import FastAPI, Response
+
+from service import __version__
+from service.serving.engine import Engine
+from service.web.attend import refusals_as, schema, takes
+from service.web.examples import INFER
+from service.web.v2.description import config_of, metadata_of, statistics_of
+from service.web.v2.infer import demand_version
+from service.wire.negotiation import JSON
+from service.wire.v2.documents import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
+
+MODEL = "/v2/models/{name}"
+VERSIONED = MODEL + "/versions/{version}"
+EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
+V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI part for the refusals of a route under /v2."""
+    return refusals_as("V2Error", JSON, *statuses)
+
+
+def install(app: FastAPI, engine: Engine, extensions: list[str], why_no_statistics: Exception | None) -> None:
+    """Adds the routes. `extensions` are those that depend on the settings."""
+
+    @app.get("/v2", **V2, response_model=ServerMetadata)
+    async def server() -> ServerMetadata:
+        """Name, version, and which extensions of the protocol work here."""
+        return ServerMetadata(name="attend", version=__version__, extensions=[*EVERYWHERE, *extensions])
+
+    def health(response: Response, good: bool) -> Health:
+        response.status_code = 200 if good else 503
+        return Health(live=True, ready=engine.ready, error=None if engine.ready else "not ready")
+
+    @app.get("/v2/health/live", **V2, response_model=Health)
+    async def live(response: Response) -> Health:
+        """The process answers."""
+        return health(response, True)
+
+    @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
+    async def ready(response: Response) -> Health:
+        """Every layer is loaded and warm, and there is one."""
+        return health(response, engine.ready)
+
+    @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
+    async def all_statistics() -> Statistics:
+        """Statistics of every model."""
+        if why_no_statistics is not None:
+            raise why_no_statistics
+        layers = engine.catalogue.all()
+        return Statistics(model_stats=[statistics_of(layer, engine.statistics_of(layer.name)) for layer in layers])
+
+    @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
+    @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404))
+    async def model(name: str, version: str | None = None) -> ModelMetadata:
+        """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
+        demand_version(version)
+        return metadata_of(engine.catalogue.find(name))
+
+    @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
+    @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
+    async def model_ready(name: str, response: Response, version: str | None = None) -> ModelReady:
+        """Whether a model answers."""
+        demand_version(version)
+        engine.catalogue.find(name)
+        response.status_code = 200 if engine.started else 503
+        return ModelReady(name=name, ready=engine.started)
+
+    @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
+    @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404))
+    async def config(name: str, version: str | None = None) -> ModelConfig:
+        """What Triton's clients want to know before they call."""
+        demand_version(version)
+        return config_of(engine.catalogue.find(name), engine.limits, engine.scheduler.limits.delay)
+
+    @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
+    @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
+    async def statistics(name: str, version: str | None = None) -> Statistics:
+        """How many calls a model has answered, and how long each phase took, since this process started."""
+        demand_version(version)
+        if why_no_statistics is not None:
+            raise why_no_statistics
+        return Statistics(model_stats=[statistics_of(engine.catalogue.find(name), engine.statistics_of(name))])
+
+    @app.post(
+        f"{MODEL}/infer",
+        tags=["v2"],
+        responses={
+            200: {"description": "The outputs asked for.", "content": {JSON: {"schema": schema("InferenceReply")}}},
+            **refusals(400, 404, 413, 415, 429, 500, 503, 504, 507),
+        },
+        response_model=None,
+        openapi_extra=takes("InferenceRequest", INFER, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+    )
+    async def infer(name: str) -> None:
+        """POST /attend in this protocol's form, JSON or with tensors as bytes."""
+        raise AssertionError("answered by the hot endpoint")

@@ -1,0 +1,69 @@
+"""The JSON part of a V2 request: names, shapes, datatypes, parameters, and the numbers of those tensors that are given in it.
+
+A header whose tensors all follow it as bytes is a few hundred characters: the strict parser reads it at once. Where numbers stand in it,
+simdjson reads it, and hands the numbers over as blocks, as for a request in JSON.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import simdjson
+
+from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.wire.arrays import Kind
+from service.wire.json_form import MEMBERS, Reader, parse_object
+from service.wire.limits import WireLimits
+from service.wire.refusals import shown
+from service.wire.scan import parse_strictly
+
+SHORT = 16 * 1024  # bytes of a header that may go through Python's own parser
+INPUTS = 64  # of one request; each has a name of its own, and there are not as many
+
+
+def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader]:
+    """The members of the header, and what makes arrays of those `data` that it holds: they stand where they stood, as proxies.
+
+    To be dropped before this thread parses again. Raises MalformedBody, TooLarge (depth) or InvalidRequest.
+    """
+    kinds: dict[str, Kind] = {}
+    if len(text) <= SHORT and b'"data"' not in text:
+        with suppress(MalformedBody):  # the other parser knows better why
+            header = parse_strictly(text)
+            if isinstance(header, dict):
+                return header, Reader(b"", kinds, limits)
+    document, reader = parse_object(text, limits), Reader(text, kinds, limits)
+    members: dict[str, Any] = {}
+    for key in _keys(document, ""):
+        value = document[key]
+        members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
+    return members, reader
+
+
+def _inputs(value: Any, reader: Reader) -> Any:
+    if not isinstance(value, simdjson.Array | list):
+        return reader.plain(value, "/inputs", {}, 2)
+    if len(value) > INPUTS:
+        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(value)))
+    reader.brackets += 1
+    inputs = []
+    for i, item in enumerate(value):
+        at = f"/inputs/{i}"
+        if isinstance(item, simdjson.Object | dict):
+            entry = {key: item[key] for key in _keys(item, at)}
+            inputs.append({key: part if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()})
+        else:
+            inputs.append(reader.plain(item, at, {}, 3))
+    return inputs
+
+
+def _keys(proxy: Any, at: str) -> list[str]:
+    """The keys of an object, each of which stands there once."""
+    if len(proxy) > MEMBERS:
+        raise TooLarge.where(at, f"an object of at most {MEMBERS} members", str(len(proxy)))
+    keys = list(proxy.keys())
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise MalformedBody.where(at, "each key once", f'"{key}" twice')
+        if "\0" in key:  # simdjson would look up what stands before it
+            raise InvalidRequest.where(at, "no null character in a name", shown(key))
+    return keys

@@ -1,0 +1,322 @@
+"""Pictures from arrays and words: pooling against float64 NumPy, and what ends up on the sheet, whatever the words are."""
+
+import subprocess
+import sys
+from hashlib import sha256
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+import torch
+
+from service.attention.figures import Picture, Style, draw
+from service.attention.figures.axes import below
+from service.attention.figures.colours import PALETTES, coloured, ink_on, rgb, table
+from service.attention.figures.layout import lay_out
+from service.attention.figures.picture import Axis, Panel, Scale
+from service.attention.figures.pooling import Raster, Similarity, deviation_across, mean_across, pool_array
+from service.attention.figures.sheet import Cells, Label
+from service.attention.figures.words import cut, printable, width
+from service.errors import DeadlinePassed, InvalidRequest, TooLarge
+
+HEADS, QUERIES, KEYS = 3, 23, 17
+HOSTILE = (
+    "$x_1$",
+    "<script>alert(1)</script>",
+    "a\nb",
+    "😀",
+    "漢字",
+    "שלום",
+    "x" * 200,
+    "\u202eevil",
+    "\x00",
+    "&amp;",
+    "]]>",
+    "",
+    "-->",
+    "ﬃ",
+)
+rng = np.random.RandomState(11)
+
+
+def rows_of(weights, visible, block):
+    """The weights as a layer yields them: so many query rows at a time."""
+    for start in range(0, weights.shape[2], block):
+        rows = slice(start, min(start + block, weights.shape[2]))
+        yield rows, weights[:, :, rows], None if visible is None else visible[:, :, rows] if visible.shape[2] > 1 else visible
+
+
+def pooled_by_hand(weights, visible, steps, pool):
+    """[heads, q, k] -> cells, one cell after the other."""
+    heads, q, k = weights.shape
+    cells = np.full((heads, -(-q // steps[0]), -(-k // steps[1])), np.nan)
+    for h, i, j in np.ndindex(cells.shape):
+        here = np.s_[h, i * steps[0] : (i + 1) * steps[0], j * steps[1] : (j + 1) * steps[1]]
+        if visible[here].any():
+            cells[h, i, j] = getattr(weights[here][visible[here]], pool)()
+    return cells
+
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+@pytest.mark.parametrize("steps", [(1, 1), (5, 1), (1, 7), (4, 3), (23, 17)])
+@pytest.mark.parametrize("block", [1, 6, 23])
+@pytest.mark.parametrize("masked", ["nothing", "one for all", "each head"])
+def test_pooling_is_over_the_pairs_that_may_attend(pool, steps, block, masked):
+    weights = rng.random_sample((2, HEADS, QUERIES, KEYS))
+    shape = {"nothing": (2, HEADS, QUERIES, KEYS), "one for all": (1, 1, QUERIES, KEYS), "each head": (2, HEADS, QUERIES, KEYS)}[masked]
+    visible = np.ones(shape, bool) if masked == "nothing" else rng.random_sample(shape) < 0.3
+    everywhere = np.broadcast_to(visible, weights.shape)
+
+    given = None if masked == "nothing" else torch.from_numpy(visible)
+    made = Raster(1, (QUERIES, KEYS), *steps, pool)(rows_of(torch.from_numpy(weights), given, block))
+
+    np.testing.assert_allclose(made["raster"].numpy(), pooled_by_hand(weights[1], everywhere[1], steps, pool), rtol=1e-13)
+
+
+@pytest.mark.parametrize(("across", "by_hand"), [(mean_across, np.mean), (deviation_across, np.std)])
+def test_across_heads_comes_before_pooling(across, by_hand):
+    weights = rng.random_sample((1, HEADS, QUERIES, KEYS))
+    visible = np.tri(QUERIES, KEYS, dtype=bool)
+
+    rows = rows_of(torch.from_numpy(weights), torch.from_numpy(visible[None, None]), 4)
+    made = Raster(0, (QUERIES, KEYS), 3, 2, "max", across)(rows)
+
+    expected = pooled_by_hand(by_hand(weights[0] * visible, 0)[None], visible[None], (3, 2), "max")
+    np.testing.assert_allclose(made["raster"].numpy(), expected, rtol=1e-13)
+
+
+def test_similarity_is_the_cosine_over_what_may_attend():
+    weights, visible = rng.random_sample((2, HEADS, QUERIES, KEYS)), rng.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
+    visible[1, 2] = False
+
+    made = Similarity(1)(rows_of(torch.from_numpy(weights), torch.from_numpy(visible), 5))["similarity"].numpy()
+
+    flat = (weights[1] * visible[1]).reshape(HEADS, -1)
+    lengths = np.linalg.norm(flat, axis=1)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(made, flat @ flat.T / np.outer(lengths, lengths), rtol=1e-13)
+    assert np.isnan(made[2]).all()
+
+
+def test_numbers_of_either_sign_are_pooled():
+    values = rng.standard_normal((7, 11)) - 5
+
+    for pool in ("mean", "max"):
+        expected = pooled_by_hand(values[None], np.ones((1, 7, 11), bool), (2, 3), pool)[0]
+        np.testing.assert_allclose(pool_array(torch.from_numpy(values), 2, 3, pool).numpy(), expected, rtol=1e-13)
+
+
+def picture_of(panels=1, rows=13, columns=13, words=None, title="A title", columns_words=None):
+    """Panels of random weights, one pair blocked, and one row without keys."""
+    values = rng.random_sample((panels, rows, columns))
+    values[:, 0, -1] = np.nan
+    values[:, rows // 2] = np.nan
+    sides = Axis("query", rows, words=tuple(words or ())), Axis("key", columns, words=tuple(columns_words or words or ()))
+    made = tuple(Panel(f"head {i}" if panels > 1 else "", *sides, values[i], (rows // 2,)) for i in range(panels))
+    return Picture(title, made, Scale("attention weight", 0.0, 1.0), "Pooled: not at all.", {"Title": title})
+
+
+def box(label):
+    """The rectangle that a label takes: left, top, right, bottom."""
+    wide = width(label.text, label.size, label.bold)
+    before = {"start": 0.0, "middle": wide / 2, "end": wide}[label.anchor]
+    up, down = 0.74 * label.size, 0.2 * label.size
+    if label.rotated:  # reads upward: what lies before its place lies below
+        return label.x - up, label.y - wide + before, label.x + down, label.y + before
+    return label.x - before, label.y - up, label.x - before + wide, label.y + down
+
+
+def longer(n):
+    return [f"word{'s' * (7 * i % 19)}{i}" for i in range(n)]
+
+
+@pytest.mark.parametrize("sheet_width", [None, 420, 777, 2400])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 13, 13), (1, 3, 41), (1, 41, 3), (1, 120, 90), (2, 7, 7), (8, 13, 13), (12, 29, 29), (17, 5, 11), (1, 1, 300)]
+)
+@pytest.mark.parametrize("worded", [False, True])
+def test_nothing_overlaps_and_nothing_is_cut_off(sheet_width, shape, worded):
+    panels, rows, columns = shape
+    words = (longer(rows), longer(columns)) if worded else (None, None)
+    picture = picture_of(panels, rows, columns, words[0], "A title of some length that has to be broken", words[1])
+
+    sheet = lay_out(picture, Style(width=sheet_width))
+
+    boxes = [(mark, box(mark)) for mark in sheet.marks if isinstance(mark, Label) and mark.role != "value"]
+    assert {"title", "axis", "scale", "legend", "note"} <= {mark.role for mark, _ in boxes}
+    for mark, (left, top, right, bottom) in boxes:
+        assert left >= 0 and top >= 0 and right <= sheet.width and bottom <= sheet.height, mark
+        assert mark.size >= 9, mark
+        for x, y, wide, high in sheet.panels:
+            assert right <= x + 0.5 or left >= x + wide - 0.5 or bottom <= y + 0.5 or top >= y + high - 0.5, mark
+    for i, (mark, (left, top, right, bottom)) in enumerate(boxes):
+        for other, (left2, top2, right2, bottom2) in boxes[i + 1 :]:
+            assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top, (mark, other)
+
+
+def test_words_are_kept_as_they_are_and_never_become_markup():
+    """Text of the SVG's elements, no element more than the sheet has; PNG and page hold out too."""
+    picture = picture_of(1, len(HOSTILE), len(HOSTILE), HOSTILE, "<b>$\\frac{1}{2}$ \x00 &")
+
+    root = ET.fromstring(draw(picture, Style(), "svg"))
+
+    rows = [element for element in root.iter("{http://www.w3.org/2000/svg}text") if element.get("class") == "row"]
+    for element, word in zip(rows, HOSTILE, strict=True):
+        assert element.text in (printable(word) or None, cut(printable(word), 12.0, 130.0))
+        assert "".join(element.itertext()).endswith(printable(word))
+    assert {element.tag.partition("}")[2] for element in root.iter()} == {"svg", "title", "metadata", "rect", "g", "text", "line"}
+    page = draw(picture, Style(), "html").decode()
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "alert(1)</script>" not in page and "<b>" not in page
+    assert draw(picture, Style(), "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"), [("a\nb", "a\\nb"), ("\u202eevil", "\\u202eevil"), ("\x00", "\\x00"), ("$x$ <b> 漢😀", "$x$ <b> 漢😀")]
+)
+def test_what_has_no_shape_is_written_out(word, shown):
+    assert printable(word) == shown
+
+
+def test_a_png_has_the_colours_of_its_cells(tmp_path):
+    """The middle of every cell, of a known pattern; NaN is grey, and no colour of the map."""
+    from matplotlib.image import imread
+
+    values = np.eye(5)
+    values[3] = np.nan
+    axis = Axis("query", 5)
+    picture = Picture("Eye", (Panel("", axis, axis, values),), Scale("weight", 0.0, 1.0))
+    for theme in ("light", "dark"):
+        style = Style(theme=theme, dpi=192, values=False)
+        sheet = lay_out(picture, style)
+        (tmp_path / "eye.png").write_bytes(draw(picture, style, "png"))
+        pixels = np.rint(imread(tmp_path / "eye.png")[..., :3] * 255).astype(int)
+
+        assert pixels.shape[:2] == (sheet.height * 2, sheet.width * 2)
+        x, y, wide, high = sheet.panels[0]
+        for i, j in np.ndindex(5, 5):
+            middle = pixels[int(2 * (y + (i + 0.5) * high / 5)), int(2 * (x + (j + 0.5) * wide / 5))]
+            expected = rgb(PALETTES[theme].blocked) if i == 3 else table("viridis", theme, False)[255 * (i == j)]
+            assert tuple(middle) == tuple(expected)
+        assert tuple(pixels[0, 0]) == rgb(PALETTES[theme].paper)
+        assert rgb(PALETTES[theme].blocked) not in set(map(tuple, table("viridis", theme, False).tolist()))
+
+
+def test_numbers_in_cells_stand_out():
+    """Contrast of at least 4.5 : 1 (WCAG AA) with every colour that a cell can have."""
+
+    def luminance(colour):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.asarray(colour) / 255]
+        return np.dot(linear, (0.2126, 0.7152, 0.0722))
+
+    for theme in ("light", "dark"):
+        for pixel in np.concatenate([table(name, theme, signs) for name in ("viridis", "cividis") for signs in (False, True)]):
+            low, high = sorted((luminance(pixel), luminance(rgb(ink_on(pixel)))))
+            assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_many_cells_become_one_image():
+    small, large = (ET.fromstring(draw(picture_of(1, n, n), Style(), "svg")) for n in (13, 90))
+
+    assert len(small.findall(".//{http://www.w3.org/2000/svg}g[@aria-label='']/")) == 13 * 13
+    assert len(large.findall(".//{http://www.w3.org/2000/svg}image[@aria-label='']")) == 1
+
+
+def test_numbered_axes_have_round_numbers():
+    for total, pooled, length in ((97, 1, 300), (900, 8, 240), (8192, 23, 700)):
+        positions = [int(tick.text) for tick in below(Axis("key", total, pooled), length).ticks]
+        steps = {b - a for a, b in pairwise(positions)}
+        assert positions[0] == 0 and len(steps) == 1
+        assert str(steps.pop()).rstrip("0") in ("1", "2", "5")
+
+
+def test_scales_have_round_ticks():
+    assert Scale("", 0.0, 0.36).ticks() == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert Scale("", 0.0, 0.9999).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert Scale("", -4.0, 4.0, diverging=True).ticks() == pytest.approx([-4, -2, 0, 2, 4])
+    assert Scale("", 2e-4, 1.0, logarithmic=True).ticks() == pytest.approx([1e-3, 1e-2, 1e-1, 1])
+
+
+def test_a_logarithmic_scale_tells_small_weights_apart():
+    scale = Scale("", 1e-4, 1.0, logarithmic=True)
+
+    assert scale.share(np.array([0.0, 1e-4, 1e-2, 1.0])) == pytest.approx([0, 0, 0.5, 1])
+    pixels = coloured(np.array([[1e-3, 1e-2, np.nan]]), scale, Style())
+    assert len({tuple(pixel) for pixel in pixels[0].tolist()}) == 3
+
+
+def test_numbers_are_refused_where_they_do_not_fit():
+    with pytest.raises(InvalidRequest, match="cells that numbers fit into"):
+        draw(picture_of(1, 40, 40), Style(width=400, values=True), "svg")
+    with pytest.raises(InvalidRequest, match="room for panels"):
+        draw(picture_of(1, 5, 5, ["a rather long word indeed"] * 5), Style(width=160), "svg")
+
+
+def test_a_png_has_a_bound_on_its_pixels():
+    with pytest.raises(TooLarge, match="at most 33554432 pixels"):
+        draw(picture_of(), Style(width=4096, dpi=384), "png")
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "html"])
+def test_a_drawing_looks_at_the_clock(form):
+    """And ends where it is told to, at every place where it looks."""
+
+    class Clock:
+        looks, allowed = 0, 10**6
+
+        def check(self):
+            self.looks += 1
+            if self.looks > self.allowed:
+                raise DeadlinePassed
+
+    whole = Clock()
+    draw(picture_of(2), Style(), form, whole.check)
+    assert whole.looks >= 2
+    for allowed in range(whole.looks):
+        short = Clock()
+        short.allowed = allowed
+        with pytest.raises(DeadlinePassed):
+            draw(picture_of(2), Style(), form, short.check)
+
+
+DETERMINISM = """
+import sys
+from hashlib import sha256
+import matplotlib
+matplotlib.rcParams.update({"svg.hashsalt": sys.argv[1], "font.size": float(sys.argv[2]), "lines.linewidth": float(sys.argv[2])})
+from service.attention.figures import Style, draw
+import test_figures
+test_figures.rng.seed(3)
+picture = test_figures.picture_of(2, 13, 13, test_figures.HOSTILE[:13])
+settings = lambda: {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which asking for would load
+before = settings()
+for form in ("png", "svg", "html"):
+    print(sha256(draw(picture, Style(), form)).hexdigest())
+assert settings() == before
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def test_two_processes_draw_the_same_bytes():
+    """Whatever matplotlib is set to there; and nothing of it is changed."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", DETERMINISM, *arguments], capture_output=True, text=True, cwd=__file__.rpartition("/")[0]
+        )
+        for arguments in (("a", "7"), ("b", "19"))
+    ]
+
+    assert [run.stderr for run in runs] == ["", ""]
+    assert runs[0].stdout == runs[1].stdout
+    rng.seed(3)
+    picture = picture_of(2, 13, 13, HOSTILE[:13])
+    here = [sha256(draw(picture, Style(), form)).hexdigest() for form in ("png", "svg", "html")]
+    assert runs[0].stdout.split() == here
+
+
+def test_the_cells_of_a_sheet_stand_where_its_panels_are():
+    sheet = lay_out(picture_of(5, 7, 7), Style())
+
+    cells = [mark for mark in sheet.marks if isinstance(mark, Cells) and mark.name.startswith("head")]
+    assert [(mark.x, mark.y, mark.width, mark.height) for mark in cells] == sheet.panels

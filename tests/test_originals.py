@@ -1,0 +1,87 @@
+"""What frameworks computed, computed again over HTTP: layers given to PUT as their homes save them, whole checkpoints and all.
+
+Case by case against files that the frameworks wrote; and the real MiniLM, layer by layer, against transformers as it runs.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import originals
+import pytest
+from originals import CASES, FILES, LAYERS, SOURCES
+from safetensors.numpy import save
+
+from service.client import Client
+
+
+@pytest.fixture
+def layers(http: httpx.Client) -> Iterator[httpx.Client]:
+    """The shared server, left with the layers that it had."""
+    yield http
+    http.delete("/layers/original")
+
+
+@pytest.mark.parametrize(("path", "index"), CASES, ids=[f"{path.stem}-{index}" for path, index in CASES])
+def test_a_layer_answers_what_it_computed_at_home(layers: httpx.Client, path: Path, index: int) -> None:
+    """Output, and attention weights where the framework shows them."""
+    differences, tolerance = originals.replay(layers, path, index)
+
+    assert differences and max(differences.values()) <= tolerance, differences
+
+
+def test_every_framework_is_there_and_in_the_readme() -> None:
+    """An empty folder would pass silently, and a row of the table without cases would be a lie."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+
+    assert {path.stem.partition("_")[0] for path in FILES} == set(SOURCES)
+    for key, source in SOURCES.items():
+        count = sum(path.stem.partition("_")[0] == key for path, _ in CASES)
+        assert f"| {source} | {count} |" in readme
+    assert f"| {originals.MINILM} | {len(LAYERS)} |" in readme
+    assert sum(path.stat().st_size for path in FILES) < 1_500_000
+
+
+FUSED = {"query_key_value.weight": np.ones((45, 15), np.float32), "dense.weight": np.ones((15, 15), np.float32)}
+TORCH = {"in_proj_weight": np.ones((45, 15), np.float32), "out_proj.weight": np.ones((15, 15), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "spec", "at"),
+    [
+        (FUSED, {"num_heads": 3}, "/layout"),  # BLOOM's rows, NeoX's or [q; k; v]: never guessed
+        (
+            TORCH | {"bias_k": np.ones((1, 1, 15), np.float32), "bias_v": np.ones((1, 1, 15), np.float32)},
+            {"num_heads": 3},
+            "/weights/bias_k",
+        ),
+        (TORCH, {"num_heads": 3, "add_zero_attn": True}, "/spec/add_zero_attn"),
+    ],
+    ids=["fused", "add_bias_kv", "add_zero_attn"],
+)
+def test_what_cannot_be_held_is_refused_by_name(layers: httpx.Client, weights: Any, spec: Any, at: str) -> None:
+    query = {"spec": json.dumps(spec)}
+    refused = layers.put("/layers/original", params=query, content=save(weights), headers=originals.SAFETENSORS)
+
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"] == at
+
+
+@pytest.mark.checkpoint
+def test_every_layer_of_a_real_model_answers_as_in_transformers(start: Any) -> None:
+    """Sentences of unequal length in one batch, so that most of them are padded."""
+    server = start()
+    mask, seen = originals.run_transformers()
+    assert 0 < mask.mean() < 0.8
+    assert all(not layer.attention_weights.transpose(0, 3, 1, 2)[mask == 0].any() for layer in seen)  # transformers does mask
+
+    with httpx.Client(base_url=server.url, timeout=60) as http, Client(server.url) as client:
+        compared = list(originals.compare_minilm(http, client, mask, seen))
+
+    assert len(compared) == len(LAYERS)
+    for number, differences in enumerate(compared):
+        assert set(differences) == {"output", "attention_weights"}
+        assert max(differences.values()) <= 1e-5, f"layer {number}: {differences}"

@@ -1,0 +1,536 @@
+"""The Open Inference Protocol over HTTP, by hand: every path, every datatype both ways, parameters, and what is refused."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from live import Server
+from protocol import DTYPES, LAYERS, in_bytes, in_json, read, refused
+
+B, Q, K = 2, 3, 5
+RNG = np.random.default_rng(17)
+QUERY = RNG.standard_normal((B, Q, 6)).astype(np.float32)
+KEY = RNG.standard_normal((B, K, 6)).astype(np.float32)
+INFER = "/v2/models/tiny/infer"
+Array = np.ndarray[Any, Any]
+
+
+def native(v2: httpx.Client, **members: Any) -> dict[str, Any]:
+    """What /attend says to the same."""
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in members.items()}
+    answer = v2.post(
+        "/attend", json={"layer": "tiny", "reply": {"nonfinite": "string"}, **plain}, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def close(got: Array, want: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.array(want, np.float64), rtol=0, atol=2e-6)
+
+
+# What the server says of itself
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_server_describes_itself(v2: httpx.Client, slash: str) -> None:
+    """The specification writes the path with and without a slash at its end."""
+    answer = v2.get(f"/v2{slash}").json()
+
+    assert set(answer) == {"name", "version", "extensions"}
+    working = {"binary_tensor_data", "parameters", "model_configuration", "schedule_policy", "model_repository", "statistics"}
+    assert set(answer["extensions"]) == working
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize("version", ["", "/versions/1"])
+@pytest.mark.parametrize("path", ["", "/ready", "/config", "/stats"])
+def test_every_path_of_a_model_exists_with_and_without_version_and_slash(v2: httpx.Client, path: str, version: str, slash: str) -> None:
+    answer = v2.get(f"/v2/models/tiny{version}{path}{slash}")
+
+    assert answer.status_code == 200, answer.text
+    assert "tiny" in answer.text
+    assert v2.head(f"/v2/models/tiny{version}{path}{slash}").status_code == 200
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize("version", ["", "/versions/1"])
+def test_infer_exists_with_and_without_version_and_slash(v2: httpx.Client, version: str, slash: str) -> None:
+    reply = read(v2.post(f"/v2/models/tiny{version}/infer{slash}", json={"inputs": in_json(query=QUERY)}))
+
+    assert (reply.document["model_name"], reply.document["model_version"]) == ("tiny", "1")
+
+
+@pytest.mark.parametrize("which", ["live", "ready"])
+def test_health_suits_every_client(v2: httpx.Client, which: str) -> None:
+    """By status for Triton's, by JSON for KServe's."""
+    answer = v2.get(f"/v2/health/{which}")
+
+    assert (answer.status_code, answer.json()) == (200, {"live": True, "ready": True})
+
+
+def test_a_server_without_models_is_not_ready(start: Callable[..., Server]) -> None:
+    """It lives, and becomes ready with its first model. Elsewhere that has promoted broken releases."""
+    with httpx.Client(base_url=start().url) as client:
+        assert client.post("/v2/repository/models/default/unload").status_code == 200
+        assert client.get("/v2/health/live").status_code == 200
+        answer = client.get("/v2/health/ready")
+        assert (answer.status_code, answer.json()) == (503, {"live": True, "ready": False, "error": "not ready"})
+        spec = {"parameters": {"config": json.dumps({"d_model": 4, "num_heads": 2})}}
+        assert client.post("/v2/repository/models/default/load", json=spec).content == b""
+        assert client.get("/v2/health/ready").status_code == 200
+
+
+def test_metadata_and_replies_agree(v2: httpx.Client) -> None:
+    """Every output that is announced can be asked for, and has the datatype and the shape announced."""
+    metadata = v2.get("/v2/models/tiny").json()
+    names = [output["name"] for output in metadata["outputs"]]
+
+    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY), "outputs": [{"name": name} for name in names]}))
+
+    assert list(reply.arrays) == names
+    for announced, output in zip(metadata["outputs"], reply.document["outputs"], strict=True):
+        assert output["datatype"] == announced["datatype"]
+        assert len(output["shape"]) == len(announced["shape"])
+        assert all(want in (-1, got) for want, got in zip(announced["shape"], output["shape"], strict=True))
+
+
+def test_announced_inputs_are_taken_and_the_config_says_which_may_be_left_out(v2: httpx.Client) -> None:
+    metadata, config = v2.get("/v2/models/tiny").json(), v2.get("/v2/models/tiny/config").json()
+
+    assert [tensor["name"] for tensor in metadata["inputs"]] == [tensor["name"] for tensor in config["input"]]
+    assert [tensor["name"] for tensor in config["input"] if not tensor["optional"]] == ["query"]
+    assert [tensor["name"] for tensor in config["output"]] == ["output", "attention_weights"]
+    for tensor, of_config in zip(metadata["inputs"], config["input"], strict=True):
+        assert of_config["dims"] == (tensor["shape"][1:] or [1])
+        assert of_config["data_type"] == f"TYPE_{tensor['datatype']}"
+
+
+# Tensors in and out
+
+MASKS: dict[str, dict[str, Any]] = {
+    "attend_mask": {"attend_mask": RNG.integers(0, 2, (B, 3, Q, K)).astype(np.bool_)},
+    "block_mask": {"block_mask": RNG.integers(0, 2, (Q, K)).astype(np.uint8)},
+    "attend_keys": {"attend_keys": RNG.integers(0, 2, (B, K)).astype(np.float16)},
+    "block_keys": {"block_keys": RNG.integers(0, 2, (B, K)).astype(np.int64)},
+    "valid_lens": {"valid_lens": np.array([3, 0], np.int32)},
+    "bias": {"bias": RNG.standard_normal((B, 3, Q, K)).astype(np.float64)},
+    "head_scale": {"head_scale": np.array([0.5, 2.0, -1.0], np.float32)},
+    "query_offset": {"query_offset": np.array([1, -1], np.int64), "causal": True},
+}
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
+@pytest.mark.parametrize("case", MASKS)
+def test_every_field_means_what_it_means_elsewhere(v2: httpx.Client, case: str, binary: bool) -> None:
+    tensors = {"query": QUERY, "key": KEY, **{name: value for name, value in MASKS[case].items() if isinstance(value, np.ndarray)}}
+    parameters = {name: value for name, value in MASKS[case].items() if not isinstance(value, np.ndarray)}
+
+    if binary:
+        body, headers = in_bytes({"parameters": {**parameters, "binary_data_output": True}}, **tensors)
+        reply = read(v2.post(INFER, content=body, headers=headers))
+    else:
+        reply = read(v2.post(INFER, json={"inputs": in_json(**tensors), "parameters": parameters}))
+
+    want = native(v2, query=QUERY, key=KEY, **MASKS[case])
+    close(reply.arrays["output"], want["output"])
+    close(reply.arrays["attention_weights"], want["attention_weights"])
+    assert reply.document["parameters"]["fully_masked_rows"] == want["fully_masked_rows"]
+    assert reply.document["parameters"]["fingerprint"] == want["layer"]["fingerprint"]
+    assert reply.binary == ({"output", "attention_weights"} if binary else set())
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
+@pytest.mark.parametrize("datatype", [name for name in DTYPES if name != "BOOL"])
+def test_every_datatype_holds_the_numbers(v2: httpx.Client, datatype: str, binary: bool) -> None:
+    """Numbers that all of them have: the answers are the same to the bit."""
+    whole = np.random.default_rng(3).integers(0, 9, (B, Q, 6))
+    want = read(v2.post(INFER, json={"inputs": in_json(query=whole.astype(np.float64))})).arrays
+
+    tensor = whole.astype(DTYPES[datatype])
+    body, headers = in_bytes(None, query=tensor)
+    answer = v2.post(INFER, content=body, headers=headers) if binary else v2.post(INFER, json={"inputs": in_json(query=tensor)})
+
+    for name, array in read(answer).arrays.items():
+        np.testing.assert_array_equal(array, want[name])
+
+
+@pytest.mark.parametrize("layer", ["brain", "half", "exact"])
+def test_replies_have_the_layers_datatype_in_both_forms(v2: httpx.Client, layer: str) -> None:
+    """BF16 and FP16 in JSON too: every one of their numbers is a number there, and comes back as it was."""
+    datatype = {"brain": "BF16", "half": "FP16", "exact": "FP64"}[layer]
+    query = QUERY.astype(DTYPES[datatype])
+    body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=query)
+
+    binary = read(v2.post(f"/v2/models/{layer}/infer", content=body, headers=headers))
+    text = read(v2.post(f"/v2/models/{layer}/infer", json={"inputs": in_json(query=query)}))
+
+    assert {output["datatype"] for reply in (binary, text) for output in reply.document["outputs"]} == {datatype}
+    for name, array in binary.arrays.items():
+        assert array.tobytes() == text.arrays[name].tobytes()
+
+
+def test_inputs_may_be_mixed_and_lists_nested(v2: httpx.Client) -> None:
+    want = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
+    inputs = [
+        {"name": "query", "shape": [B, Q, 6], "datatype": "FP32", "data": QUERY.tolist()},
+        {"name": "key", "shape": [B, K, 6], "datatype": "FP32", "parameters": {"binary_data_size": KEY.nbytes}},
+    ]
+    for order in (inputs, inputs[::-1]):
+        head = json.dumps({"inputs": order}).encode()
+        answer = v2.post(INFER, content=head + KEY.tobytes(), headers={"Inference-Header-Content-Length": str(len(head))})
+        np.testing.assert_array_equal(read(answer).arrays["output"], want["output"])
+
+
+@pytest.mark.parametrize("overall", [None, False, True])
+@pytest.mark.parametrize("own", [None, False, True])
+def test_an_outputs_own_wish_beats_the_overall_one(v2: httpx.Client, overall: bool | None, own: bool | None) -> None:
+    parameters = {} if overall is None else {"parameters": {"binary_data_output": overall}}
+    wish = {} if own is None else {"parameters": {"binary_data": own}}
+
+    reply = read(
+        v2.post(
+            INFER, json={"inputs": in_json(query=QUERY), "outputs": [{"name": "log_sum_exp", **wish}, {"name": "output"}], **parameters}
+        )
+    )
+
+    assert ("log_sum_exp" in reply.binary) is bool(overall if own is None else own)
+    assert ("output" in reply.binary) is bool(overall)
+    assert list(reply.arrays) == ["log_sum_exp", "output"]
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_no_queries_is_an_answer(v2: httpx.Client, binary: bool) -> None:
+    """A tensor without elements has a shape, and no bytes."""
+    empty = np.zeros((B, 0, 6), np.float32)
+    members = {"parameters": {"binary_data_output": binary}}
+    body, headers = in_bytes(members, query=empty, key=KEY)
+    answer = v2.post(INFER, content=body, headers=headers) if binary else v2.post(INFER, json={"inputs": in_json(query=empty, key=KEY)})
+
+    arrays = read(answer).arrays
+
+    assert arrays["output"].shape == (B, 0, 6)
+    assert arrays["attention_weights"].shape == (B, 3, 0, K)
+
+
+def test_shapes_are_never_changed(v2: httpx.Client) -> None:
+    """Without a batch axis in, none comes out; an axis of 1 stays."""
+    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY[0, :1]), "outputs": [{"name": "log_sum_exp"}, {"name": "output"}]}))
+
+    assert {name: array.shape for name, array in reply.arrays.items()} == {"log_sum_exp": (3, 1), "output": (1, 6)}
+
+
+def test_infinities_are_kept_and_policy_is_the_callers(v2: httpx.Client) -> None:
+    """Scores of blocked keys are -inf: a word in JSON, itself in bytes, never a bare token."""
+    members = {"inputs": in_json(query=QUERY, block_keys=np.array([[0, 1, 1], [0, 0, 0]])), "outputs": [{"name": "scores"}]}
+
+    answer = v2.post(INFER, json=members)
+    json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))
+    binary = read(v2.post(INFER, json={**members, "parameters": {"binary_data_output": True}})).arrays["scores"]
+
+    assert np.isneginf(binary).sum() == 3 * Q * 2
+    np.testing.assert_array_equal(read(answer).arrays["scores"], binary)
+
+
+# Parameters
+
+
+def test_options_are_parameters(v2: httpx.Client) -> None:
+    """Plain ones as they are, nested ones as JSON text."""
+    options: dict[str, Any] = {"scale": 0.7, "softcap": 3, "fully_masked": "uniform", "query_offset": "end", "reproducible": True}
+    nested: dict[str, Any] = {"window": {"left": 1, "right": 0}, "dropout": {"p": 0.3, "seed": 5}, "select": {"heads": [2, 0]}}
+    parameters = {**options, **{name: json.dumps(value) for name, value in nested.items()}}
+
+    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY), "parameters": parameters}))
+
+    want = native(v2, query=QUERY, key=KEY, **options, **nested)
+    close(reply.arrays["output"], want["output"])
+    close(reply.arrays["attention_weights"], want["attention_weights"])
+
+
+def test_the_largest_weights_are_two_outputs(v2: httpx.Client) -> None:
+    parameters = {"select": '{"top_k": 2}', "reply": '{"datatype": "FP64"}'}
+    outputs = [{"name": "attention_weights", "parameters": {"binary_data": True}}]
+
+    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY), "parameters": parameters, "outputs": outputs}))
+
+    want = native(v2, query=QUERY, select={"top_k": 2})["attention_weights"]
+    assert reply.binary == {"attention_weights.keys", "attention_weights.values"}
+    np.testing.assert_array_equal(reply.arrays["attention_weights.keys"], want["keys"])
+    assert reply.arrays["attention_weights.values"].dtype == np.float64
+
+
+def test_an_id_comes_back_and_none_is_made_up(v2: httpx.Client) -> None:
+    inputs = in_json(query=QUERY)
+
+    assert read(v2.post(INFER, json={"id": "größer/1", "inputs": inputs})).document["id"] == "größer/1"
+    assert "id" not in read(v2.post(INFER, json={"inputs": inputs})).document
+
+
+def test_a_timeout_is_kept(v2: httpx.Client) -> None:
+    """Microseconds; 0 is none. One that has passed before there could be an answer is a 504."""
+    body = {"inputs": in_json(query=QUERY)}
+
+    assert "deadline" in refused(v2.post(INFER, json={**body, "parameters": {"timeout": 1}}), 504)
+    for timeout in (0, 60_000_000):
+        read(v2.post(INFER, json={**body, "parameters": {"timeout": timeout, "priority": 1}}))
+    assert "deadline" in refused(
+        v2.post(INFER, json={**body, "parameters": {"timeout": 10**9}}, headers={"X-Request-Timeout": "1e-9"}), 504
+    )
+
+
+# Headers and compression
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain"]
+)
+def test_content_type_and_accept_do_not_matter(v2: httpx.Client, content_type: str) -> None:
+    """Clients of this protocol send none, or any: the length of the JSON says what the body is."""
+    body, headers = in_bytes(None, query=QUERY)
+    headers |= {"Content-Type": content_type, "Accept": "text/html"}
+
+    np.testing.assert_array_equal(
+        read(v2.post(INFER, content=body, headers=headers)).arrays["output"],
+        read(v2.post(INFER, content=json.dumps({"inputs": in_json(query=QUERY)}), headers={"Content-Type": content_type})).arrays["output"],
+    )
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_bodies_and_replies_may_be_compressed(v2: httpx.Client, coding: str) -> None:
+    """The length of the JSON is that before compression, both ways."""
+    body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=QUERY)
+    want = read(v2.post(INFER, content=body, headers=headers)).arrays
+    packed = gzip.compress(body) if coding == "gzip" else zlib.compress(body)
+
+    answer = v2.post(INFER, content=packed, headers={**headers, "Content-Encoding": coding, "Accept-Encoding": coding})
+
+    assert answer.headers["content-encoding"] == coding
+    for name, array in read(answer).arrays.items():
+        np.testing.assert_array_equal(array, want[name])
+
+
+def test_what_a_body_unpacks_to_is_bounded(v2: httpx.Client) -> None:
+    bomb = gzip.compress(b"\0" * (64 << 20))
+    assert "unpacks" in refused(v2.post(INFER, content=bomb, headers={"Content-Encoding": "gzip"}), 413)
+    assert "body" in refused(v2.post("/v2/repository/index", content=bomb, headers={"Content-Encoding": "gzip"}), 413)
+    assert "at most" in refused(v2.post(INFER, content=b" " * (2 << 20)), 413)
+    assert "gzip or deflate" in refused(v2.post(INFER, content=b"{}", headers={"Content-Encoding": "br"}), 415)
+
+
+# What is refused, and how
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    """A request of one input, which these changes spoil."""
+    good = {"name": "query", "shape": [1, 2, 6], "datatype": "FP32", "data": [0.5] * 12}
+    return {"inputs": [{name: value for name, value in {**good, **changes}.items() if value is not ...}]}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no inputs": ({}, "/inputs"),
+    "an empty list of inputs": ({"inputs": []}, "/inputs"),
+    "inputs that are no list": ({"inputs": {"query": 1}}, "/inputs"),
+    "an input that is no object": ({"inputs": [7]}, "/inputs/0"),
+    "a list": ([1], "object"),
+    "too few values": (one(data=[1.0] * 11), "expected 12 values"),
+    "too many values": (one(data=[1.0] * 13), "expected 12 values"),
+    "ragged rows": (one(data=[[[1] * 6, [1] * 5]]), "/inputs/0/data"),
+    "another nesting": (one(data=[[[1] * 4] * 3]), "expected 12 values"),
+    "a string among numbers": (one(data=["1"] + [1] * 11), "/inputs/0/data/0"),
+    "a null among numbers": (one(data=[1] * 11 + [None]), "/inputs/0/data/11"),
+    "a boolean among numbers": (one(data=[1] * 11 + [True]), "/inputs/0/data/11"),
+    "a list among flat numbers": (one(data=[1] * 11 + [[1]]), "/inputs/0/data"),
+    "an integer out of range": (one(datatype="UINT8", data=[256] * 12), "UINT8"),
+    "a fraction in an integer type": (one(datatype="INT32", data=[0.5] * 12), "INT32"),
+    "a number too large for FP16": (one(datatype="FP16", data=[1e6] * 12), "finite"),
+    "BYTES": (one(datatype="BYTES", data=["a"] * 12), "BYTES"),
+    "a datatype that does not exist": (one(datatype="FP8"), "/inputs/0/datatype"),
+    "no datatype": (one(datatype=...), "/inputs/0/datatype"),
+    "no shape": (one(shape=...), "/inputs/0/shape"),
+    "no name": (one(name=...), "/inputs/0/name"),
+    "no data": (one(data=...), "data or binary_data_size"),
+    "a negative length": (one(shape=[-1, 2, 6]), "/inputs/0/shape/0"),
+    "a shape that overflows": (one(shape=[2**31 - 1, 2**31 - 1, 2**31 - 1]), "2^48"),
+    "a length that no integer holds": (one(shape=[2**80]), "/inputs/0/shape/0"),
+    "too many axes": (one(shape=[1, 1, 1, 2, 6]), "4 axes"),
+    "data and binary_data_size": (one(parameters={"binary_data_size": 48}), "either data or binary_data_size"),
+    "shared memory": (one(data=..., parameters={"shared_memory_region": "a"}), "shared_memory_region"),
+    "an unknown member of an input": (one(dtype="FP32"), "/inputs/0/dtype"),
+    "an unknown member": ({**one(), "sequence": 1}, "/sequence"),
+    "an unknown parameter": ({**one(), "parameters": {"temperature": 1}}, "/parameters/temperature"),
+    "a sequence": ({**one(), "parameters": {"sequence_id": 7}}, "/parameters/sequence_id"),
+    "a reserved parameter": ({**one(), "parameters": {"triton_x": 7}}, "/parameters/triton_x"),
+    "a tensor as a parameter": ({**one(), "parameters": {"key": "[]"}}, "/parameters/key"),
+    "another layer as a parameter": ({**one(), "parameters": {"layer": "exact"}}, "/parameters/layer"),
+    "parameters that are no object": ({**one(), "parameters": [1]}, "/parameters"),
+    "an object as a parameter": ({**one(), "parameters": {"window": {"left": 1}}}, "/parameters/window"),
+    "a nested option that is no JSON": ({**one(), "parameters": {"window": "{"}}, "JSON"),
+    "a form of ours": ({**one(), "parameters": {"reply": '{"form": "base64"}'}}, "/parameters/reply/form"),
+    "a wrong option": ({**one(), "parameters": {"causal": "yes"}}, "/causal"),
+    "an option as an input": ({"inputs": [*one()["inputs"], one(name="causal")["inputs"][0]]}, "/causal"),
+    "the layer as an input": ({"inputs": [*one()["inputs"], one(name="layer")["inputs"][0]]}, "layer"),
+    "a mask whose meaning nobody knows": ({"inputs": [*one()["inputs"], one(name="mask")["inputs"][0]]}, "attend_mask"),
+    "an input twice": ({"inputs": one()["inputs"] * 2}, "twice"),
+    "an input that does not exist": ({"inputs": [*one()["inputs"], one(name="input__0")["inputs"][0]]}, "/input__0"),
+    "an output that does not exist": ({**one(), "outputs": [{"name": "logits"}]}, "/outputs/0"),
+    "an output twice": ({**one(), "outputs": [{"name": "output"}] * 2}, "twice"),
+    "an output without a name": ({**one(), "outputs": [{}]}, "/outputs/0/name"),
+    "classification": ({**one(), "outputs": [{"name": "output", "parameters": {"classification": 3}}]}, "classification"),
+    "binary_data that is no boolean": (
+        {**one(), "outputs": [{"name": "output", "parameters": {"binary_data": 1}}]},
+        "/outputs/0/parameters/binary_data",
+    ),
+    "an id that is no string": ({**one(), "id": 7}, "/id"),
+    "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
+    "a priority below 0": ({**one(), "parameters": {"priority": -1}}, "/parameters/priority"),
+    "a width that does not fit": (one(shape=[1, 3, 4]), "expected 6 values per query"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_request_is_a_400_that_says_why(v2: httpx.Client, case: str) -> None:
+    """Also where Triton answers 500, and where it answers with other numbers than were asked for."""
+    body, words = REFUSED[case]
+
+    error = refused(v2.post(INFER, json=body), 413 if "2^48" in words else 400)
+
+    assert words in error, error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b'{"inputs": [], "inputs": []}', "twice"),
+        (b'{"inputs": [{"name": "query", "name": "key", "data": []}]}', "twice"),
+        (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [NaN,1,1,1,1,1]}]}', "NaN"),
+        (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [1e999,1,1,1,1,1]}]}', "finite"),
+        (b'{"inputs": [{"name": "query\\u0000", "shape": [1], "datatype": "FP32", "data": [1]}]}', "query"),
+        (b'{"inputs": ' + b"[" * 100 + b"]" * 100 + b"}", "/inputs"),
+        (b'{"inputs": [{"data": ' + b"[" * 3000 + b"]" * 3000 + b"}]}", "deep"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_bytes_that_are_no_request(v2: httpx.Client, body: bytes, words: str) -> None:
+    answer = v2.post(INFER, content=body)
+
+    assert words.lower() in refused(answer, answer.status_code).lower()
+    assert answer.status_code in (400, 413)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/models/none", 404),
+        ("GET", "/v2/models/none/ready", 404),
+        ("POST", "/v2/models/none/infer", 404),
+        ("POST", "/v2/models/tiny/versions/2/infer", 404),
+        ("GET", "/v2/models/tiny/versions/v1/config", 404),
+        ("POST", "/v2/models/a/b/infer", 404),
+        ("POST", "/v2/models/tiny/generate", 404),
+        ("GET", "/v2/systemsharedmemory/status", 404),
+        ("GET", "/v2/trace/setting", 404),
+        ("GET", "/v2/logging", 404),
+        ("GET", "/v2/models/tiny/infer", 405),
+        ("POST", "/v2", 405),
+        ("DELETE", "/v2/models/tiny", 405),
+    ],
+)
+def test_what_is_not_here_is_refused_in_the_protocols_words(v2: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = v2.request(method, path)
+
+    refused(answer, status)
+    assert ("allow" in answer.headers) is (status == 405)
+
+
+# Statistics and the repository
+
+
+@pytest.fixture
+def made(v2: httpx.Client) -> Iterator[str]:
+    """A model of one test's own."""
+    spec = json.dumps({"d_model": 4, "num_heads": 2, "seed": 1})
+    assert v2.post("/v2/repository/models/made/load", json={"parameters": {"config": spec}}).content == b""
+    yield "made"
+    v2.post("/v2/repository/models/made/unload")
+
+
+def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
+    """Batch items answered, whatever the way; what was refused before it reached the model is no failure of it."""
+    query = np.ones((B, Q, 4), np.float32)
+    before = v2.get(f"/v2/models/{made}/stats").json()["model_stats"][0]
+    for _ in range(3):
+        read(v2.post(f"/v2/models/{made}/infer", json={"inputs": in_json(query=query)}))
+    native(v2, layer=made, query=query[0])
+    refused(v2.post(f"/v2/models/{made}/infer", json={"inputs": in_json(query=query[..., :3])}))
+    refused(
+        v2.post(
+            f"/v2/models/{made}/infer",
+            json={"inputs": in_json(query=query, valid_lens=np.zeros(B, np.int64)), "parameters": {"fully_masked": "error"}},
+        )
+    )
+
+    answer = v2.get(f"/v2/models/{made}/stats").json()["model_stats"][0]
+
+    assert before["inference_count"] == before["last_inference"] == 0 and before["batch_stats"] == []
+    assert (answer["inference_count"], answer["execution_count"]) == (3 * B + 1, 4)
+    assert answer["inference_stats"]["success"]["count"] == answer["inference_stats"]["queue"]["count"] == 4
+    assert answer["inference_stats"]["fail"]["count"] == 1
+    parts = [answer["inference_stats"][name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert all(parts) and abs(sum(parts) - answer["inference_stats"]["success"]["ns"]) <= 16
+    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 4)]
+    assert answer["memory_usage"] == [{"type": "CPU", "id": 0, "byte_size": 4 * (4 * 4 * 4 + 4 * 4)}]
+    everyone = v2.get("/v2/models/stats").json()["model_stats"]
+    assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
+
+
+def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
+    """As PUT and DELETE do it, seen by both."""
+    layer = v2.get(f"/layers/{made}").json()
+    assert (layer["spec"]["d_model"], layer["spec"]["seed"]) == (4, 1)
+    index = v2.post("/v2/repository/index").json()
+    assert {"name": made, "version": "1", "state": "READY", "reason": ""} in index
+    assert index == v2.post("/v2/repository/index", json={"ready": True}).json()
+    assert v2.post(f"/v2/repository/models/{made}/load").content == b""  # it is there
+
+    assert v2.post(f"/v2/repository/models/{made}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
+
+    assert v2.get(f"/layers/{made}").status_code == 404
+    assert made not in [entry["name"] for entry in v2.post("/v2/repository/index").json()]
+    refused(v2.post(f"/v2/repository/models/{made}/unload"), 404)
+    refused(v2.post(f"/v2/repository/models/{made}/load"), 404)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("x", {"parameters": {"config": "{}"}}, "/spec"),
+        ("x", {"parameters": {"config": "{"}}, "JSON"),
+        ("x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2}, "weights": {}'}}, "JSON"),
+        ("x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "scale": NaN}'}}, "NaN"),
+        ("x", {"parameters": {"config": {"d_model": 4}}}, "/parameters/config"),
+        ("x", {"parameters": {"file:1/model.pt": "AAAA"}}, "file:1"),
+        ("x", {"config": "{}"}, "/config"),
+        ("x", [], "object"),
+        ("-x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2}'}}, "name"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(v2: httpx.Client, name: str, body: Any, words: str) -> None:
+    assert words in refused(v2.post(f"/v2/repository/models/{name}/load", json=body))
+
+
+def test_extensions_that_do_not_work_are_not_announced(start: Callable[..., Server]) -> None:
+    """Where every process would count and hold for itself, neither statistics nor loading are offered."""
+    with httpx.Client(base_url=start("--workers", "2", "--threads", "1").url) as client:
+        assert not {"statistics", "model_repository"} & set(client.get("/v2").json()["extensions"])
+        refused(client.get("/v2/models/default/stats"), 409)
+        refused(client.get("/v2/models/stats"), 409)
+        refused(client.post("/v2/repository/models/default/unload"), 409)
+        assert len(client.post("/v2/repository/index").json()) == 1

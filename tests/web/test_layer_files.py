@@ -1,0 +1,199 @@
+"""Layers as safetensors over HTTP: what PUT takes, what GET …/weights gives back, and what neither lets in."""
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+from live import Server
+
+SAFETENSORS = "application/vnd.safetensors"
+RNG = np.random.default_rng(20)
+NAMES = {np.dtype(t): n for t, n in ((np.float64, "F64"), (np.float32, "F32"), (np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"))}
+
+
+def packed(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+    """safetensors, written here by the format's own rules."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [len(data), len(data) + tensor.nbytes]}
+        data += tensor.tobytes()
+    return framed(json.dumps(header).encode(), data)
+
+
+def framed(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def drawn(width: int, *shape: int) -> Any:
+    return RNG.standard_normal(shape or (width, width)).astype(np.float32)
+
+
+def bert(layers: int, width: int = 6) -> dict[str, Any]:
+    """A checkpoint of that many layers, with something in it that is no attention."""
+    tensors: dict[str, Any] = {"embeddings.word_embeddings.weight": drawn(width, 11, width)}
+    for i in range(layers):
+        for path in ("self.query", "self.key", "self.value", "output.dense"):
+            tensors[f"encoder.layer.{i}.attention.{path}.weight"] = drawn(width)
+            tensors[f"encoder.layer.{i}.attention.{path}.bias"] = drawn(width, width)
+    return tensors
+
+
+def put(http: httpx.Client, body: bytes, name: str = "filed", **query: str) -> httpx.Response:
+    return http.put(f"/layers/{name}", content=body, params=query, headers={"Content-Type": SAFETENSORS})
+
+
+def problem(answer: httpx.Response, status: int) -> dict[str, str]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    found: dict[str, str] = answer.json()["errors"][0]
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}])
+def test_what_get_gives_put_takes_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
+    """The same fingerprint, which hashes every bit; and the file again is the same but for how the weights came about."""
+    spec = {"d_model": 6, "num_heads": 3, "seed": 5, "dtype": dtype, **more}
+    made = http.put("/layers/drawn", json={"spec": spec}).json()
+    file = http.get("/layers/drawn/weights")
+    assert file.headers["content-type"] == SAFETENSORS
+    assert file.headers["content-disposition"] == 'attachment; filename="drawn.safetensors"'
+    assert int(file.headers["content-length"]) == len(file.content)
+    head = http.head("/layers/drawn/weights")
+    assert head.status_code == 200 and not head.content and head.headers["content-length"] == file.headers["content-length"]
+
+    taken = put(http, file.content)
+    again = put(http, http.get("/layers/filed/weights").content)
+
+    assert (taken.status_code, again.status_code) == (201, 200)
+    assert taken.json()["fingerprint"] == again.json()["fingerprint"] == made["fingerprint"]
+    assert made["spec"]["init"] == "xavier_uniform" and made["spec"]["seed"] == 5
+    assert taken.json() == http.get("/layers/filed").json() == again.json()
+    assert taken.json()["spec"] == {**made["spec"], "init": None, "seed": None}
+    for name in ("drawn", "filed"):
+        assert http.delete(f"/layers/{name}").status_code == 204
+
+
+def test_one_layer_of_a_checkpoint(http: httpx.Client) -> None:
+    """It computes with the tensors of the layer that the prefix names: the same as given one by one."""
+    tensors = bert(2)
+    spec = {"d_model": 6, "num_heads": 2}
+    taken = put(http, packed(tensors, {"format": "pt"}), prefix="encoder.layer.1", spec='{"num_heads": 2}')
+    assert taken.status_code == 201, taken.text
+    paths = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
+    weights = {
+        f"{ours}.{kind}": tensors[f"encoder.layer.1.attention.{theirs}.{kind}"].tolist()
+        for ours, theirs in paths.items()
+        for kind in ("weight", "bias")
+    }
+    listed = http.put("/layers/listed", json={"spec": spec, "weights": weights})
+    assert listed.json()["fingerprint"] == taken.json()["fingerprint"]
+    assert put(http, packed(tensors), layout="bert", prefix="encoder.layer.1.attention", spec='{"num_heads": 2}').status_code == 200
+    for name in ("filed", "listed"):
+        http.delete(f"/layers/{name}")
+
+
+def test_weights_of_nobody_are_a_404(http: httpx.Client) -> None:
+    """By the name that was asked for."""
+    assert "nobody" in problem(http.get("/layers/nobody/weights"), 404)["got"]
+
+
+def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+ONE = bert(1)
+STEM = "encoder.layer.0.attention"
+HEADS = '{"num_heads": 2}'
+OURS = {"spec": '{"d_model": 2, "num_heads": 1, "bias": false}'}
+PLAIN = {f"{name}.weight": np.eye(2, dtype=np.float32) for name in ("query", "key", "value", "output")}
+REFUSALS: dict[str, tuple[bytes, dict[str, str], str, str]] = {
+    "several layers": (packed(bert(3)), {"spec": HEADS}, "/prefix", "encoder.layer.2.attention"),
+    "no such prefix": (packed(bert(3)), {"spec": HEADS, "prefix": "encoder.layer.9"}, "/prefix", "encoder.layer.0.attention"),
+    "no such layout": (packed(ONE), {"spec": HEADS, "layout": "berd"}, "/layout", "bert"),
+    "missing": (packed(without(ONE, f"{STEM}.self.key.weight")), {"spec": HEADS}, f"/weights/{STEM}.self.key.weight", "a tensor"),
+    "surplus": (packed(ONE | {f"{STEM}.self.odd": drawn(2)}), {"spec": HEADS}, f"/weights/{STEM}.self.odd", "only what"),
+    "shape": (packed(ONE | {f"{STEM}.self.key.bias": drawn(5, 5)}), {"spec": HEADS}, f"/weights/{STEM}.self.key.bias", "6"),
+    "heads unsaid": (packed(ONE), {}, "/spec/num_heads", "heads"),
+    "heads that do not fit": (packed(ONE), {"spec": '{"num_heads": 4}'}, "/spec/num_heads", "divisor"),
+    "unknown field": (packed(ONE), {"spec": '{"num_heads": 2, "heads": 2}'}, "/spec/heads", "no field"),
+    "ours, missing": (packed(without(PLAIN, "key.weight"), OURS), {}, "/weights/key.weight", "[2, 2]"),
+    "ours, surplus": (packed({**PLAIN, "key.bias": np.zeros(2, np.float32)}, OURS), {}, "/weights/key.bias", "one of"),
+    "ours, shape": (packed({**PLAIN, "key.weight": np.zeros((2, 3), np.float32)}, OURS), {}, "/weights/key.weight", "[2, 2]"),
+    "ours, said twice": (packed(PLAIN, OURS), {"spec": HEADS}, "/spec", "none"),
+    "ours, not finite": (
+        packed({**PLAIN, "key.weight": np.full((2, 2), np.nan, np.float32)}, OURS),
+        {},
+        "/weights/key.weight/0/0",
+        "finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_file_that_is_no_layer_is_refused_by_name(http: httpx.Client, case: str) -> None:
+    """422, at the tensor or the field, and no layer afterwards."""
+    body, query, at, expected = REFUSALS[case]
+    found = problem(put(http, body, **query), 422)
+    assert found["at"] == at
+    assert expected in found["expected"], found
+    assert http.get("/layers/filed").status_code == 404
+
+
+def entry(begin: int, end: int, shape: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE: dict[str, tuple[bytes, int]] = {
+    "nothing": (b"", 400),
+    "a header beyond the file": (struct.pack("<Q", 1 << 20) + b"{}", 400),
+    "a header without end": (struct.pack("<Q", (1 << 64) - 1) + b"{}", 413),
+    "overlap": (framed(json.dumps({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}).encode(), b"\0" * 12), 400),
+    "a hole": (framed(json.dumps({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}).encode(), b"\0" * 12), 400),
+    "data that nobody owns": (framed(json.dumps({"a": entry(0, 4, [1])}).encode(), b"\0" * 8), 400),
+    "one name twice": (
+        framed(b'{"a":%s,"a":%s}' % (json.dumps(entry(0, 4, [1])).encode(), json.dumps(entry(4, 8, [1])).encode()), b"\0" * 8),
+        400,
+    ),
+    "a shape beyond its data": (framed(json.dumps({"a": entry(0, 8, [1 << 40, 1 << 40])}).encode(), b"\0" * 8), 400),
+    "a spec twice": (packed(PLAIN, {"spec": '{"d_model": 2, "d_model": 2, "num_heads": 1}'}), 400),
+    "a spec of more than is allowed": (packed(PLAIN, {"spec": '{"d_model": 1000000, "num_heads": 1}'}), 413),
+    "a pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins", 413),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(http: httpx.Client, case: str) -> None:
+    """Each on its own rung; the server goes on, and holds no new layer."""
+    body, status = HOSTILE[case]
+    problem(put(http, body), status)
+    assert http.get("/health/ready").status_code == 200
+    assert http.get("/layers/filed").status_code == 404
+
+
+def test_the_query_belongs_to_a_checkpoint(http: httpx.Client) -> None:
+    """Beside a JSON body it would be ignored, so it is refused."""
+    answer = http.put("/layers/filed", params={"layout": "bert"}, json={"spec": {"d_model": 4, "num_heads": 2}})
+    assert problem(answer, 422)["at"] == "/layout"
+
+
+def test_a_spec_without_an_init_needs_weights(http: httpx.Client) -> None:
+    """What GET shows of a layer that was given cannot be drawn."""
+    answer = http.put("/layers/filed", json={"spec": {"d_model": 4, "num_heads": 2, "init": None}})
+    assert problem(answer, 422)["at"] == "/spec/init"
+
+
+def test_a_file_may_be_larger_than_a_request(start: Callable[..., Server]) -> None:
+    """max_layer_bytes bounds it, max_body_bytes all else; the refusal names the one it ran into."""
+    server = start("--max-body-bytes", "1024", "--max-layer-bytes", "4000")
+    with httpx.Client(base_url=server.url) as http:
+        assert put(http, packed(ONE), spec=HEADS).status_code == 201
+        assert "max_layer_bytes" in problem(put(http, packed(bert(4)), spec=HEADS), 413)["expected"]
+        long = http.put("/layers/x", content=b" " * 2000, headers={"Content-Type": "application/json"})
+        assert "max_body_bytes" in problem(long, 413)["expected"]
