@@ -4,6 +4,7 @@
     ├── RequestError              the caller can mend it
     │   ├── MalformedBody         the bytes are no JSON or safetensors, or a key stands twice
     │   ├── InvalidRequest        well-formed, but it breaks the contract or does not fit the layer
+    │   ├── Unauthenticated       no key, or one that nobody has
     │   ├── Forbidden             this server does not allow it to this caller
     │   ├── LayerNotFound
     │   ├── LayerConflict         the layers cannot be changed that way here
@@ -68,6 +69,10 @@ class MalformedBody(RequestError):
 
 class InvalidRequest(RequestError):
     title = "invalid request"
+
+
+class Unauthenticated(RequestError):
+    title = "unauthenticated"
 
 
 class Forbidden(RequestError):

@@ -7,15 +7,16 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
+INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
 KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
@@ -66,6 +67,28 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(default=5.0, ge=0, description="After SIGTERM, how long readiness says no while work is still taken.")
     shutdown_seconds: int = Field(default=25, ge=1, description="After that, how long accepted work may take to finish.")
 
+    max_operations: int = Field(default=10**13, ge=1, description="Predicted work of one call, in floating-point operations.")
+    max_batch_items: int = Field(default=65536, ge=1, description="Batch axis of one call.")
+    max_pairs: int = Field(default=1 << 36, ge=1, description="Heads x queries x keys of one batch item.")
+    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply.")
+    max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")
+
+    keys_file: Path | None = Field(default=None, description="Keys of callers (`attend keys add`): then every route but health wants one.")
+    allowed_hosts: str = Field(
+        default="", description="Names that Host may have, with commas; if not set, localhost on loopback, else any."
+    )
+    cors_origins: str = Field(default="", description="Origins of web pages that may call, with commas, or *; none if not set.")
+    tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key the server speaks HTTPS.")
+    tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
+    uds: Path | None = Field(default=None, description="A Unix socket to listen on instead of host and port.")
+    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Prefix that a proxy in front takes away, such as /attend.")
+    trusted_proxies: str = Field(default="", description="Addresses whose X-Forwarded-For and -Proto are believed, with commas, or *.")
+    client_timeout: float = Field(
+        default=20.0, gt=0, description="Seconds that request headers may take, and in which a body or reply must move by 16 KiB."
+    )
+    ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which the device must finish something to be called ready.")
+    telemetry: bool = Field(default=False, description="Traces and metrics by OTLP, as OTEL_… variables say (extra `otel`).")
+
     log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
     access_log: bool = Field(default=True, description="One log line per request.")
@@ -79,7 +102,15 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = {name: text for name, text in env_settings.env_vars.items() if not (text and INJECTED.match(text))}
         return init_settings, env_settings
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
 
     def default_layer(self) -> LayerSpec:
         """The spec of the layer `default`. Raises pydantic's ValidationError where the fields do not make one."""
@@ -95,10 +126,11 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
     known = set(Settings.model_fields)
     for name in os.environ:
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known and not KUBERNETES.match(name):
+        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name)
+        if ours and name.removeprefix(PREFIX).lower() not in known:
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
     from_file = _file(config, known) if config else {}
-    in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ}
+    in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ.keys() - set(injected_variables())}
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
@@ -106,6 +138,11 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     except ValidationError as error:
         raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
     return settings
+
+
+def injected_variables() -> list[str]:
+    """Variables that Kubernetes made of a Service of the name attend, such as ATTEND_PORT=tcp://10.0.0.1:80; they are no settings."""
+    return [name for name, text in os.environ.items() if name.startswith(PREFIX) and INJECTED.match(text)]
 
 
 def _file(config: Path, known: set[str]) -> dict[str, Any]:

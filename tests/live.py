@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 
 
@@ -19,6 +20,14 @@ class Server:
     @property
     def events(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.log if line.startswith("{")]
+
+    def told(self, request_id: str) -> dict[str, object]:
+        """The access line of that request, which is written after its answer."""
+        for _ in range(6000):
+            if found := [event for event in self.events if event.get("request_id") == request_id]:
+                return found[0]
+            time.sleep(0.01)
+        raise AssertionError(f"nothing was logged of {request_id}")
 
     def stop(self) -> int:
         self.process.terminate()

@@ -32,7 +32,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "attention": {"torch", "safetensors", "matplotlib"},
     "serving": {"torch", "asyncio", "prometheus_client", "structlog"},
     "client": {"httpx", "asyncio", "torch"},
-    "web": {"fastapi", "starlette", "uvicorn", "grpc", "structlog"},
+    "web": {"fastapi", "starlette", "uvicorn", "grpc", "structlog", "opentelemetry"},
 }
 WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the law
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}

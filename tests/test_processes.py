@@ -66,7 +66,7 @@ class HalfSent:
         host, port = url.removeprefix("http://").split(":")
         self.body = json.dumps(QUERY).encode()
         self.connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        head = "POST /attend HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 100-continue\r\n"
+        head = "POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nExpect: 100-continue\r\n"
         head += f"Content-Length: {len(self.body)}\r\n\r\n"
         self.connection.sendall(head.encode())
         assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # so it is being read
@@ -110,7 +110,7 @@ def test_law_10_sigterm_is_answered_in_its_order(start: Start) -> None:
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0] == answers[1]
     assert json.loads(answers[0][1])["fully_masked_rows"] == 0
-    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
     log = "".join(server.log)
     assert "Traceback" not in log
     assert "exceeded" not in log
@@ -123,7 +123,7 @@ def test_law_10_without_a_drain_the_door_closes_at_once(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     until(lambda: not connects(server.url), "the door closes")
     assert begun.finish()[0] == 200
-    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
 
 
 def test_law_10_sigint_does_not_wait(start: Start) -> None:
@@ -142,7 +142,7 @@ def test_law_10_work_that_never_ends_is_left_behind(start: Start) -> None:
     server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
     begun.connection.close()
 
 
@@ -334,7 +334,7 @@ def test_law_10_with_several_workers(start: Start) -> None:
     assert begun[0].finish()[0] == 200
     until(lambda: not connects(server.url), "the door closes")
     assert begun[1].finish()[0] == 200, "newcomers were left at a door that nobody answers until it was too late for this one"
-    assert server.process.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
     assert not any(map(state, workers))
     assert "Traceback" not in "".join(server.log)
 

@@ -306,9 +306,25 @@ def _selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
         weights = weights.mean(1)
     if call.top_k is None:
         return {"attention_weights": weights}
-    values, keys = torch.sort(weights, dim=-1, descending=True, stable=True)  # stable: ties go to the lower key
-    n = min(call.top_k, weights.shape[-1])
-    return {"values": values[..., :n], "keys": keys[..., :n]}
+    values, keys = _largest(weights, min(call.top_k, weights.shape[-1]))
+    return {"values": values, "keys": keys}
+
+
+def _largest(weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of each row and their keys, ties to the lower key.
+
+    torch.topk is faster than a stable sort but breaks ties as it likes: only rows in which there are any, up to the one that just misses,
+    are sorted.
+    """
+    if 2 * n >= weights.shape[-1]:
+        values, keys = torch.sort(weights, dim=-1, descending=True, stable=True)
+    else:
+        values, keys = torch.topk(weights, n + 1, dim=-1)
+        tied = (values[..., 1:] == values[..., :-1]).any(-1)
+        if tied.any():
+            exact, places = torch.sort(weights[tied], dim=-1, descending=True, stable=True)
+            values[tied], keys[tied] = exact[..., : n + 1], places[..., : n + 1]
+    return values[..., :n], keys[..., :n]
 
 
 def _reach(masks: Masks, rows: slice) -> slice:

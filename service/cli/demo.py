@@ -63,7 +63,7 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
         complain("demo", str(error))
         raise typer.Exit(1) from None
     except OSError as error:
-        complain("demo", f"cannot write to {save or tempfile.gettempdir()}: {error.strerror}", "Give another folder with --save.")
+        complain("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
         raise typer.Exit(1) from None
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
     _show(console, read, result, seconds)

@@ -7,6 +7,7 @@ answered, and the process exits. SIGINT, or a second SIGTERM, skips the wait.
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import socket
 import tempfile
@@ -17,16 +18,22 @@ from types import FrameType
 
 import structlog
 import torch
+import typer
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.supervisors import Multiprocess
 
+from service.cli.exits import complain
 from service.cli.logs import configure_logs
 from service.serving.engine import Engine
 from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
 from service.web.app import create_app
+from service.web.connections import Connection, Watch
 
+log = structlog.get_logger("attend")
+SHARED_MEMORY = "/dev/shm"
 SILENCE = 60  # seconds until a mute worker is replaced: it may be importing torch, or encoding a long reply
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -35,9 +42,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallo
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
     """Serves on the socket until told to stop."""
     configure_logs(settings.log_format, settings.log_level)
-    address, port = listening.getsockname()[:2]
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    structlog.get_logger("attend").info("listening", url=url, workers=settings.workers, threads=threads)
+    log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads)
+    allow_many_connections()
     config = uvicorn.Config(
         partial(_application, settings, threads),
         factory=True,
@@ -45,23 +51,72 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         access_log=False,
         log_config=None,
         server_header=False,
-        proxy_headers=False,
+        http=Connection,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies or None,
+        root_path=settings.root_path,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=settings.shutdown_seconds,
         timeout_worker_healthcheck=SILENCE,
     )
     if settings.workers == 1:
-        uvicorn.Server(config).run([listening])
+        Server(config).run([listening])
         return
-    with tempfile.TemporaryDirectory(prefix="attend-metrics-") as shared:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="attend-metrics-", dir=shared_folder())
+    except OSError:
+        complain("serve", f"several workers count together in a folder, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
+        raise typer.Exit(1) from None
+    with folder as shared:
         os.environ[MULTIPROCESS] = shared
         Supervisor(config, [listening]).run()
+
+
+def shared_folder() -> str:
+    """Where workers may count together: the temporary folder, or shared memory where that is not writable. Raises OSError."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        if os.access(SHARED_MEMORY, os.W_OK):
+            return SHARED_MEMORY
+        raise
+
+
+def allow_many_connections() -> None:
+    """Takes all the open files that the system grants: each connection is one, and the customary 1024 are soon used up."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _url(settings: Settings, listening: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    scheme, (address, port) = "https" if settings.tls_cert else "http", listening.getsockname()[:2]
+    return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, for which SIGTERM is a way to end well: it would otherwise raise it again at the end, for exit status 143."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._captured_signals = [captured for captured in self._captured_signals if captured != signal.SIGTERM]
 
 
 class Supervisor(Multiprocess):
     """uvicorn's supervisor, which leaves the door to its workers once they are to leave: the last to close it closes it for all.
 
-    Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers.
+    Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers. What a dead worker had in hand is
+    no longer counted; what it had done is.
     """
+
+    def keep_subprocess_alive(self) -> None:
+        before = {process.pid for process in self.processes}
+        super().keep_subprocess_alive()
+        for pid in before - {process.pid for process in self.processes}:
+            mark_process_dead(pid)  # type: ignore[no-untyped-call]  # the library has no annotations
+            log.warning("worker died", pid=pid)
 
     def terminate_all(self) -> None:
         super().terminate_all()
@@ -76,12 +131,14 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
+    Connection.watch = Watch(settings.client_timeout, app.state.engine.metrics.failed)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         drain_on_sigterm(app.state.engine, settings.drain_seconds)
         async with inner(app):
             yield
+        log.info("stopped")
 
     app.router.lifespan_context = lifespan
     return app
@@ -103,14 +160,16 @@ def keep_memory() -> None:
 def drain_on_sigterm(engine: Engine, seconds: float) -> None:
     """Puts the drain between SIGTERM and what the server would do at once. To be called on the server's loop."""
     close, loop = signal.getsignal(signal.SIGTERM), asyncio.get_running_loop()
-    if not callable(close) or not seconds:
+    if not callable(close):
         return
 
     def drain(number: int, frame: FrameType | None) -> None:
-        if engine.draining:
+        if engine.draining or not seconds:
+            loop.call_soon_threadsafe(partial(log.info, "stopping"))
             close(number, frame)
             return
         engine.draining = True
-        loop.call_soon_threadsafe(loop.call_later, seconds, close, number, frame)
+        loop.call_soon_threadsafe(partial(log.info, "draining", seconds=seconds))
+        loop.call_soon_threadsafe(loop.call_later, seconds, drain, number, frame)
 
     signal.signal(signal.SIGTERM, drain)

@@ -2,13 +2,16 @@
 
 import os
 import socket
+import ssl
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import typer
 
 from service.cli.flags import Config, with_settings
 from service.serving.threads import plan_threads, usable_cores
-from service.settings import BadSettings, Settings, read_settings
+from service.settings import BadSettings, Settings, injected_variables, read_settings
 
 EPILOG = "Every flag is also an environment variable: --max-body-bytes is ATTEND_MAX_BODY_BYTES. Example: attend serve --port 8000"
 
@@ -23,6 +26,8 @@ def install(app: typer.Typer) -> None:
         except BadSettings as error:
             typer.echo(f"attend serve: {error}", err=True)
             raise typer.Exit(2) from None
+        if injected := injected_variables():
+            typer.echo(f"attend serve: ignored, since Kubernetes made them of a Service: {', '.join(injected)}", err=True)
         run(settings)
 
     app.command(epilog=EPILOG)(with_settings(serve, Settings.model_fields))
@@ -35,15 +40,60 @@ def run(settings: Settings) -> None:
     except ValueError as error:
         typer.echo(f"attend serve: {error}", err=True)
         raise typer.Exit(2) from None
+    _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
     from service.cli.process import serve_processes
 
     try:
-        listening = socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
+        listening = _listen(settings)
     except OSError as error:
-        typer.echo(f"attend serve: cannot listen on {settings.host}:{settings.port}: {error.strerror}", err=True)
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        typer.echo(f"attend serve: cannot listen on {where}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-    serve_processes(settings, threads, listening)
+    try:
+        serve_processes(settings, threads, listening)
+    finally:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+
+
+def _check_files(settings: Settings) -> None:
+    """Ends the command where a file that the server will need is not what it should be, or the extra it wants is not there."""
+    from service.web.keys import BadKeys, read_keys
+
+    try:
+        if settings.keys_file is not None:
+            read_keys(settings.keys_file)
+        if settings.tls_cert is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except BadKeys as error:
+        message = str(error)
+    except ssl.SSLError as error:
+        message = f"--tls-cert and --tls-key: no certificate and its key ({error.reason or error})"
+    except OSError as error:
+        message = f"cannot read {error.filename or 'the certificate'}: {error.strerror}"
+    else:
+        if not settings.telemetry or find_spec("opentelemetry") is not None:
+            return
+        message = "--telemetry needs the extra: pip install 'attend[otel]'"
+    typer.echo(f"attend serve: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """The socket, taking callers. A Unix socket that a server left behind, and nobody answers, is replaced."""
+    if settings.uds is None:
+        return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
+    path, listening = str(settings.uds), socket.socket(socket.AF_UNIX)
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as caller:
+        try:
+            caller.connect(path)
+        except ConnectionRefusedError:
+            settings.uds.unlink()
+    listening.bind(path)
+    settings.uds.chmod(0o666)  # as a port of this machine, it is open to all who can reach it
+    listening.listen(2048)
+    return listening
 
 
 def _family(host: str) -> socket.AddressFamily:

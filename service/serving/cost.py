@@ -26,6 +26,10 @@ class ServingLimits:
     total_parameters: int = 1 << 30
     scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
     memory_bytes: int = 4096 * MIB
+    operations: int = 10**13
+    items: int = 65536
+    pairs: int = 1 << 36  # heads * queries * keys of one item
+    reply_bytes: int = 2048 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Cost:
     scores: int  # elements of [q, k] that the outputs hold
     memory_bytes: int
     reply_bytes: int
+    items: int = 1
+    pairs: int = 0  # heads * queries * keys of one batch item
 
 
 class Asking(NamedTuple):
@@ -98,7 +104,7 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    return Cost(outputs, operations, scores, memory, _reply_bytes(asking, spec, outputs))
+    return Cost(outputs, operations, scores, memory, _reply_bytes(asking, spec, outputs), b, h * q * k)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -110,6 +116,15 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
     if cost.memory_bytes > limits.memory_bytes:
         wanted = f"at most {limits.memory_bytes} bytes of predicted memory (max_memory_bytes)"
         problems.append(Problem("", wanted, str(cost.memory_bytes)))
+    if cost.operations > limits.operations:
+        problems.append(Problem("", f"at most {limits.operations} predicted operations (max_operations)", str(cost.operations)))
+    if cost.items > limits.items:
+        problems.append(Problem("/query", f"a batch of at most {limits.items} items (max_batch_items)", str(cost.items)))
+    if cost.pairs > limits.pairs:
+        problems.append(Problem("", f"at most {limits.pairs} heads x queries x keys (max_pairs)", str(cost.pairs)))
+    if cost.reply_bytes > limits.reply_bytes:
+        wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
+        problems.append(Problem("", wanted, str(cost.reply_bytes)))
     return problems
 
 

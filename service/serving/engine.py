@@ -7,11 +7,13 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -27,6 +29,7 @@ from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.easel import Easel
 from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
+from service.serving.pulse import Pulse
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shelf import Shelf
 from service.serving.sketch import Sketch, sketch
@@ -46,6 +49,7 @@ from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
 log = structlog.get_logger("attend")
+STATM = Path("/proc/self/statm")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
@@ -85,7 +89,8 @@ class Engine:
         self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
-        self.shelf = Shelf(catalogue, scheduler, metrics)
+        self.pulse = Pulse(scheduler, scheduler.clock)
+        self.shelf = Shelf(catalogue, self.pulse, metrics)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
@@ -100,6 +105,15 @@ class Engine:
     def ready(self) -> bool:
         """Whether calls are welcome: layers loaded and warm, at least one, memory not short, not about to leave."""
         return self.started and len(self.catalogue) > 0 and not self.draining and self.scheduler.healthy
+
+    async def answers(self) -> bool:
+        """Whether calls are welcome and the device really computes."""
+        return self.ready and await self.pulse.beats(self.catalogue.all()[0])
+
+    def sample(self) -> None:
+        """Brings the gauges up to date."""
+        memory = torch.cuda.memory_allocated(self.catalogue.device) if self.catalogue.device.type == "cuda" else resident_bytes()
+        self.metrics.sample(self.scheduler.load, self.held_bytes, memory, self.ready)
 
     @property
     def threads(self) -> int:
@@ -126,6 +140,8 @@ class Engine:
     async def start(self, specs: dict[str, LayerSpec]) -> None:
         """Makes and warms the configured layers; ready afterwards."""
         await self.shelf.start(specs)
+        if len(self.catalogue):
+            await self.pulse.measure(self.catalogue.all()[0])
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
@@ -167,11 +183,11 @@ class Engine:
             statistics.failed(self.clock() - started)
             raise
         phases.encode = self.clock() - encoding
-        self.metrics.computed(phases)
+        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
         statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
-        return Answer(pieces, phases, {**about, "batch": outcome.batch})
+        return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
@@ -184,7 +200,7 @@ class Engine:
         refuse_empty(bound, outcome.result)
         picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
         phases.encode = self.clock() - started
-        self.metrics.computed(phases)
+        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
         return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
@@ -270,6 +286,14 @@ class Engine:
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not tell."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:

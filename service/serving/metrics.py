@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -29,7 +30,7 @@ class Phases:
 
 
 class Metrics:
-    """One process's metrics, in a registry of their own."""
+    """One process's metrics, in a registry of their own. What a request touches is looked up once: a label costs more than a count."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -39,19 +40,51 @@ class Metrics:
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
         self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
+        self._received = Counter("attend_received_bytes", "Of request bodies, as they came.", registry=self.registry)
+        self._sent = Counter("attend_sent_bytes", "Of reply bodies, as they went.", registry=self.registry)
+        self._calls = Counter("attend_layer_calls", "Calls computed, by layer.", ["layer"], registry=self.registry)
+        self._operations = Counter("attend_layer_operations", "Predicted operations computed, by layer.", ["layer"], registry=self.registry)
         self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
         self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
-        self.layers = Gauge("attend_layers", "Layers held.", registry=self.registry, multiprocess_mode="max")
+        self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
+        self.layers = self._gauge("attend_layers", "Layers held.", "max")
+        names = {"calls": "Calls that wait.", "operations": "Predicted operations that wait.", "bytes": "Predicted memory that waits."}
+        self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
+        self._held = self._gauge("attend_held_body_bytes", "Request bodies between their first byte and their answer.")
+        self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
+        self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
+        self._answered: dict[tuple[str, int], Counter] = {}
+        self._by_layer: dict[str, tuple[Counter, Counter]] = {}
 
-    def answered(self, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status)).inc()
+    def _gauge(self, name: str, text: str, over_workers: Any = "livesum") -> Gauge:
+        return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
+
+    def answered(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
+        """A request came to its end, however it did."""
+        if (counter := self._answered.get((endpoint, status))) is None:
+            counter = self._answered[endpoint, status] = self._requests.labels(endpoint, str(status))
+        counter.inc()
+        if received:
+            self._received.inc(received)
+        self._sent.inc(sent)
 
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()
 
-    def computed(self, phases: Phases) -> None:
+    def computed(self, phases: Phases, layer: str, operations: int) -> None:
+        """A call has its reply."""
         for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
             histogram.observe(seconds)
+        if (counters := self._by_layer.get(layer)) is None:
+            counters = self._by_layer[layer] = self._calls.labels(layer), self._operations.labels(layer)
+        counters[0].inc()
+        counters[1].inc(operations)
+
+    def forget(self, layer: str) -> None:
+        """Of a layer that was removed nothing more is told: whoever makes and removes layers must not fill the memory."""
+        if self._by_layer.pop(layer, None) is not None and MULTIPROCESS not in os.environ:
+            self._calls.remove(layer)
+            self._operations.remove(layer)
 
     def abandoned(self, count: int) -> None:
         """Calls that were dropped because their callers had gone."""
@@ -60,6 +93,18 @@ class Metrics:
     def batched(self, calls: int) -> None:
         """A batch went to the device."""
         self._batch.observe(calls)
+
+    def split(self) -> None:
+        """A batch did not fit into memory, and is tried in halves."""
+        self._splits.inc()
+
+    def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
+        """How things stand now: calls, operations and bytes that wait; bytes of bodies; memory of the device."""
+        for gauge, value in zip(self._queue, queue, strict=True):
+            gauge.set(value)
+        self._held.set(held)
+        self._memory.set(memory)
+        self._ready.set(ready)
 
     def text(self) -> bytes:
         """The Prometheus exposition format. With several workers it is the sum over all of them, whichever is asked."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +28,7 @@ from service.serving.metrics import Metrics
 
 INLINE_OPERATIONS = 1 << 24  # on a CPU, arithmetic of well under a millisecond, less than the way to a thread and back costs others
 MOMENT = 0.001  # seconds; what takes less says more of a call's overhead than of the device's speed
+RATE = 1e9  # operations per second of a device of which nothing is known yet
 OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
 
 
@@ -67,12 +69,24 @@ class Scheduler:
         self._asides: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
         self._busy = self._planned = self._aside_last = self._swept = False
         self._operations = self._memory = 0  # of all that waits
-        self._rate = 1e9  # operations per second, learnt
+        self._rate = RATE  # operations per second, learnt
+        self.finished_at = -math.inf  # when something last came back from the device
+        self._finished = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
 
     @property
     def healthy(self) -> bool:
         return self.out_of_memory < OOM_UNREADY
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or is being computed."""
+        return self._busy or bool(self.waiting)
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Calls, predicted operations and predicted bytes that wait."""
+        return len(self.waiting), self._operations, self._memory
 
     @property
     def backlog(self) -> float:
@@ -99,6 +113,18 @@ class Scheduler:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    async def moves(self, seconds: float) -> bool:
+        """Whether anything comes back from the device within that time."""
+        self._finished.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._finished.wait(), seconds)
+            return True
+        return False
+
+    def learn(self, operations: int, seconds: float) -> None:
+        """Takes the device's speed from one call as it is; what follows only corrects it."""
+        self._rate = operations / max(seconds, MOMENT / 10)
 
     async def aside(self, work: Callable[[], None]) -> None:
         """Runs something else on the device's thread, between batches: nothing computes beside it."""
@@ -155,6 +181,8 @@ class Scheduler:
 
     def _aside_done(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]", error: BaseException | None) -> None:
         self._busy = False
+        if error is None:
+            self._moved()
         if not future.done():
             future.set_result(None) if error is None else future.set_exception(error)
         self._next(loop)
@@ -185,11 +213,15 @@ class Scheduler:
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
         operations = sum(entry.cost.operations for entry in batch)
         if self.device.type == "cpu" and operations <= INLINE_OPERATIONS and not self.limits.delay:
-            self._finish(loop, compute(batch, self.clock))
+            self._finish(loop, compute(batch, self.clock, self.metrics.split))
         else:
             self._busy = True
-            done = self._thread.submit(compute, batch, self.clock)
+            done = self._thread.submit(compute, batch, self.clock, self.metrics.split)
             done.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish, loop, future.result()))
+
+    def _moved(self) -> None:
+        self.finished_at = self.clock()
+        self._finished.set()
 
     def _drop(self, abandoned: Sequence[Entry]) -> None:
         """Lets go of calls that nobody waits for; their coroutines, if they still do, end as well."""
@@ -200,6 +232,8 @@ class Scheduler:
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: "Settled") -> None:
         self._busy = False
+        if any(isinstance(outcome, Outcome) for _, outcome in settled):
+            self._moved()
         for entry, outcome in settled:
             fits = not isinstance(outcome, OutOfMemory)
             self.out_of_memory = 0 if fits else self.out_of_memory + 1
@@ -212,8 +246,11 @@ class Scheduler:
 Settled = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
-def compute(batch: Sequence[Entry], clock: Callable[[], float]) -> Settled:
-    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch."""
+def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
+    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch.
+
+    `splitting` is told of each batch that did not fit into memory and is tried in halves.
+    """
     started = clock()
     try:
         result = run(batch[0].layer, stack([entry.call for entry in batch]))
@@ -224,7 +261,8 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float]) -> Settled:
         took = clock() - started
         return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
-        return [pair for half in halves(batch) for pair in compute(half, clock)]
+        splitting()
+        return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
     return [(entry, failed) for entry in batch]
 
 

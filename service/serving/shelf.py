@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from service.serving import cost
-from service.serving.bind import bind
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.metrics import Metrics
-from service.serving.scheduler import Scheduler
+from service.serving.pulse import Pulse
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.documents import AttendRequest
 
 T = TypeVar("T")
 Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
@@ -25,8 +22,8 @@ Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 class Shelf:
     """Puts layers into a catalogue, and takes them out."""
 
-    def __init__(self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics) -> None:
-        self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
+    def __init__(self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics) -> None:
+        self.catalogue, self.pulse, self.metrics = catalogue, pulse, metrics
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
 
@@ -56,16 +53,8 @@ class Shelf:
     async def _made(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> HeldLayer:
         self.catalogue.admit(name, spec)
         layer = await self.aside(self.catalogue.make, name, spec, weights)
-        await self._warm(layer)
+        await self.pulse.warm(layer)
         return layer
-
-    async def _warm(self, layer: HeldLayer) -> None:
-        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
-        await self.scheduler.aside(layer.attention.tune)
-        spec = layer.spec
-        zeros = {"query": spec.query_dim, "key": spec.key_dim, "value": spec.value_dim}
-        request = AttendRequest(layer=layer.name, **{name: [[[0.0] * width]] for name, width in zeros.items()})  # type: ignore[arg-type]
-        await self.scheduler.submit(layer, bind(request, spec), cost.predict(request, spec))
 
     def _hold(self, layer: HeldLayer) -> bool:
         new = self.catalogue.put(layer)
@@ -74,4 +63,5 @@ class Shelf:
 
     def _drop(self, name: str) -> None:
         self.catalogue.remove(name)
+        self.metrics.forget(name)
         self.metrics.layers.set(len(self.catalogue))

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +18,10 @@ from service.errors import AttendError, CallerGone
 from service.serving.engine import Engine
 from service.serving.metrics import Phases
 from service.web.failures import refusal, respond
+from service.web.guard import Guard
 
 log = structlog.get_logger("attend")
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
 ENDPOINTS = re.compile(r"/(attend(/(plan|figure))?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
@@ -38,8 +40,17 @@ class Record:
     sent: int = 0
     reason: str = ""
     detail: str = ""
+    key: str = ""  # the name of the caller's
     phases: Phases | None = None
     about: dict[str, Any] = field(default_factory=dict)
+
+
+class Traces(Protocol):
+    """What follows requests beyond this process: see `web/telemetry.py`."""
+
+    def begin(self, scope: Scope, path: str) -> None: ...
+    def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]: ...
+    def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None: ...
 
 
 class Access:
@@ -49,8 +60,16 @@ class Access:
     request a sixth of its time, and have nothing to add to it.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, log_requests: bool, hot: Callable[[str, str], ASGIApp | None]) -> None:
-        self.app, self.engine, self.log_requests, self.hot = app, engine, log_requests, hot
+    def __init__(
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        log_requests: bool,
+        hot: Callable[[str, str], ASGIApp | None],
+        guard: Guard | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        self.app, self.engine, self.log_requests, self.hot, self.guard, self.traces = app, engine, log_requests, hot, guard, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,17 +86,26 @@ class Access:
                 if message["status"] >= 400 and not record.whole:
                     await _hear_out(scope, receive)
                 record.status = message["status"]
+                headers = message["headers"]
+                if NO_SNIFFING not in headers:
+                    headers.append(NO_SNIFFING)
                 if self.engine.draining:  # so that nobody sends another request on a connection that is about to be closed
-                    message["headers"].append((b"connection", b"close"))
-                message["headers"].append((b"x-request-id", record.request_id.encode()))
+                    headers.append((b"connection", b"close"))
+                headers.append((b"x-request-id", record.request_id.encode()))
+                if self.traces is not None:
+                    headers += self.traces.reply_headers(scope)
             else:
                 record.sent += len(message.get("body", b""))
                 if head:
                     message = {**message, "body": b"", "more_body": False} if not message.get("more_body") else message
             await send(message)
 
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self.traces is not None:
+            self.traces.begin(scope, path)
         try:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if self.guard is not None:
+                record.key = self.guard.check(scope, path)
             await (self.hot(scope["method"], path) or self.app)(scope, receive, answer)
         except CallerGone:
             record.reason = "CallerGone"
@@ -88,12 +116,14 @@ class Access:
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
                 await _apologise(scope, answer)
-        self._tell(scope, record, time.monotonic() - started)
+        self._tell(scope, path, record, time.monotonic() - started)
 
-    def _tell(self, scope: Scope, record: Record, seconds: float) -> None:
-        self.engine.metrics.answered(_endpoint(scope["path"]), record.status)
+    def _tell(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
+        self.engine.metrics.answered(endpoint(path), record.status, record.received, record.sent)
         if record.reason:
             self.engine.metrics.failed(record.reason)
+        if self.traces is not None:
+            self.traces.end(scope, path, record, seconds)
         if self.log_requests:
             phases = {} if record.phases is None else _milliseconds(record.phases)
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
@@ -101,7 +131,9 @@ class Access:
                 "request",
                 request_id=record.request_id,
                 method=scope["method"],
-                path=scope["path"],
+                path=path,
+                client=scope["client"][0] if scope.get("client") else "",
+                key=record.key,
                 status=record.status,
                 ms=round(seconds * 1e3, 3),
                 received=record.received,
@@ -133,7 +165,7 @@ def _request_id(scope: Scope) -> str:
     return os.urandom(8).hex()
 
 
-def _endpoint(path: str) -> str:
+def endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
     if ENDPOINTS.fullmatch(path):
         return path

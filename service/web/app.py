@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import __version__
@@ -16,7 +17,10 @@ from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
 from service.web import attend, documentation, failures, figure, health, layers
-from service.web.access import Access
+from service.web.access import Access, Traces
+from service.web.guard import Guard
+from service.web.keys import Keyring
+from service.web.telemetry import open_telemetry
 from service.web.v2 import infer, repository, routes
 from service.wire.limits import WireLimits
 
@@ -24,7 +28,7 @@ from service.wire.limits import WireLimits
 class Application(FastAPI):
     """FastAPI, with `Access` round everything, and the calls to layers answered there: see `web/access.py`."""
 
-    def surround(self, engine: Engine, log_requests: bool) -> None:
+    def surround(self, engine: Engine, settings: Settings, traces: Traces | None = None) -> None:
         own, v2 = attend.Attend(engine), infer.Infer(engine)
 
         def hot(method: str, path: str) -> ASGIApp | None:
@@ -32,7 +36,10 @@ class Application(FastAPI):
                 return None
             return own if path == "/attend" else v2 if infer.PATH.fullmatch(path) else None
 
-        self._access = Access(self._unslashed, engine, log_requests, hot)
+        self._access: ASGIApp = Access(self._unslashed, engine, settings.access_log, hot, _guard(settings), traces)
+        if origins := _listed(settings.cors_origins):
+            shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
+            self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
 
     async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Under /v2 a path means the same with a slash at its end: the protocol is written both ways."""
@@ -57,7 +64,10 @@ def create_app(settings: Settings) -> FastAPI:
             engine.begin(settings.all_layers())
         yield
         engine.close()
+        if traces is not None:
+            traces.close()
 
+    traces = open_telemetry(engine) if settings.telemetry else None
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
     figure.install(app, engine)
@@ -69,29 +79,39 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.engine = engine
     documentation.install(app)
     failures.install(app)
-    app.surround(engine, settings.access_log)
+    app.surround(engine, settings, traces)
     return app
 
 
 def create_engine(settings: Settings) -> Engine:
     """The engine of these settings, without any layer yet."""
-    wire = WireLimits(body_bytes=settings.max_body_bytes, layer_bytes=settings.max_layer_bytes, depth=settings.max_depth)
+    wire = WireLimits(
+        body_bytes=settings.max_body_bytes,
+        layer_bytes=settings.max_layer_bytes,
+        depth=settings.max_depth,
+        tensors=settings.max_tensors,
+    )
     limits = ServingLimits(
         layer_parameters=settings.max_layer_parameters,
         total_parameters=settings.max_total_parameters,
         scores=settings.max_scores,
         memory_bytes=settings.max_memory_bytes,
+        operations=settings.max_operations,
+        items=settings.max_batch_items,
+        pairs=settings.max_pairs,
+        reply_bytes=settings.max_reply_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls))
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
+    engine.pulse.timeout = settings.ready_timeout
     return engine
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
-    if not _loopback(settings.host):
-        return Forbidden("layers cannot be changed over HTTP while the server listens on an address that is not loopback")
+    if not _local(settings) and settings.keys_file is None:
+        return Forbidden("layers cannot be changed over HTTP on an address that is not loopback, unless there are keys (--keys-file)")
     if settings.workers > 1:
         return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
     return None
@@ -109,12 +129,25 @@ def _extensions(settings: Settings) -> list[str]:
     return [name for name, why_not in allowed.items() if why_not is None]
 
 
-def _loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+def _guard(settings: Settings) -> Guard | None:
+    """The checks at the door; None where there is nothing to check."""
+    names = frozenset(_listed(settings.allowed_hosts.lower()))
+    hosts = names if names or (_local(settings) and settings.uds is None) else None
+    if hosts is None and settings.keys_file is None:
+        return None
+    return Guard(hosts, _listed(settings.cors_origins), Keyring(settings.keys_file) if settings.keys_file else None)
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _local(settings: Settings) -> bool:
+    """Whether only this machine can reach the server."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return settings.uds is not None or ipaddress.ip_address(settings.host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return settings.host == "localhost"
 
 
 def _about(settings: Settings, engine: Engine) -> dict[str, Any]:

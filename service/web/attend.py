@@ -75,6 +75,7 @@ def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, 
     """The same, for refusals written as another model."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
+        401: "This server wants a key.",
         403: "This server does not allow it.",
         404: "No such layer.",
         406: "No form that the caller accepts.",

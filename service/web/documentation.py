@@ -9,11 +9,18 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
+from service.web.attend import refusals
 from service.wire.documents import request_schemas
 from service.wire.figure import FigureRequest
 from service.wire.v2.documents import protocol_schemas
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+    "Referrer-Policy": "no-referrer",
+}
+SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
 DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
 
 Letters in shapes: b batch, q queries, k keys, h heads, d width of a head. Tensors without a batch axis get a reply without one.
@@ -33,7 +40,7 @@ def install(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def page(request: Request) -> Response:
         root = request.scope.get("root_path", "")
-        return get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url=f"{root}/openapi.json",
             title="attend",
             swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
@@ -41,6 +48,8 @@ def install(app: FastAPI) -> None:
             swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
             swagger_ui_parameters={"tryItOutEnabled": True},
         )
+        page.headers.update(HEADERS)
+        return page
 
     @app.get("/docs/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
@@ -60,8 +69,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
-    for path in document["paths"].values():
+    document["components"]["securitySchemes"] = SECURITY
+    document["security"] = [{}, *({name: []} for name in SECURITY)]  # where the server has keys
+    for name, path in document["paths"].items():
         for operation in path.values():
+            if not name.startswith("/health/"):
+                operation["responses"] |= {str(status): refusal for status, refusal in refusals(401, 403).items()}
             refusal = operation["responses"].get("422", {}).get("content", {})
             if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
                 del operation["responses"]["422"]

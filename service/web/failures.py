@@ -19,6 +19,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.RequestError: 422,
     errors.MalformedBody: 400,
     errors.InvalidRequest: 422,
+    errors.Unauthenticated: 401,
     errors.Forbidden: 403,
     errors.LayerNotFound: 404,
     errors.LayerConflict: 409,
@@ -68,6 +69,8 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
     status, media_type, body = refusal(scope, status, error.title, error.detail, error.problems)
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
+    if isinstance(error, errors.Unauthenticated):
+        headers = {"WWW-Authenticate": 'Bearer realm="attend"'}
     return Response(body, status, headers, media_type=media_type)
 
 

@@ -31,9 +31,10 @@ def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
         responses={503: {"model": dict[str, bool], "description": "Not ready."}},
     )
     async def ready(response: Response) -> dict[str, bool]:
-        """Every configured layer is loaded and warm."""
-        response.status_code = 200 if engine.ready else 503
-        return {"ready": engine.ready}
+        """Every configured layer is loaded and warm, and the device computes: a tiny call does, if nothing else has just done."""
+        ready = await engine.answers()
+        response.status_code = 200 if ready else 503
+        return {"ready": ready}
 
     @app.get(
         "/health/startup",
@@ -49,4 +50,5 @@ def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
     @app.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Prometheus metrics."""
+        engine.sample()
         return Response(engine.metrics.text(), media_type=engine.metrics.content_type)

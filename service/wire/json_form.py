@@ -23,7 +23,6 @@ from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
 
 REUSED = 16 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
-MEMBERS = 1024  # of one object; a document of ours has some dozens at most
 FORM_KEYS = {"shape", "datatype", "data", "base64"}
 _threads = threading.local()
 
@@ -50,7 +49,7 @@ def parse_object(body: bytes, limits: WireLimits) -> Any:
         document = parser.parse(body)
     except (ValueError, RuntimeError) as error:
         if "DEPTH_ERROR" in str(error):
-            raise TooLarge.where("", f"a document at most {limits.depth} deep", "one nested deeper") from None
+            raise TooLarge.where("", f"a document at most {limits.depth} deep (max_depth)", "one nested deeper") from None
         if len(body) > limits.scan_bytes:
             raise MalformedBody.where("", "JSON", f"something else ({str(error).split(':')[0].lower()})") from None
         document = parse_slowly(body)
@@ -102,8 +101,8 @@ class Reader:
                 _from_list(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
 
     def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
-        if len(document) > MEMBERS:  # looking each up takes a walk along all of them
-            raise TooLarge.where(at, f"an object of at most {MEMBERS} members", str(len(document)))
+        if len(document) > self.limits.tensors:
+            raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
         members: dict[str, Any] = {}
         for key in document.keys():  # noqa: SIM118  # a proxy is no iterable; its items() would make Python objects of everything
             place = at + pointer([key])
@@ -120,7 +119,7 @@ class Reader:
     def plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
         """The value as plain Python, but for the members that `kinds` calls tensors."""
         if depth > self.limits.depth:
-            raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep", "one nested deeper")
+            raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if isinstance(value, simdjson.Object | dict):
             return self._object(value, at, kinds, depth)
         if isinstance(value, simdjson.Array | list):
@@ -151,7 +150,7 @@ class Reader:
         while isinstance(rows, simdjson.Array):
             shape.append(len(rows))
             if len(shape) > self.limits.depth:
-                raise TooLarge.where(at, f"a document at most {self.limits.depth} deep", "one nested deeper")
+                raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
             if not shape[-1]:
                 break
             rows = rows[0]
@@ -282,7 +281,18 @@ def _from_list(value: list[Any], kind: Kind, at: str) -> Array:
     try:
         return np.array(value, dtype=np.float64)
     except OverflowError:
-        raise InvalidRequest.where(at, "numbers within the range of a float64", "an integer far beyond it") from None
+        raise InvalidRequest.where(at + _overflowing(value), "a number within the range of a float64", "an integer far beyond it") from None
+
+
+def _overflowing(value: Any) -> str:
+    """Where the first integer stands that no float64 holds."""
+    for i, item in enumerate(value):
+        if isinstance(item, list):
+            if below := _overflowing(item):
+                return f"/{i}{below}"
+        elif isinstance(item, int) and abs(item) >= 2**1024:
+            return f"/{i}"
+    return ""
 
 
 def _examine(value: Any, shape: list[int], allowed: set[type], kind: Kind, at: str) -> None:

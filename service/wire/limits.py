@@ -12,4 +12,5 @@ class WireLimits:
     body_bytes: int = 128 * MIB
     layer_bytes: int = 1024 * MIB  # of a safetensors body that brings a layer
     depth: int = 64
+    tensors: int = 1024  # in one body; looking up each member of an object takes a walk along all of them
     scan_bytes: int = 8 * MIB

@@ -28,6 +28,14 @@ EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
 }
+COUNTED = {
+    "too_short": "at least {min_length} of them",
+    "too_long": "at most {max_length} of them",
+    "string_pattern_mismatch": "a text matching {pattern}",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
+    "int_parsing_size": "an integer of moderate size",
+}
 
 
 def pointer(parts: Iterable[Any]) -> str:
@@ -61,6 +69,8 @@ def _problem(error: Any, at: str) -> Problem:
         return Problem(place, "no field of that name", got)
     if kind in ("literal_error", "enum"):
         return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
+    if kind in COUNTED:
+        return Problem(place, COUNTED[kind].format_map(context), got)
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return Problem(place, EXPECTED.get(kind, message[:1].lower() + message[1:]), got)
 

@@ -91,6 +91,7 @@ def text_of(name: str, array: Array, odd: Array | None, options: ReplyOptions) -
     if options.decimals is not None and array.dtype.kind == "f":
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = np.round(array, options.decimals)
+        rounded += 0  # -0.0 becomes 0.0
         array = np.where(np.isfinite(rounded), rounded, array)  # rounding multiplies: what overflows has no such decimals
     if not array.ndim:
         array = array.reshape(1)

@@ -109,6 +109,8 @@ def _view(span: Span, buffer: memoryview) -> Array:
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body)
+    if len(tensors) > limits.tensors:
+        raise TooLarge.where("", f"at most {limits.tensors} tensors (max_tensors)", str(len(tensors)))
     try:
         request = metadata.get("request", "").encode()
     except UnicodeEncodeError:

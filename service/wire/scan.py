@@ -10,6 +10,8 @@ from typing import Any
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
 from service.wire.refusals import pointer
 
+DIGITS = 309  # and a sign: what fits a float64 has no more
+
 
 class _Twice:
     def __init__(self, key: str) -> None:
@@ -19,6 +21,11 @@ class _Twice:
 class _Constant:
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+def _integer(text: str) -> int | float:
+    """One that no float64 holds becomes infinite, which is then found where it stands; int() would refuse thousands of digits."""
+    return int(text) if len(text) <= DIGITS else float(text)
 
 
 def _members(pairs: list[tuple[str, Any]]) -> Any:
@@ -63,7 +70,7 @@ def parse_slowly(body: bytes) -> Any:
     """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds)."""
     try:
         text = body.decode("utf-8-sig")
-        document = json.loads(text, object_pairs_hook=_members, parse_constant=_Constant)
+        document = json.loads(text, object_pairs_hook=_members, parse_constant=_Constant, parse_int=_integer)
         fault = _fault(document, ())
     except UnicodeDecodeError as error:
         raise MalformedBody(problems=[Problem("", "JSON in UTF-8", f"an invalid byte at offset {error.start}")]) from None
@@ -73,8 +80,6 @@ def parse_slowly(body: bytes) -> Any:
         raise MalformedBody(problems=[Problem("", "JSON", f"{came} at {place} ({error.msg.lower()})")]) from None
     except RecursionError:
         raise TooLarge(problems=[Problem("", "a document of moderate depth", "one nested too deeply")]) from None
-    except ValueError:  # int() refuses texts of thousands of digits
-        raise InvalidRequest(problems=[Problem("", "numbers within the range of a float64", "an integer far beyond it")]) from None
     if fault:
         raise fault
     return document

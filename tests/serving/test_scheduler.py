@@ -278,7 +278,7 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up() -> None:
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
         body = b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}'
-        writer.write(b"POST /attend HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         while not engine.scheduler.waiting:
             await asyncio.sleep(0.001)
         (waits,) = engine.scheduler.waiting

@@ -11,7 +11,7 @@ import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.wire.arrays import Kind
-from service.wire.json_form import MEMBERS, Reader, parse_object
+from service.wire.json_form import Reader, parse_object
 from service.wire.limits import WireLimits
 from service.wire.refusals import shown
 from service.wire.scan import parse_strictly
@@ -33,7 +33,7 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
                 return header, Reader(b"", kinds, limits)
     document, reader = parse_object(text, limits), Reader(text, kinds, limits)
     members: dict[str, Any] = {}
-    for key in _keys(document, ""):
+    for key in _keys(document, "", limits):
         value = document[key]
         members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
     return members, reader
@@ -49,17 +49,17 @@ def _inputs(value: Any, reader: Reader) -> Any:
     for i, item in enumerate(value):
         at = f"/inputs/{i}"
         if isinstance(item, simdjson.Object | dict):
-            entry = {key: item[key] for key in _keys(item, at)}
+            entry = {key: item[key] for key in _keys(item, at, reader.limits)}
             inputs.append({key: part if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()})
         else:
             inputs.append(reader.plain(item, at, {}, 3))
     return inputs
 
 
-def _keys(proxy: Any, at: str) -> list[str]:
+def _keys(proxy: Any, at: str, limits: WireLimits) -> list[str]:
     """The keys of an object, each of which stands there once."""
-    if len(proxy) > MEMBERS:
-        raise TooLarge.where(at, f"an object of at most {MEMBERS} members", str(len(proxy)))
+    if len(proxy) > limits.tensors:
+        raise TooLarge.where(at, f"an object of at most {limits.tensors} members (max_tensors)", str(len(proxy)))
     keys = list(proxy.keys())
     for i, key in enumerate(keys):
         if key in keys[:i]:

@@ -1,0 +1,73 @@
+"""`attend keys`: make, list and remove the keys of callers. A key is shown once; the file holds its SHA-256. A running server follows."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from service.cli.exits import complain
+from service.web.keys import SCOPES, BadKeys, Key, make_key, read_keys, write_keys
+
+EPILOG = """Example: attend keys add gateway --scope infer --file keys.txt
+
+attend serve --host 0.0.0.0 --keys-file keys.txt"""
+
+File = Annotated[Path, typer.Option("--file", envvar="ATTEND_KEYS_FILE", help="The file that --keys-file of `attend serve` names.")]
+Name = Annotated[str, typer.Argument(help="Who it is for; shown in the log.")]
+Scopes = Annotated[list[str], typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. May be given several times.")]
+
+
+def install(app: typer.Typer) -> None:
+    """Adds the commands."""
+    keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of callers.")
+    keys.command("add", epilog=EPILOG)(add)
+    keys.command("list")(show)
+    keys.command("remove")(remove)
+    app.add_typer(keys, name="keys")
+
+
+def add(name: Name, scopes: Scopes, file: File) -> None:
+    """Make a key, print it once, and add its digest to the file."""
+    held = _read(file) if file.exists() else []
+    if any(key.name == name for key in held):
+        _fail(f'"{name}" has a key already; remove it first, or take another name')
+    try:
+        secret, key = make_key(name, scopes)
+    except BadKeys as error:
+        _fail(str(error))
+    _write(file, [*held, key])
+    typer.echo(secret)
+
+
+def show(file: File) -> None:
+    """List names and scopes."""
+    for key in _read(file):
+        typer.echo(f"{key.name}  {','.join(sorted(key.scopes))}")
+
+
+def remove(name: Name, file: File) -> None:
+    """Take a key out of the file; a running server refuses it from its next request on."""
+    held = _read(file)
+    left = [key for key in held if key.name != name]
+    if len(left) == len(held):
+        _fail(f'no key of "{name}" in {file}')
+    _write(file, left)
+
+
+def _read(file: Path) -> list[Key]:
+    try:
+        return read_keys(file)
+    except BadKeys as error:
+        _fail(str(error))
+
+
+def _write(file: Path, keys: list[Key]) -> None:
+    try:
+        write_keys(file, keys)
+    except OSError as error:
+        _fail(f"cannot write {file}: {error.strerror}")
+
+
+def _fail(message: str) -> NoReturn:
+    complain("keys", message)
+    raise typer.Exit(1)

@@ -1,0 +1,61 @@
+"""Calls that ask nothing: they warm a layer, tell how fast the device is, and whether it computes at all. Knows no bytes and no HTTP."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from service.errors import AttendError
+from service.serving import cost
+from service.serving.bind import bind
+from service.serving.catalogue import HeldLayer
+from service.serving.scheduler import Outcome, Scheduler
+from service.wire.documents import AttendRequest
+
+SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operations of the call that measures the device
+
+
+class Pulse:
+    """What a scheduler's device shows of itself."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], timeout: float = 2.0) -> None:
+        self.scheduler, self.clock = scheduler, clock
+        self.timeout = timeout  # seconds in which a device that works has something to show
+
+    async def warm(self, layer: HeldLayer) -> None:
+        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
+        await self.scheduler.aside(layer.attention.tune)
+        await self._submit_zeros(layer, 1)
+
+    async def measure(self, layer: HeldLayer) -> None:
+        """The device's speed, from a call of the size that says something: what a full queue first advises has nothing else to go by."""
+        length = SHORTEST
+        while length < LONGEST and cost.predict(_zeros(layer, length), layer.spec).operations < TELLING:
+            length *= 2
+        operations = cost.predict(_zeros(layer, length), layer.spec).operations
+        self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
+
+    async def beats(self, layer: HeldLayer) -> bool:
+        """Whether the device really computes: something came back from it within `timeout`, or does now.
+
+        A device that is busy shows it by finishing something; an idle one is given a tiny call.
+        """
+        if self.clock() - self.scheduler.finished_at <= self.timeout:
+            return True
+        if self.scheduler.busy:
+            return await self.scheduler.moves(self.timeout)
+        try:
+            await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)
+        except (AttendError, TimeoutError):
+            return False
+        return True
+
+    async def _submit_zeros(self, layer: HeldLayer, length: int) -> Outcome:
+        request = _zeros(layer, length)
+        return await self.scheduler.submit(layer, bind(request, layer.spec), cost.predict(request, layer.spec))
+
+
+def _zeros(layer: HeldLayer, length: int) -> AttendRequest:
+    """A request for that layer that asks nothing, of so many queries and keys."""
+    widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
+    return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

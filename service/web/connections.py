@@ -1,0 +1,100 @@
+"""One TCP connection, as uvicorn's protocol: cut off where the other side stalls, and refused in our words where it speaks no HTTP.
+
+An application sees a request once its headers are whole and a reply's end once it is handed over; who sends a byte a second, or never
+reads, is seen here alone. One timer for a whole process looks at every connection in turn, so a request pays nothing but the count of
+its bytes. Whoever closes his sending half is taken for gone: a closed connection looks no different until it is written to.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.web.failures import PROBLEM_JSON, problem
+
+LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patience
+
+
+class Watch:
+    """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason."""
+
+    def __init__(self, patience: float = 20.0, refused: Callable[[str], None] = lambda reason: None) -> None:
+        self.patience, self.refused = patience, refused
+        self.interval = min(1.0, patience / 4)
+        self.now = 0.0  # advances while this process runs: what was held up here is no fault of those who are watched
+        self._looked = 0.0
+        self._running = False
+
+    def start(self, loop: Any, connections: set[Any]) -> None:
+        """Looks at them from now on, for as long as there are any."""
+        if not self._running:
+            self._running, self._looked = True, loop.time()
+            loop.call_later(self.interval, self._look, loop, connections)
+
+    def _look(self, loop: Any, connections: set[Any]) -> None:
+        now = loop.time()
+        self.now += min(now - self._looked, 2 * self.interval)
+        self._looked = now
+        for connection in list(connections):
+            if isinstance(connection, Connection):
+                connection.look(self.now)
+        self._running = bool(connections)
+        if self._running:
+            loop.call_later(self.interval, self._look, loop, connections)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, watched. The watch is the process's own, since uvicorn makes the connections."""
+
+    watch: ClassVar[Watch] = Watch()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._heard = 0
+        self._state: tuple[str, Any] = ("", None)
+        self._since, self._amount = self.watch.now, 0
+        self.watch.start(self.loop, self.connections)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += len(data)
+        super().data_received(data)
+
+    def look(self, now: float) -> None:
+        """Cuts the connection off where what is due from the other side has not moved for too long."""
+        state, amount = self._due()
+        if state != self._state or abs(amount - self._amount) >= LEAST or not state[0]:
+            self._state, self._amount, self._since = state, amount, now
+        elif now - self._since > self.watch.patience:
+            self._cut_off(state[0])
+
+    def _due(self) -> tuple[tuple[str, Any], int]:
+        """What the other side owes, of which request, and how far it has come: the headers, the body, or to take the reply."""
+        cycle = self.cycle
+        if unsent := self.transport.get_write_buffer_size():
+            return ("reply", cycle), unsent
+        if cycle is None or cycle.response_complete:
+            idle = self.timeout_keep_alive_task is not None  # between two requests uvicorn itself looks at the time
+            return ("" if idle else "headers", cycle), 0
+        return ("body" if cycle.more_body and not self.flow.read_paused else "", cycle), self._heard
+
+    def _cut_off(self, due: str) -> None:
+        if due == "headers" and not self._heard:  # a connection opened ahead of its first request
+            self.transport.close()
+            return
+        self.watch.refused(f"slow_{due}")
+        if due == "reply" or (due == "body" and self.cycle.response_started):
+            self.transport.abort()
+            return
+        wanted = f"the {due} of a request within {self.watch.patience:g} seconds (client_timeout)"
+        self._refuse(408, "request timeout", f"expected {wanted}, got a part of it")
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says to bytes that are no HTTP, in our words."""
+        self.watch.refused("malformed_http")
+        self._refuse(400, "malformed request", "expected HTTP/1.1, got something else")
+
+    def _refuse(self, status: int, title: str, detail: str) -> None:
+        body = problem(status, title, detail, "")
+        headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + headers.encode() + body)
+        self.transport.close()

@@ -1,0 +1,105 @@
+"""Who gets past the door: keys and their scopes where there are any, and where there are none, no web page of somebody else's.
+
+A server on the loopback address is reachable by every page that its user's browser shows. A page whose name was made to point here sends
+its own name as Host; a page that posts across origins says where it comes from in Origin. Neither gets in. With keys no page can: a
+browser adds none by itself. Sees headers alone; where nothing has to be checked there is no Guard, and nothing is paid.
+"""
+
+import ipaddress
+import re
+from collections.abc import Collection
+
+from starlette.types import Scope
+
+from service.errors import Forbidden, Unauthenticated
+from service.web.keys import Key, Keyring
+
+READING = frozenset({"GET", "HEAD"})
+ANY = frozenset({"infer", "admin", "metrics"})
+CALLS = r"/attend(/[a-z]+)?|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
+RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first that matches: one of these scopes opens it
+    (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
+    (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the empty shell of the page
+    (READING, re.compile(r"/metrics"), frozenset({"metrics"})),
+    (READING, re.compile(r".*"), ANY),
+    (frozenset({"POST"}), re.compile(CALLS), frozenset({"infer"})),
+)
+ADMIN = frozenset({"admin"})  # for all that no rule names
+
+
+class Guard:
+    """The checks that these settings ask for. `hosts`: names by which the server may be called, None for any."""
+
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str], keyring: Keyring | None) -> None:
+        self.hosts, self.origins, self.keyring = hosts, frozenset(origins), keyring
+        self._known: set[bytes] = set()  # Host headers found to be good; few, since only those are kept that name an allowed host
+
+    def check(self, scope: Scope, path: str) -> str:
+        """The name of the caller's key, "" where none is needed. Raises Unauthenticated or Forbidden."""
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"")
+        if self.hosts is not None and host not in self._known and host:
+            self._demand_host(host)
+        if self.keyring is not None:
+            return self._demand_key(headers, scope["method"], path)
+        if b"origin" in headers and self.hosts is not None and scope["method"] not in READING:
+            self._demand_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
+        return ""
+
+    def _demand_host(self, host: bytes) -> None:
+        name = hostname(host.decode("latin-1"))
+        if not _is_address(name) and name != "localhost" and name not in (self.hosts or ()):
+            raise Forbidden.where("", "a Host that is an address, localhost, or among --allowed-hosts", f'"{name[:80]}"')
+        if len(self._known) < 64:
+            self._known.add(host)
+
+    def _demand_origin(self, origin: str, host: str) -> None:
+        if origin.partition("://")[2] != host and origin not in self.origins:
+            raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
+
+    def _demand_key(self, headers: dict[bytes, bytes], method: str, path: str) -> str:
+        scopes = scopes_for(method, path)
+        if not scopes:
+            return ""
+        presented = presented_key(headers)
+        wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
+        if not presented:
+            raise Unauthenticated.where("", wanted, "none")
+        assert self.keyring is not None
+        if (key := self.keyring.find(presented)) is None:
+            raise Unauthenticated.where("", wanted, "one that is not known here")
+        demand_scope(key, scopes)
+        return key.name
+
+
+def scopes_for(method: str, path: str) -> frozenset[str]:
+    """The scopes of which a key must have one; empty where none is needed."""
+    return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN)
+
+
+def demand_scope(key: Key, scopes: frozenset[str]) -> None:
+    """Raises Forbidden for a key that has none of these."""
+    if not key.scopes & scopes:
+        wanted = f"a key with the scope {' or '.join(sorted(scopes))}"
+        raise Forbidden.where("", wanted, f'"{key.name}" with {", ".join(sorted(key.scopes))}')
+
+
+def presented_key(headers: dict[bytes, bytes]) -> str:
+    """The key that came with a request, "" if none did."""
+    kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1").strip()
+
+
+def hostname(host: str) -> str:
+    """A Host header without its port, in lower case, an IPv6 address without its brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if host.rpartition(":")[2].isdigit() and ":" in host else host.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,351 @@
+"""Who gets past the door: keys and scopes on a real server, other people's web pages, CORS, TLS, a Unix socket, a prefix and a proxy."""
+
+import asyncio
+import os
+import re
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from live import Server, start_server
+
+from service.settings import Settings
+from service.web.app import create_app
+from service.web.guard import hostname, scopes_for
+from service.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
+
+SCOPES = ("infer", "admin", "metrics")
+ZEROS = "0" * 64
+SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
+QUERY = {"query": [[0.25] * 64] * 3}
+ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that open it
+    ("POST", "/attend", {"infer"}),
+    ("POST", "/attend/plan", {"infer"}),
+    ("PUT", "/layers/new", {"admin"}),
+    ("DELETE", "/layers/nobody", {"admin"}),
+    ("GET", "/metrics", {"metrics"}),
+    ("GET", "/", set(SCOPES)),
+    ("GET", "/layers", set(SCOPES)),
+    ("GET", "/layers/default", set(SCOPES)),
+    ("GET", "/openapi.json", set(SCOPES)),
+    ("GET", "/docs", set(SCOPES)),
+    ("HEAD", "/layers", set(SCOPES)),
+    ("GET", "/no/such/page", set(SCOPES)),
+    ("POST", "/no/such/page", {"admin"}),
+    ("OPTIONS", "/attend", {"admin"}),
+]
+
+
+def attend_keys(*arguments: str, file: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service", "keys", *arguments, "--file", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+class Guarded:
+    """A server with a key of each scope, made by the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys.txt"
+        self.keys = {scope: attend_keys("add", f"only-{scope}", "--scope", scope, file=self.file).stdout.strip() for scope in SCOPES}
+        self.server = start_server("--keys-file", str(self.file), "--log-format", "json")
+
+    def ask(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"json": QUERY} if path.startswith("/attend") else {"json": SPEC} if method == "PUT" else {}
+        return httpx.request(method, self.server.url + path, headers=headers, timeout=60, **body)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    one = Guarded(tmp_path_factory.mktemp("keys"))
+    yield one
+    one.server.stop()
+
+
+@pytest.mark.parametrize(("method", "path", "scopes"), ASKS, ids=[f"{method} {path}" for method, path, _ in ASKS])
+def test_each_route_wants_a_key_of_its_scope(guarded: Guarded, method: str, path: str, scopes: set[str]) -> None:
+    """401 without a key and with an unknown one, and how to ask; 403 with the wrong scope; else what the route says."""
+    for key in ("", "attend-unknown"):
+        refused = guarded.ask(method, path, key)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == 'Bearer realm="attend"'
+    for scope in SCOPES:
+        answer = guarded.ask(method, path, guarded.keys[scope])
+        assert (answer.status_code not in (401, 403)) == (scope in scopes), (scope, answer.text)
+        if scope not in scopes:
+            assert answer.status_code == 403
+
+
+def test_every_documented_route_is_closed(guarded: Guarded) -> None:
+    """Whatever route is added later: none but health answers without a key."""
+    document = guarded.ask("GET", "/openapi.json", guarded.keys["infer"]).json()
+    for path, operations in document["paths"].items():
+        for method in operations:
+            status = guarded.ask(method.upper(), path.replace("{name}", "default")).status_code
+            assert (status == 401) == ("/health/" not in path), (method, path, status)
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup"])
+def test_health_wants_no_key(guarded: Guarded, path: str) -> None:
+    """Whoever asks for health has no key to show."""
+    assert guarded.ask("GET", path).status_code == 200
+
+
+def test_a_key_comes_in_either_header(guarded: Guarded) -> None:
+    """As a Bearer token, in whatever case the word is, or as X-API-Key."""
+    key = guarded.keys["infer"]
+    for headers in ({"X-API-Key": key}, {"Authorization": f"bearer {key}"}):
+        assert guarded.ask("POST", "/attend", **headers).status_code == 200
+    for headers in (
+        {"Authorization": f"Basic {key}"},
+        {"Authorization": key},
+        {"X-API-Key": key[:-1]},
+        {"X-API-Key": "ключ".encode("latin-1", "replace").decode()},
+    ):
+        assert guarded.ask("POST", "/attend", **headers).status_code == 401
+
+
+def test_keys_come_and_go_while_the_server_runs(guarded: Guarded) -> None:
+    """A new one opens the door at the next request, a removed one no longer does; a broken file leaves things as they were."""
+    key = attend_keys("add", "passing", "--scope", "infer", "--scope", "admin", file=guarded.file).stdout.strip()
+    assert guarded.ask("POST", "/attend", key).status_code == 200
+    assert guarded.ask("DELETE", "/layers/nobody", key).status_code == 404
+    assert "passing  admin,infer" in attend_keys("list", file=guarded.file).stdout
+
+    good = guarded.file.read_text()
+    guarded.file.write_text(good + "half a li")
+    assert guarded.ask("POST", "/attend", key).status_code == 200
+    guarded.file.write_text(good)
+
+    assert attend_keys("remove", "passing", file=guarded.file).returncode == 0
+    assert guarded.ask("POST", "/attend", key).status_code == 401
+    assert guarded.ask("POST", "/attend", guarded.keys["infer"]).status_code == 200
+
+
+def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
+    """The file holds digests and is its owner's alone; the log names keys and shows none."""
+    for scope in SCOPES:
+        guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
+        assert guarded.keys[scope] not in guarded.file.read_text()
+        assert guarded.server.told(f"by-{scope}")["key"] == f"only-{scope}"
+    assert guarded.file.stat().st_mode & 0o77 == 0
+    assert not any(key in "".join(guarded.server.log) for key in guarded.keys.values())
+
+
+def test_the_command_refuses_what_makes_no_sense(tmp_path: Path) -> None:
+    """A scope that does not exist, a name taken, nobody to remove, no file to list: in one line, with nothing written."""
+    file = tmp_path / "keys.txt"
+    assert "infer, admin, metrics" in attend_keys("add", "one", "--scope", "everything", file=file).stderr
+    assert not file.exists()
+    assert attend_keys("add", "one", "--scope", "infer", file=file).returncode == 0
+    assert "already" in attend_keys("add", "one", "--scope", "admin", file=file).stderr
+    assert "nobody" in attend_keys("remove", "nobody", file=file).stderr
+    assert attend_keys("list", file=tmp_path / "none").returncode == 1
+    assert len(read_keys(file)) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["one infer", "one infer abc", f"one all {'0' * 64}", f"../one infer {'0' * 64}", f"one infer {'0' * 64} more"]
+)
+def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, line: str) -> None:
+    """By file and line, without what stands there."""
+    file = tmp_path / "keys.txt"
+    file.write_text(f"# comment\n\n{line}\n")
+    with pytest.raises(BadKeys, match=r"line 3: expected"):
+        Keyring(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "serve", "--port", "0", "--keys-file", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> None:
+    """A server does not start open by mistake, nor does it close because a mount was away for a moment."""
+    file = tmp_path / "keys.txt"
+    with pytest.raises(BadKeys):
+        Keyring(file)
+    secret, key = make_key("one", ["infer"])
+    write_keys(file, [key])
+    ring = Keyring(file)
+    file.unlink()
+    assert ring.find(secret) == key
+    assert ring.find("") is None
+    assert digest(secret) == key.digest != secret
+
+
+def asked(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]:
+    """The answers of an application with these settings, without a socket: it may then say that it listens anywhere."""
+
+    async def ask() -> list[httpx.Response]:
+        app = create_app(settings)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://attend.example") as client,
+        ):
+            while not app.state.engine.started:
+                await asyncio.sleep(0.001)
+            return [await client.request(**request) for request in requests]
+
+    return asyncio.run(ask())
+
+
+def test_layers_are_written_on_a_public_address_with_a_key_alone(tmp_path: Path) -> None:
+    """Without keys writing is off there; with them it is the admin's."""
+    put = {"method": "PUT", "url": "/layers/new", "json": SPEC}
+    public = {"host": "0.0.0.0", "access_log": False}
+    secret, key = make_key("one", ["admin"])
+    write_keys(tmp_path / "keys", [key])
+    (refused,) = asked(Settings(**public), put)
+    assert refused.status_code == 403
+    assert "--keys-file" in refused.json()["detail"]
+    guarded = Settings(**public, keys_file=tmp_path / "keys")
+    assert [a.status_code for a in asked(guarded, put, {**put, "headers": {"X-API-Key": secret}})] == [401, 201]
+
+
+PAGE = "http://evil.example"
+FOREIGN: list[tuple[str, dict[str, str], int]] = [
+    ("POST", {"Host": "evil.example"}, 403),
+    ("GET", {"Host": "evil.example:8000"}, 403),
+    ("POST", {"Host": "localhost.evil.example"}, 403),
+    ("POST", {"Host": "127.0.0.1.evil.example"}, 403),
+    ("POST", {"Origin": PAGE}, 403),
+    ("PUT", {"Origin": PAGE}, 403),
+    ("POST", {"Origin": "null"}, 403),
+    ("GET", {"Origin": PAGE}, 200),  # it cannot read the answer
+    ("POST", {"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
+    ("POST", {"Host": "[::1]:80"}, 200),
+    ("POST", {"Host": "LOCALHOST"}, 200),
+    ("POST", {"Host": "127.0.0.1:8000"}, 200),
+]
+
+
+@pytest.mark.parametrize(("method", "headers", "status"), FOREIGN, ids=[f"{m} {h}" for m, h, _ in FOREIGN])
+def test_a_web_page_of_somebody_else_gets_nowhere(http: httpx.Client, method: str, headers: dict[str, str], status: int) -> None:
+    """On loopback without keys: neither by a name that was made to point here, nor by posting across origins."""
+    path = {"POST": "/attend", "GET": "/layers", "PUT": "/layers/stolen"}[method]
+    answer = http.request(method, path, headers=headers, json=None if method == "GET" else QUERY)
+    assert answer.status_code == status
+    if status == 403:
+        assert re.search(r"--(allowed-hosts|cors-origins)", answer.json()["detail"])
+
+
+def test_names_and_origins_can_be_allowed() -> None:
+    """A proxy's name in Host; a page elsewhere, which then gets CORS headers, its preflight included."""
+    settings = Settings(allowed_hosts="attend.example, b.example", cors_origins=f"{PAGE}, http://b.example", access_log=False)
+    post = {"method": "POST", "url": "/attend", "json": QUERY}
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    plain, theirs, other, before, host = asked(
+        settings,
+        post,
+        {**post, "headers": {"Origin": PAGE}},
+        {**post, "headers": {"Origin": "http://third.example"}},
+        {"method": "OPTIONS", "url": "/attend", "headers": {"Origin": PAGE, **preflight}},
+        {**post, "headers": {"Host": "third.example"}},
+    )
+    assert [a.status_code for a in (plain, theirs, other, before, host)] == [200, 200, 403, 200, 403]
+    assert theirs.headers["access-control-allow-origin"] == before.headers["access-control-allow-origin"] == PAGE
+    assert "access-control-allow-origin" not in other.headers
+    assert "x-request-id" in theirs.headers["access-control-expose-headers"].lower()
+
+
+def test_cors_is_off_unless_listed(http: httpx.Client) -> None:
+    """No header, and no answer to a preflight."""
+    assert not [name for name in http.get("/layers", headers={"Origin": PAGE}).headers if name.startswith("access-control")]
+    assert http.options("/attend", headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"}).status_code in (403, 405)
+
+
+@pytest.mark.parametrize("path", ["/", "/layers", "/health/live", "/docs", "/metrics", "/no/such/page"])
+def test_nothing_is_taken_for_what_it_does_not_say_it_is(http: httpx.Client, path: str) -> None:
+    """Every reply forbids sniffing, once; the page of /docs may be framed by nobody."""
+    answer = http.get(path)
+    assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+    if path == "/docs":
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [("a.example", "a.example"), ("A.Example:80", "a.example"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("127.0.0.1:1", "127.0.0.1")],
+)
+def test_the_name_in_a_host_header(header: str, name: str) -> None:
+    """Without its port."""
+    assert hostname(header) == name
+
+
+def test_what_no_rule_names_is_the_admins() -> None:
+    """A route that somebody adds is closed before anybody thinks of it."""
+    assert scopes_for("POST", "/v2/repository/models/tiny/load") == {"admin"}
+    assert scopes_for("POST", "/v2/models/tiny/infer") == {"infer"}
+    assert scopes_for("PATCH", "/layers/tiny") == {"admin"}
+    assert scopes_for("GET", "/v2/health/ready") == frozenset()
+
+
+def test_https_by_flags(start: Callable[..., Server], tmp_path: Path) -> None:
+    """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
+    authority, chain, key = trustme.CA(), tmp_path / "chain.pem", tmp_path / "key.pem"
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.private_key_pem.write_to_path(str(key))
+    leaf.cert_chain_pems[0].write_to_path(str(chain))
+    server = start("--tls-cert", str(chain), "--tls-key", str(key))
+    assert server.url.startswith("https://")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    answer = httpx.post(f"{server.url}/attend", json=QUERY, verify=context)
+    assert answer.status_code == 200
+    for flags in (
+        ["--tls-cert", str(chain)],
+        ["--tls-cert", str(chain), "--tls-key", str(chain)],
+        ["--tls-cert", "none", "--tls-key", "none"],
+    ):
+        done = subprocess.run([sys.executable, "-m", "service", "serve", "--port", "0", *flags], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert done.stderr.startswith("attend serve: ")
+
+
+def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
+    """Served like a port, also over one that a killed server left behind; gone when the server is."""
+    path = tmp_path / "attend.sock"
+    server = start("--uds", str(path))
+    assert server.url == f"unix:{path}"
+    server.process.kill()
+    server.process.wait()
+    assert path.exists()
+    server = start("--uds", str(path))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+        assert client.post("/attend", json=QUERY).status_code == 200
+        assert client.put("/layers/new", json=SPEC).status_code == 201
+    assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_behind_a_proxy(start: Callable[..., Server]) -> None:
+    """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone."""
+    server = start("--root-path", "/ml", "--trusted-proxies", "127.0.0.1", "--access-log")
+    with httpx.Client(base_url=server.url, headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "proxied"}) as client:
+        assert client.post("/attend", json=QUERY).status_code == 200
+        assert '"/ml/openapi.json"' in client.get("/docs").text.replace("'", '"')
+        assert 'attend_requests_total{endpoint="/attend",status="200"} 1' in client.get("/metrics").text
+    server.stop()
+    assert {event["client"] for event in server.events if event.get("request_id") == "proxied"} == {"192.0.2.7"}
+
+
+def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Server) -> None:
+    """Anyone can write a header."""
+    http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
+    assert server.told("untrusted")["client"] == "127.0.0.1"
+
+
+def test_variables_that_kubernetes_injects_are_no_settings(start: Callable[..., Server]) -> None:
+    """A Service of the name attend gives every pod ATTEND_PORT=tcp://…; the server starts, and says what it ignored."""
+    injected = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "10.0.0.7", "ATTEND_SERVICE_HOST": "10.0.0.7"}
+    server = start(env={**os.environ, **injected})
+    assert "ATTEND_PORT" in server.log[0]
+    assert httpx.get(f"{server.url}/health/ready").status_code == 200
