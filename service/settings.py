@@ -129,8 +129,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
         ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name)
         if ours and name.removeprefix(PREFIX).lower() not in known:
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
-    from_file = _file(config, known) if config else {}
-    in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ.keys() - set(injected_variables())}
+    from_file, in_environment = _file(config, known) if config else {}, _in_environment()
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
@@ -138,6 +137,20 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     except ValidationError as error:
         raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
     return settings
+
+
+def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
+    """Where the value of every setting comes from: its flag, its variable, the file, or "default"."""
+    from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
+    origins = dict.fromkeys(Settings.model_fields, "default")
+    origins |= {name: str(config) for name in from_file}
+    origins |= {name: f"{PREFIX}{name.upper()}" for name in in_environment}
+    return origins | {name: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
+
+
+def _in_environment() -> set[str]:
+    injected = set(injected_variables())
+    return {name for name in Settings.model_fields if f"{PREFIX}{name.upper()}" in os.environ.keys() - injected}
 
 
 def injected_variables() -> list[str]:
