@@ -89,6 +89,13 @@ class Settings(BaseSettings):
     ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which the device must finish something to be called ready.")
     telemetry: bool = Field(default=False, description="Traces and metrics by OTLP, as OTEL_… variables say (extra `otel`).")
 
+    replicas: int = Field(default=4, ge=1, description="Under Ray Serve: most replicas that autoscaling starts.")
+    replica_cpus: float = Field(default=1.0, gt=0, description="Under Ray Serve: cores of a replica, or a fraction of one.")
+    replica_gpus: float = Field(default=0.0, ge=0, description="Under Ray Serve: GPUs of a replica, or a fraction of one.")
+    shards: int = Field(
+        default=0, ge=0, description="Under Ray Serve: actors that share the keys of a call too large for one process; none at 0."
+    )
+
     log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
     access_log: bool = Field(default=True, description="One log line per request.")

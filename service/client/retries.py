@@ -71,10 +71,10 @@ def repeats(call: Call[Any], outcome: Outcome) -> bool:
         return True
     if not isinstance(outcome, httpx.Response):
         return call.repeat == "always" and isinstance(outcome, BROKEN)
-    if call.repeat == "always":
-        return outcome.status_code in (*LATER, *GATEWAY)
-    ours = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)  # a proxy's 503 may come after the change was made
-    return outcome.status_code in LATER and ours
+    ours = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)
+    if call.repeat == "always":  # a 500 that is not ours is a proxy's, whose server left in the middle of it
+        return outcome.status_code in (*LATER, *GATEWAY) or (outcome.status_code == 500 and not ours)
+    return outcome.status_code in LATER and ours  # a proxy's 503 may come after the change was made
 
 
 def retry_after(response: httpx.Response) -> float:

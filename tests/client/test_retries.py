@@ -10,7 +10,7 @@ import pytest
 
 from service.client import AsyncClient, Client, Retries, Unreachable, calls
 from service.client.retries import Attempts, retry_after
-from service.errors import AttendError, NotReady, Overloaded
+from service.errors import AttendError, NotReady, Overloaded, ServiceFault
 from service.web.failures import problem
 
 QUERY = np.ones((2, 3, 6), np.float32)
@@ -34,7 +34,9 @@ def ours(kind, status, **headers):
         (ATTEND, httpx.RemoteProtocolError("hung up"), True),
         (ATTEND, SLOW, False),
         (ATTEND, httpx.UnsupportedProtocol("ftp"), False),
-        *((ATTEND, httpx.Response(status), again) for status, again in ((429, True), (502, True), (503, True), (504, False), (500, False))),
+        (ATTEND, ours(ServiceFault, 500), False),
+        (PUT, httpx.Response(500), False),
+        *((ATTEND, httpx.Response(status), again) for status, again in ((429, True), (502, True), (503, True), (504, False), (500, True))),
         *((ATTEND, httpx.Response(status), False) for status in (200, 400, 404, 413, 422, 507)),
         *(
             (call, outcome, again)
