@@ -62,7 +62,8 @@ def cut(call: Call, shards: int) -> list[Call]:
         wanted |= {"head_outputs"}
     parts = []
     for first, end in pairwise(bounds):
-        key, value = call.key[:, first:end], call.value[:, first:end]
+        key = call.key[:, first:end].clone()  # memory of its own: what is sent of a view is all that it views
+        value = key if call.value is call.key else call.value[:, first:end].clone()
         masks = _of_keys(call.masks, first, end)
         part = replace(call, key=key, value=value, masks=masks, outputs=frozenset(wanted), head_scale=None, average=False, top_k=None)
         parts.append(part)
@@ -126,7 +127,7 @@ def _of_keys(masks: Masks, first: int, end: int) -> Masks:
     """The masks as the keys from `first` on see them, which count from 0."""
 
     def keep(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., first:end]
+        return tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., first:end].clone()
 
     return replace(
         masks,

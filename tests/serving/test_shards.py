@@ -4,6 +4,7 @@ Without the network: what travels is the same `Call` and `Result`.
 """
 
 import asyncio
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +76,15 @@ def test_parts_compute_only_what_is_asked_for(outputs):
     parts = cut(call, 3)
     assert [part.key.shape[1] for part in parts] == [2, 2, 3]
     assert all(("head_outputs" in part.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
+
+
+def test_a_part_travels_without_the_keys_of_the_others():
+    """Pickled, as between machines."""
+    layer = CATALOGUE.make("x", LayerSpec(d_model=6, num_heads=2))
+    request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
+    call = bind(request, layer.spec)
+    whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
+    assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in cut(call, 5))
 
 
 # --- through the engine ------------------------------------------------------------------------------------------------------------------
