@@ -15,7 +15,8 @@
     │   ├── NotReady
     │   ├── Overloaded            the queue is full; `retry_after` seconds may help
     │   ├── DeadlinePassed        the caller's own deadline came before the answer
-    │   └── OutOfMemory           it passed admission, and the memory was not there
+    │   ├── OutOfMemory           it passed admission, and the memory was not there
+    │   └── StorageFull           the disk has no room for the layer
     ├── CallerGone                the caller hung up; counted, and nobody is left to answer
     ├── ServiceFault              ours to mend; the caller learns an id, the log the cause
     ├── Unreachable               only a client raises it: nothing answers there, or the connection broke
@@ -121,6 +122,10 @@ class DeadlinePassed(CapacityError):
 
 class OutOfMemory(CapacityError):
     title = "out of memory"
+
+
+class StorageFull(CapacityError):
+    title = "storage full"
 
 
 class CallerGone(AttendError):

@@ -32,6 +32,7 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port for gRPC beside it (extra `grpc`); none if not set.")
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads for arithmetic; the cores this process may use if not set.")
     workers: int = Field(default=1, ge=1, description="Processes behind the one port, each with its own layers.")
@@ -48,6 +49,8 @@ class Settings(BaseSettings):
     dtype: DType = Field(default="float32", description="Of its weights and arithmetic.")
     matmul_precision: MatmulPrecision = Field(default="highest", description="Of its float32 products; high and medium allow TF32.")
     layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
+
+    layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings a layer.")

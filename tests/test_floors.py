@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": FLOOR_1 | {"wire"},
     "web": FLOOR_1 | {"wire", "serving", "settings"},
     "cli": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings"},
-    "deploy": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings"},
+    "deploy": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings", "cli"},
 }
 THIRD_PARTIES: dict[str, set[str]] = {
     "errors": set(),
@@ -30,9 +30,9 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "settings": {"pydantic", "pydantic_settings"},
     "wire": {"pydantic", "pydantic_core", "orjson", "simdjson", "safetensors"},
     "attention": {"torch", "safetensors", "matplotlib"},
-    "serving": {"torch", "asyncio", "prometheus_client", "structlog"},
+    "serving": {"torch", "asyncio", "prometheus_client", "structlog", "safetensors", "tokenizers"},
     "client": {"httpx", "asyncio", "torch"},
-    "web": {"fastapi", "starlette", "uvicorn", "grpc", "structlog", "opentelemetry"},
+    "web": {"fastapi", "starlette", "uvicorn", "grpc", "grpc_health", "grpc_reflection", "google", "structlog", "opentelemetry"},
 }
 WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the law
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 from live import Server
+from matplotlib.image import imread
 
 from service.settings import Settings, settings_table
 from service.spec import Init
 from service.web.examples import ATTEND, PUT_TINY
+from service.wire.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,10 +50,24 @@ def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
     assert bodies == [PUT_TINY, ATTEND]
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors"])
+def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:
+    """The curl block under /v2 asks for one head of the first example."""
+    command = next(block for block in blocks("sh") if "/v2/" in block).replace("localhost:8000", server.url)
+    shown = json.loads(blocks("json")[0])
+    make = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
+    subprocess.run(["curl", "-sS", *shlex.split(re.split(r"\n(?=curl)", make)[0])[1:]], capture_output=True, check=True)
+
+    done = subprocess.run(["curl", "-sS", *shlex.split(command)[1:]], capture_output=True, text=True, check=True)
+
+    [output] = json.loads(done.stdout)["outputs"]
+    assert output["shape"] == [1, 1, 3, 3]
+    assert output["data"] == [number for row in shown["attention_weights"][1] for number in row]
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors", "triton"])
 def test_a_python_example_runs(server: Server, block: str) -> None:
     """In an interpreter of its own, as pasted."""
-    code = block.replace("http://127.0.0.1:8000", server.url)
+    code = block.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url.removeprefix("http://"))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
@@ -93,3 +111,27 @@ def test_the_inits_are_all_described() -> None:
 def test_the_figures_have_been_filled_in() -> None:
     """No placeholder is left."""
     assert not re.search(r"^[A-Z]{6,}$|FINGERPRINT", README, re.MULTILINE)
+
+
+def test_the_table_of_figures_has_every_field() -> None:
+    """Those a picture may be told, and the kinds there are."""
+    table = README.partition("| field of `figure` |")[2].partition("\n\n")[0]
+    fields = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")}
+
+    assert fields == set(Figure.model_fields)
+    for name in ("kind", "format", "pool", "scale", "colours", "theme"):
+        for value in re.findall(r"'(\w+)'", str(Figure.model_fields[name].annotation)):
+            assert f"`{value}`" in table, value
+
+
+@pytest.mark.checkpoint
+def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
+    """Pixel for pixel, but for what another version of the fonts' renderer makes of letters."""
+    runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))["draw_pictures"](tmp_path)
+
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted({*re.findall(r"docs/(\w+\.png)", README)} - {"page.png"})  # which is a photograph of a browser
+    for name in drawn:
+        ours, committed = imread(tmp_path / name), imread(ROOT / "docs" / name)
+        assert ours.shape == committed.shape
+        assert (np.abs(ours - committed) > 0.02).any(-1).mean() < 0.02

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from service.attention.analysis.question import Question
 from service.attention.masks import Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
@@ -35,6 +36,7 @@ class Call:
     reproducible: bool = False
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
     reduction: Reduction | None = None  # what to take from the weights of `heads` without keeping them; its tensors join the result's
+    question: Question | None = None  # metrics, in place of the outputs
 
     @property
     def selects(self) -> bool:
@@ -54,7 +56,8 @@ class Call:
             if (tensor := getattr(self.masks, name)) is not None
         }
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
-        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
+        question = None if self.question is None else self.question.to(device)
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), question=question, **others)
 
 
 @dataclass(frozen=True, slots=True)

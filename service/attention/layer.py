@@ -79,7 +79,7 @@ class MultiHeadAttention:
 
     def _attend(self, call: Call) -> Result:
         query, key, value = self.projections.project(call)
-        empty = self._empty_rows(call)
+        empty = self.empty_rows(call)
         made: dict[str, Tensor] = {}
         if PROJECTED & call.outputs:
             made |= {f"{name}_projection": t for name, t in zip(PROJECTIONS, (query, key, value), strict=False)}
@@ -108,13 +108,31 @@ class MultiHeadAttention:
             made["output"] = self.projections.project_back(concatenated)
         return made
 
-    def _empty_rows(self, call: Call) -> Tensor | None:
+    def empty_rows(self, call: Call) -> Tensor | None:
         """bool [batch, heads, queries], None where no row lacks a key."""
         (batch, num_queries), k, heads = call.query.shape[:2], call.key.shape[1], self.spec.num_heads
         empty = call.masks.empty_rows(max(1, BLOCK // max(1, batch * heads * k)))
         return None if empty is None or not empty.any() else empty.expand(batch, heads, num_queries)
 
+    def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …], as attention takes them."""
+        set_precision(self.spec.matmul_precision)
+        return self.projections.project(call)
+
+    def project_back(self, concatenated: Tensor) -> Tensor:
+        """[batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]."""
+        return self.projections.project_back(concatenated)
+
     # The way that makes the weights
+
+    def weigh(self, call: Call, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Weights before dropout, a block of query rows at a time: which rows, and [batch, heads, rows, keys].
+
+        `query` and `key` are as `project` returns them. All blocks together take no more memory than the largest.
+        """
+        sinks = self.weights["sinks"].to(self.accumulate)[:, None] if self.spec.sinks else None
+        for rows in _blocks(call.query.shape[0] * self.spec.num_heads * key.shape[2], query.shape[2]):
+            yield rows, self._weights(call, self._scores(call, query[:, :, rows], key, rows), sinks)
 
     def _form(
         self,

@@ -132,12 +132,18 @@ def _cut(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
     return tensor[..., keys] if tensor.shape[3] > 1 else tensor
 
 
-def last_keys(masks: Masks, batch: int) -> Tensor:
-    """[b]: 1 + the highest key that lengths and key masks leave open, 0 if none; where `query_offset: "end"` puts the last query."""
-    open_keys = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
+def open_keys(masks: Masks, batch: int) -> Tensor:
+    """bool [b, k]: the keys that lengths and key masks leave open to any query; the others are padding."""
+    real = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
     j = torch.arange(masks.num_keys, device=masks.positions.device)
     if masks.keys is not None:
-        open_keys &= masks.keys
+        real &= masks.keys
     if masks.lengths is not None:
-        open_keys &= j < masks.lengths.amax(1, keepdim=True) if masks.lengths.shape[1] else False
-    return torch.where(open_keys, j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)
+        real &= j < masks.lengths.amax(1, keepdim=True) if masks.lengths.shape[1] else False
+    return real
+
+
+def last_keys(masks: Masks, batch: int) -> Tensor:
+    """[b]: 1 + the highest key that lengths and key masks leave open, 0 if none; where `query_offset: "end"` puts the last query."""
+    j = torch.arange(masks.num_keys, device=masks.positions.device)
+    return torch.where(open_keys(masks, batch), j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)

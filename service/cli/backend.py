@@ -4,12 +4,13 @@ In process the bytes take the very path that they take in a server, from `Engine
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -20,11 +21,15 @@ from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LayerDocument
+from service.wire.negotiation import SAFETENSORS
+
+if TYPE_CHECKING:
+    from service.serving.engine import Answer  # which loads torch
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The reply to POST /attend as it came, with the headers a client reads (names in lower case)."""
+    """A reply as it came, with the headers a client reads (names in lower case)."""
 
     body: bytes
     headers: Mapping[str, str]
@@ -34,9 +39,14 @@ class Backend(Protocol):
     """What a command can ask. Each method raises from the tree in `service.errors`."""
 
     def attend(self, body: bytes) -> Response: ...
+    def analyse(self, body: bytes) -> Response: ...
     def figure(self, body: bytes) -> bytes: ...
     def layers(self) -> list[LayerDocument]: ...
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument: ...
+    def put_layer_file(
+        self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
+    ) -> LayerDocument: ...
+    def layer_file(self, name: str) -> bytes: ...
     def delete_layer(self, name: str) -> None: ...
 
 
@@ -46,9 +56,16 @@ class ServerBackend:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.layers, self.put_layer, self.delete_layer = client.layers, client.put_layer, client.delete_layer
+        self.put_layer_file, self.layer_file = client.put_layer_file, client.layer_file
 
     def attend(self, body: bytes) -> Response:
-        response = self._client.send(calls.Call("POST", "/attend", body))
+        return self._post("/attend", body)
+
+    def analyse(self, body: bytes) -> Response:
+        return self._post("/attend/analysis", body)
+
+    def _post(self, path: str, body: bytes) -> Response:
+        response = self._client.send(calls.Call("POST", path, body))
         return Response(response.content, response.headers)
 
     def figure(self, body: bytes) -> bytes:
@@ -76,14 +93,22 @@ class EngineBackend:
         self._loop = asyncio.Runner()
         try:
             self._loop.run(self._engine.start(settings.all_layers()))
+            self._engine.shelf.leave_peers()
         except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and settings.layers_dir is not None:
+                raise BadSettings(f"cannot use the folder of layers {settings.layers_dir}: {error.strerror}") from None
             if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, where there is no such device
                 raise BadSettings(f"cannot compute on {settings.device}: {str(error).splitlines()[0]}") from None
             raise
 
     def attend(self, body: bytes) -> Response:
-        answer = self._loop.run(self._engine.attend(self._asked(body)))
+        return self._written(self._loop.run(self._engine.attend(self._asked(body))))
+
+    def analyse(self, body: bytes) -> Response:
+        return self._written(self._loop.run(self._engine.analyse(self._asked(body))))
+
+    def _written(self, answer: "Answer") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
     def figure(self, body: bytes) -> bytes:
@@ -95,6 +120,18 @@ class EngineBackend:
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
         layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
         return layer.document()
+
+    def put_layer_file(
+        self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
+    ) -> LayerDocument:
+        from service.serving.loading import Source
+
+        source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
+        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(file, SAFETENSORS), source))
+        return layer.document()
+
+    def layer_file(self, name: str) -> bytes:
+        return b"".join(self._loop.run(self._engine.export_layer(name)))
 
     def delete_layer(self, name: str) -> None:
         self._loop.run(self._engine.delete_layer(name))
@@ -113,7 +150,10 @@ def open_backend(url: str | None, config: Path | None, flags: Mapping[str, Any])
         with Client(url) as client:
             yield ServerBackend(client)
         return
-    backend = EngineBackend(read_settings(dict(flags), config))
+    settings = read_settings(dict(flags), config)
+    if "layers_dir" not in flags:  # what a command tries out is not to be kept
+        settings = settings.model_copy(update={"layers_dir": None})
+    backend = EngineBackend(settings)
     try:
         yield backend
     finally:

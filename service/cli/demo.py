@@ -18,8 +18,8 @@ from service.cli.child import NotStarted, child_server
 from service.cli.exits import complain, reported
 from service.cli.infer import headline
 from service.cli.links import links_table
-from service.cli.words import NoModel, Sentence, hash_words, read_minilm
 from service.client import AttendResult, Client, calls
+from service.serving.words import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
 
 EPILOG = 'Example: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"'
@@ -112,7 +112,7 @@ def _write(read: Sentence, folder: Path) -> _Files:
 def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, float]:
     """The answer, and the seconds it took from here to the server and back, on a connection that is open."""
     if files.layer is not None:
-        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes()))
+        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes(), repeat="unbegun"))
     call = calls.Call("POST", "/attend", files.request.read_bytes(), calls.read_attend)
     client.send(call)
     started = time.perf_counter()

@@ -9,7 +9,7 @@ import typer
 from service.cli.backend import open_backend
 from service.cli.exits import complain, reported
 from service.cli.flags import Config, Url, with_settings
-from service.cli.infer import File, read_body
+from service.cli.infer import File, read_file
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
 
@@ -48,7 +48,7 @@ def figure(
     if output.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
     said = {"kind": kind, "theme": theme, "heads": head or None, "title": title, "width": width, "format": FORMATS[output.suffix.lower()]}
-    body = _with_figure(read_body("figure", file), {name: value for name, value in said.items() if value is not None})
+    body = _with_figure(read_file("figure", file), {name: value for name, value in said.items() if value is not None})
     with reported("figure"), open_backend(url, config, flags) as backend:
         drawn = backend.figure(body)
     try:

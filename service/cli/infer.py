@@ -33,7 +33,7 @@ def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config =
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
-    body = read_body("infer", file)
+    body = read_file("infer", file)
     with reported("infer"), open_backend(url, config, flags) as backend:
         response = backend.attend(body)
     if as_json:
@@ -42,8 +42,8 @@ def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config =
         _show(response)
 
 
-def read_body(command: str, file: str) -> bytes:
-    """The file's bytes, or those of standard input; ends the command where there are none."""
+def read_file(command: str, file: str) -> bytes:
+    """The bytes of a file, or of standard input for -. Ends the command where there are none."""
     try:
         return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:

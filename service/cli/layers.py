@@ -1,29 +1,50 @@
-"""`attend layers`: what a server holds, or what it would hold with these settings."""
+"""`attend layers`: what a server holds, or what it would hold with these settings; and layers in and out of it as safetensors files.
 
+`add`, `export` and `remove` work on a server (`--url`) or on the folder that keeps its layers (`--layers-dir`); a server that runs on that
+folder follows.
+"""
+
+import json
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from service.cli.backend import open_backend
-from service.cli.exits import reported
-from service.cli.flags import AsJson, Config, Url, with_settings
+from service.cli.backend import Backend, open_backend
+from service.cli.exits import complain, reported
+from service.cli.flags import ENGINE_FIELDS, AsJson, Config, Url, with_settings
 from service.wire.documents import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 
-attend layers --d-model 512 --num-heads 8 --json"""
+attend layers --d-model 512 --num-heads 8 --json
+
+attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"num_heads": 12}' --url http://127.0.0.1:8000"""
+
+Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=False)]
+Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
+Folder = Annotated[Path | None, typer.Option(help="The folder that keeps layers, if no server is named.", show_default=False)]
 
 
 def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(layers))
+    """Adds the command and those below it."""
+    group = typer.Typer(rich_markup_mode="rich")
+    group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers, (*ENGINE_FIELDS, "layers_dir")))
+    for command in (add, export, remove):
+        group.command()(command)
+    app.add_typer(group, name="layers")
 
 
-def layers(url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+def layers(context: typer.Context, url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
+    if context.invoked_subcommand is not None:
+        return
     with reported("layers"), open_backend(url, config, flags) as backend:
         held = backend.layers()
     if as_json:
@@ -32,13 +53,82 @@ def layers(url: Url = None, as_json: AsJson = False, config: Config = None, **fl
         Console().print(_table(held))
 
 
+def add(
+    name: Name,
+    file: Annotated[Path, typer.Argument(help="safetensors: what export wrote, or a checkpoint.", exists=True, dir_okay=False)],
+    layout: Annotated[str | None, typer.Option(help="Whose names a checkpoint has, if they do not tell.", show_default=False)] = None,
+    prefix: Annotated[str | None, typer.Option(help="Which layer of a checkpoint, if it has several.", show_default=False)] = None,
+    spec: Annotated[str | None, typer.Option(help="JSON: what tensors do not tell, as num_heads.", show_default=False)] = None,
+    url: Server = None,
+    layers_dir: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add or replace a layer from a safetensors file."""
+    fields = _object(spec)
+    with _opened("add", url, layers_dir) as backend:
+        layer = backend.put_layer_file(name, file.read_bytes(), layout=layout, prefix=prefix, spec=fields)
+    if as_json:
+        sys.stdout.write(layer.model_dump_json() + "\n")
+    else:
+        Console().print(_table([layer]))
+
+
+def export(
+    name: Name,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.", dir_okay=False, show_default=False)],
+    url: Server = None,
+    layers_dir: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a layer to a safetensors file: canonical names, its spec in the metadata."""
+    with _opened("export", url, layers_dir) as backend:
+        body = backend.layer_file(name)
+    try:
+        output.write_bytes(body)
+    except OSError as error:
+        complain("layers export", f"cannot write {output}: {error.strerror}")
+        raise typer.Exit(1) from None
+    _tell({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
+
+
+def remove(name: Name, url: Server = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
+    """Remove a layer."""
+    with _opened("remove", url, layers_dir) as backend:
+        backend.delete_layer(name)
+    _tell({"removed": name}, f"{name} is gone", as_json)
+
+
+@contextmanager
+def _opened(command: str, url: str | None, layers_dir: Path | None) -> Iterator[Backend]:
+    if (url is None) == (layers_dir is None):
+        raise typer.BadParameter("either --url or --layers-dir says where the layer is to be")
+    with reported(f"layers {command}"), open_backend(url, None, {"layers_dir": layers_dir}) as backend:
+        yield backend
+
+
+def _object(text: str | None) -> Mapping[str, Any] | None:
+    try:
+        value = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--spec is no JSON: {error}") from None
+    if value is not None and not isinstance(value, dict):
+        raise typer.BadParameter('--spec is a JSON object, as {"num_heads": 12}')
+    return value
+
+
+def _tell(document: Mapping[str, Any], words: str, as_json: bool) -> None:
+    typer.echo(json.dumps(document) if as_json else words)
+
+
 def _table(held: list[LayerDocument]) -> Table:
-    table = Table("layer", "d_model", "heads", "dtype", "init", "seed", "parameters", "device", "fingerprint")
+    """Fits 80 columns; longer names are folded. What else there is to know stands in the JSON."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("layer", overflow="fold")
+    for title in ("d_model", "heads", "dtype", "weights", "parameters", "fingerprint"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("d_model", "heads", "parameters") else "left")
     for layer in held:
         spec = layer.spec
-        drawn = ["given", ""] if spec.init is None else [spec.init, str(spec.seed)]
-        table.add_row(
-            *[layer.name, str(spec.d_model), str(spec.num_heads), spec.dtype, *drawn],
-            *[f"{layer.parameters:,}", layer.device, layer.fingerprint[:12]],
-        )
+        heads = str(spec.num_heads) if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
+        drawn = "given" if spec.init is None else f"{spec.init} {spec.seed}"
+        table.add_row(layer.name, str(spec.d_model), heads, spec.dtype, drawn, f"{layer.parameters:,}", layer.fingerprint[:8])
     return table

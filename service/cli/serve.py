@@ -5,6 +5,7 @@ import socket
 import ssl
 from contextlib import suppress
 from importlib.util import find_spec
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -64,6 +65,9 @@ def _check_files(settings: Settings) -> None:
     try:
         if settings.keys_file is not None:
             read_keys(settings.keys_file)
+        if settings.layers_dir is not None:
+            settings.layers_dir.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=settings.layers_dir).close()
         if settings.tls_cert is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
     except BadKeys as error:
@@ -71,11 +75,14 @@ def _check_files(settings: Settings) -> None:
     except ssl.SSLError as error:
         message = f"--tls-cert and --tls-key: no certificate and its key ({error.reason or error})"
     except OSError as error:
-        message = f"cannot read {error.filename or 'the certificate'}: {error.strerror}"
+        message = f"cannot use {error.filename or 'the certificate'}: {error.strerror}"
     else:
-        if not settings.telemetry or find_spec("opentelemetry") is not None:
+        if settings.telemetry and find_spec("opentelemetry") is None:
+            message = "--telemetry needs more packages: pip install 'attend[serve,otel]'"
+        elif settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
+            message = "--grpc-port needs more packages: pip install 'attend[serve,grpc]'"
+        else:
             return
-        message = "--telemetry needs the extra: pip install 'attend[otel]'"
     typer.echo(f"attend serve: {message}", err=True)
     raise typer.Exit(2)
 

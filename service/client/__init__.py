@@ -11,8 +11,19 @@ keys. `service.client.remote` has a torch module that computes here; nothing els
 from service.client.async_client import AsyncClient
 from service.client.client import Client
 from service.client.merge import merge
-from service.client.result import AttendResult, TopWeights
+from service.client.result import AnalysisResult, AttendResult, TopWeights
 from service.client.retries import Retries
 from service.errors import BadReply, TimedOut, Unreachable
 
-__all__ = ["AsyncClient", "AttendResult", "BadReply", "Client", "Retries", "TimedOut", "TopWeights", "Unreachable", "merge"]
+__all__ = [
+    "AnalysisResult",
+    "AsyncClient",
+    "AttendResult",
+    "BadReply",
+    "Client",
+    "Retries",
+    "TimedOut",
+    "TopWeights",
+    "Unreachable",
+    "merge",
+]

@@ -4,7 +4,8 @@ Arrays are written and read where the event loop runs: moving megabytes of memor
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,11 +16,13 @@ from service.client import calls
 from service.client.calls import Call
 from service.client.connection import options
 from service.client.failures import connection_failure
-from service.client.result import AttendResult
+from service.client.result import AnalysisResult, AttendResult
 from service.client.retries import Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
+from service.tensors import Array
 from service.wire.documents import LayerDocument, Plan
+from service.wire.safetensors_form import read_tensors
 
 T = TypeVar("T")
 
@@ -56,6 +59,19 @@ class AsyncClient:
     ) -> AttendResult:
         """As `Client.attend`."""
         return await self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}))
+
+    async def analysis(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: str = "default",
+        metrics: Sequence[str] | None = None,
+        **fields: Any,
+    ) -> AnalysisResult:
+        """As `Client.analysis`."""
+        return await self.ask(calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields}))
 
     async def plan(
         self,
@@ -99,6 +115,27 @@ class AsyncClient:
         """As `Client.put_layer`."""
         return await self.ask(calls.put_layer(name, spec, weights))
 
+    async def put_layer_file(
+        self,
+        name: str,
+        file: bytes | str | Path,
+        *,
+        layout: str | None = None,
+        prefix: str | None = None,
+        spec: Mapping[str, Any] | None = None,
+    ) -> LayerDocument:
+        """As `Client.put_layer_file`."""
+        body = file if isinstance(file, bytes) else await asyncio.to_thread(Path(file).read_bytes)
+        return await self.ask(calls.put_layer_file(name, body, layout, prefix, spec))
+
+    async def layer_file(self, name: str) -> bytes:
+        """As `Client.layer_file`."""
+        return await self.ask(calls.layer_file(name))
+
+    async def layer_weights(self, name: str) -> dict[str, Array]:
+        """As `Client.layer_weights`."""
+        return read_tensors(await self.layer_file(name))[0]
+
     async def delete_layer(self, name: str) -> None:
         """As `Client.delete_layer`."""
         await self.ask(calls.delete_layer(name))
@@ -119,7 +156,7 @@ class AsyncClient:
                 return call.read(await self.send(call))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return await self.ask(call.plain())
+        return await self.ask(call.in_json())
 
     async def send(self, call: Call[Any]) -> httpx.Response:
         """As `Client.send`."""

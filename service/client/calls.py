@@ -2,18 +2,20 @@
 `Client` and `AsyncClient` share one description of each; who sends, and when, is not their business.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
 
 from service.client.failures import refusal
-from service.client.result import AttendResult, read_result
+from service.client.result import AnalysisResult, AttendResult, read_metrics, read_result
 from service.errors import BadReply, InvalidRequest, MalformedBody, RequestError
 from service.spec import LayerSpec
+from service.wire.analysis import AnalysisRequest
 from service.wire.answer import decode_document
 from service.wire.documents import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
 from service.wire.figure import FigureRequest
@@ -52,6 +54,10 @@ class Call(Generic[T]):
     def headers(self) -> dict[str, str]:
         return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
 
+    def in_json(self) -> "Call[T]":
+        """The call for whoever takes nothing else; itself where it is so already."""
+        return self if self.plain is None else self.plain()
+
 
 def attend(fields: Mapping[str, Any]) -> Call[AttendResult]:
     """POST /attend, in safetensors: no form is faster at either end. A reply whose form is asked for, or its decimals, comes in JSON.
@@ -82,14 +88,25 @@ def _once(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
+def analysis(fields: Mapping[str, Any]) -> Call[AnalysisResult]:
+    """POST /attend/analysis, with tensors in safetensors; the reply is JSON, in forms that keep datatypes unless others are asked for."""
+    fields = _exact(fields)
+
+    def plain() -> Call[AnalysisResult]:
+        return Call("POST", "/attend/analysis", encode_request(fields, AnalysisRequest.tensors), read_analysis, accept=JSON)
+
+    body = encode_tensors(_once(fields), AnalysisRequest.tensors)
+    return Call("POST", "/attend/analysis", body, read_analysis, SAFETENSORS, JSON, plain=plain)
+
+
 def plan(fields: Mapping[str, Any]) -> Call[Plan]:
-    """POST /attend/plan. Of queries, keys, values and biases only the shape is sent, since nothing is computed."""
+    """POST /attend/plan. Of the large tensors only the shape is sent, since nothing is computed; `metrics` make it an analysis."""
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
-        for name in ("query", "key", "value", "bias")
+        for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
-    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AttendRequest.tensors), read_plan)
+    return Call("POST", "/attend/plan", encode_request({**fields, **shapes}, AnalysisRequest.tensors), read_plan)
 
 
 def figure(fields: Mapping[str, Any], figure: Mapping[str, Any]) -> Call[bytes]:
@@ -129,6 +146,18 @@ def ready() -> Call[httpx.Response]:
     return Call("GET", "/health/ready", repeat="never")
 
 
+def put_layer_file(name: str, body: bytes, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None) -> Call[LayerDocument]:
+    """PUT /layers/{name} with safetensors."""
+    given = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
+    query = urlencode({key: value for key, value in given.items() if value is not None})
+    return Call("PUT", layer_path(name) + (f"?{query}" if query else ""), body, read_layer, SAFETENSORS, repeat="unbegun")
+
+
+def layer_file(name: str) -> Call[bytes]:
+    """GET /layers/{name}/weights."""
+    return Call("GET", f"{layer_path(name)}/weights", None, _bytes)
+
+
 def layer_path(name: str) -> str:
     """/layers/{name}, whatever the name is made of."""
     return f"/layers/{quote(name, safe='')}"
@@ -156,6 +185,14 @@ def read_ready(response: httpx.Response) -> bool:
     return response.status_code == 200
 
 
+def read_analysis(response: httpx.Response) -> AnalysisResult:
+    """What POST /attend/analysis answered. Raises BadReply where it is not that."""
+    try:
+        return read_metrics(response.content)
+    except (MalformedBody, KeyError, TypeError) as error:
+        raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
+
+
 def read_plan(response: httpx.Response) -> Plan:
     """What POST /attend/plan answered."""
     return _read(Plan, response)
@@ -173,6 +210,13 @@ def read_layers(response: httpx.Response) -> list[LayerDocument]:
 
 def _bytes(response: httpx.Response) -> bytes:
     return response.content
+
+
+def _exact(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, asking for forms that keep dtypes where they do not ask for one."""
+    reply = dict(fields.get("reply") or {})
+    reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
+    return {**fields, "reply": reply}
 
 
 def _read(model: type[Model], response: httpx.Response) -> Model:

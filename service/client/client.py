@@ -3,7 +3,8 @@ when it is said again in `retries.py`. `AsyncClient` is the same for code that d
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,11 +15,13 @@ from service.client import calls
 from service.client.calls import Call
 from service.client.connection import options
 from service.client.failures import connection_failure
-from service.client.result import AttendResult
+from service.client.result import AnalysisResult, AttendResult
 from service.client.retries import Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
+from service.tensors import Array
 from service.wire.documents import LayerDocument, Plan
+from service.wire.safetensors_form import read_tensors
 
 T = TypeVar("T")
 
@@ -69,6 +72,23 @@ class Client:
         """
         return self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}))
 
+    def analysis(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: str = "default",
+        metrics: Sequence[str] | None = None,
+        **fields: Any,
+    ) -> AnalysisResult:
+        """What each head does: `metrics` by name, or the cheap ones that the arguments give enough for.
+
+        `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. What is not defined is NaN; an
+        index that is not there is -1.
+        """
+        return self.ask(calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields}))
+
     def plan(
         self,
         query: ArrayLike | Mapping[str, Any],
@@ -113,6 +133,31 @@ class Client:
         """Makes or replaces a layer: drawn by the spec's `init` and `seed`, or with these weights under their canonical names."""
         return self.ask(calls.put_layer(name, spec, weights))
 
+    def put_layer_file(
+        self,
+        name: str,
+        file: bytes | str | Path,
+        *,
+        layout: str | None = None,
+        prefix: str | None = None,
+        spec: Mapping[str, Any] | None = None,
+    ) -> LayerDocument:
+        """Makes or replaces a layer from safetensors, by path or as bytes: what `layer_file` gave, or a checkpoint.
+
+        Of a checkpoint one layer is taken: `prefix` names it where there are several, `layout` says whose names they are where those do
+        not tell, `spec` what tensors cannot tell (`{"num_heads": 12}`).
+        """
+        body = file if isinstance(file, bytes) else Path(file).read_bytes()
+        return self.ask(calls.put_layer_file(name, body, layout, prefix, spec))
+
+    def layer_file(self, name: str) -> bytes:
+        """A layer as safetensors: its weights under their canonical names, its spec in the metadata."""
+        return self.ask(calls.layer_file(name))
+
+    def layer_weights(self, name: str) -> dict[str, Array]:
+        """A layer's weights by canonical name, in its dtype; read-only, over the memory of the reply."""
+        return read_tensors(self.layer_file(name))[0]
+
     def delete_layer(self, name: str) -> None:
         """Removes a layer."""
         self.ask(calls.delete_layer(name))
@@ -133,7 +178,7 @@ class Client:
                 return call.read(self.send(call))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return self.ask(call.plain())
+        return self.ask(call.in_json())
 
     def send(self, call: Call[Any]) -> httpx.Response:
         """Sends any call. Raises the refusal where the response is one."""

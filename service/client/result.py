@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.tensors import Array
-from service.wire.answer import decode_binary_reply, decode_reply
+from service.wire.answer import decode_binary_reply, decode_metrics, decode_reply
 from service.wire.documents import LayerReference
 from service.wire.negotiation import SAFETENSORS
 
@@ -50,6 +50,31 @@ class AttendResult(Mapping[str, Any]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(getattr(tensor, 'values', tensor).shape)}" for name, tensor in self.tensors.items())
         return f"AttendResult({shapes}; layer {self.layer.name!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisResult(Mapping[str, Any]):
+    """The metrics asked for: `result["entropy"]`; an array, or a dictionary of parts, of which those named `…_words` are lists."""
+
+    metrics: dict[str, Any]
+    layer: LayerReference
+    fully_masked_rows: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+
+def read_metrics(body: bytes) -> AnalysisResult:
+    """The metrics that a reply to POST /attend/analysis holds. Raises MalformedBody where it is none."""
+    reply = decode_metrics(body)
+    layer = LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
+    return AnalysisResult(reply.metrics or {}, layer, reply.fully_masked_rows)
 
 
 def read_result(body: bytes, headers: Mapping[str, str]) -> AttendResult:

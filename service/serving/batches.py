@@ -93,7 +93,8 @@ def kinship(layer: HeldLayer, call: Call) -> Any:
     A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where the
     scores are of such size that softmax would turn that rounding into more than the answers may differ by, the call is not stacked.
     """
-    if call.dropout is not None or call.reproducible or call.output_gradient is not None or _magnifies(layer, call):
+    alone = call.dropout is not None or call.reproducible or call.output_gradient is not None or call.question is not None
+    if alone or _magnifies(layer, call):
         return None
     masks = call.masks
     return (

@@ -51,6 +51,9 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
     def find(self, name: str) -> HeldLayer:
         """The layer of that name. Raises LayerNotFound with the names there are."""
         if (layer := self._layers.get(name)) is None:

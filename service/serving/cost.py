@@ -4,6 +4,7 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -104,7 +105,8 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    return Cost(outputs, operations, scores, memory, _reply_bytes(asking, spec, outputs), b, h * q * k)
+    size_of = reply_bytes(asking.form, asking.decimals, outputs, lambda name: wire_datatype(name, asking.datatype, spec))
+    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -174,15 +176,16 @@ def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
-def _reply_bytes(asking: Asking, spec: LayerSpec, outputs: dict[str, tuple[int, ...]]) -> int:
+def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
+    """Of tensors of these shapes in that form; `datatype` tells each one's V2 name."""
     total = 200
     for name, shape in outputs.items():
-        size = DATATYPES[wire_datatype(name, asking.datatype, spec)].size
+        size = DATATYPES[datatype(name)].size
         count = math.prod(shape)
-        if asking.form == "base64":
+        if form == "base64":
             total += 80 + 4 * math.ceil(count * size / 3)
-        elif asking.decimals is not None:
-            total += count * min(asking.decimals + 4, TEXT_BYTES[size])
+        elif decimals is not None:
+            total += count * min(decimals + 4, TEXT_BYTES[size])
         else:
             total += count * TEXT_BYTES[size]
     return total

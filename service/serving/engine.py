@@ -21,12 +21,13 @@ import torch
 
 from service.attention.call import Result
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem, TooLarge
-from service.serving import cost
+from service.serving import analysis, cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
 from service.serving.easel import Easel
+from service.serving.folder import LayerFolder
 from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
@@ -38,9 +39,10 @@ from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import DATATYPES, Array
+from service.wire.analysis import AnalysisRequest
 from service.wire.arrays import Kind
 from service.wire.compression import pack, unpack
-from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
+from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
 from service.wire.figure import FigureRequest
 from service.wire.forms import FORMS, Form
 from service.wire.limits import WireLimits
@@ -49,6 +51,7 @@ from service.wire.refusals import validate
 from service.wire.reply import Buffer, Reply
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
 STATM = Path("/proc/self/statm")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
@@ -87,11 +90,17 @@ class Engine:
     """Everything between bytes and bytes, for one process."""
 
     def __init__(
-        self, catalogue: Catalogue, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: cost.ServingLimits
+        self,
+        catalogue: Catalogue,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        wire_limits: WireLimits,
+        limits: cost.ServingLimits,
+        folder: LayerFolder | None = None,
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler, scheduler.clock)
-        self.shelf = Shelf(catalogue, self.pulse, metrics)
+        self.shelf = Shelf(catalogue, self.pulse, metrics, folder)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
@@ -171,9 +180,16 @@ class Engine:
 
     async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
+        return await self._answer(asked, AttendRequest)
+
+    async def analyse(self, asked: Asked) -> Answer:
+        """POST /attend/analysis: the same line, with the metrics in place of the outputs."""
+        return await self._answer(asked, AnalysisRequest)
+
+    async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside(self._bound, asked) if large else self._bound(asked)
+        bound = await self._aside(self._bound, asked, document) if large else self._bound(asked, document)
         phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
         try:
             outcome = await self._computed(bound, asked)
@@ -188,33 +204,38 @@ class Engine:
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
         statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
-        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": request.outputs}
+        wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
+        about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketch = await self._aside(self._sketched, asked)
-        bound, phases = sketch.bound, Phases(decode=self.clock() - started)
+        sketched = await self._aside(self._sketched, asked)
+        bound, phases = sketched.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        picture = await self.easel.draw(sketch, outcome.result, asked.deadline, asked.gone)
-        phases.encode = self.clock() - started
-        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        if sketched.form == "png":
+            asked.reply_coding = ""  # it is packed as it is
+        picture = await self.easel.draw(sketched, outcome.result, asked.deadline, asked.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
-        return Answer(pieces, phases, {**about, "figure": sketch.subject.kind, "format": sketch.form}, sketch.media_type)
+        if asked.reply_coding:
+            pieces = await self._aside(pack, pieces, asked.reply_coding)
+        phases.encode = self.clock() - started
+        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        return Answer(pieces, phases, {**about, "figure": sketched.subject.kind, "format": sketched.form}, sketched.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, asked, True)
-        predicted = cost.predict(request, layer.spec)
+        request, layer = await self._aside(self._fitted, asked, None, True)
+        predicted = predict(request, layer.spec)
         problems, _ = self._refusals(request, predicted)
         outputs = {}
         for name, shape in predicted.outputs.items():
-            datatype = cost.wire_datatype(name, request.reply.datatype, layer.spec)
+            datatype = _datatype(name, request, layer.spec)
             size = DATATYPES[datatype].size
             for length in shape:
                 size *= length
@@ -231,11 +252,19 @@ class Engine:
 
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()))
+        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()), asked.deadline)
 
-    async def delete_layer(self, name: str) -> None:
+    async def read(self, asked: Asked, model: type[D]) -> D:
+        """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
+        return validate(model, await self._aside(self._parsed, asked, model.tensors))
+
+    async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
+        """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
+        return await self.shelf.put(name, lambda: (spec, weights))
+
+    async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
-        await self.shelf.remove(name)
+        await self.shelf.remove(name, deadline)
         self.statistics.pop(name, None)
 
     async def export_layer(self, name: str) -> list[Buffer]:
@@ -267,22 +296,29 @@ class Engine:
         document = validate(PutLayer, self._parsed(asked, PutLayer.tensors))
         return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
 
-    def _fitted(self, asked: Asked, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
-        request = validate(AttendRequest, self._parsed(asked, AttendRequest.tensors, shapes_alone))
+    def _fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
+        """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
+        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
+        request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
+        if isinstance(request, AnalysisRequest):
+            analysis.fit(request, layer.spec)
         return request, layer
 
-    def _bound(self, asked: Asked) -> "Bound":
-        request, layer = self._fitted(asked)
-        predicted = cost.predict(request, layer.spec)
+    def _bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> "Bound":
+        request, layer = self._fitted(asked, document)
+        predicted = predict(request, layer.spec)
         problems, in_parts = self._refusals(request, predicted)
         if problems:
             raise TooLarge(problems=problems)
-        return Bound(request, layer, bind(request, layer.spec), predicted, in_parts)
+        call = bind(request, layer.spec)
+        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        return Bound(request, layer, call, predicted, in_parts)
 
     def _refusals(self, request: AttendRequest, predicted: cost.Cost) -> tuple[list[Problem], bool]:
-        return refusals(request, predicted, self.limits, 0 if self.shards is None else self.shards.count)
+        whole = isinstance(request, AnalysisRequest)  # metrics see all keys of a row at once
+        return refusals(request, predicted, self.limits, 0 if self.shards is None or whole else self.shards.count)
 
     async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
@@ -330,8 +366,23 @@ def refuse_empty(bound: Bound, result: Result) -> None:
         raise masked_rows(first)
 
 
+def predict(request: AttendRequest, spec: LayerSpec) -> cost.Cost:
+    """The cost of a request that fits the layer."""
+    if not isinstance(request, AnalysisRequest):
+        return cost.predict(request, spec)
+    plain = request.model_copy(update={"outputs": ["output"], "select": None})
+    return analysis.predict(request, spec, cost.predict(plain, spec))
+
+
+def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
+    kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
+    return kind or cost.wire_datatype(name, request.reply.datatype, spec)
+
+
 def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
     """The result under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
+    if isinstance(request, AnalysisRequest):
+        return analysis.reply_of(request, layer, result)
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
     tensors: dict[str, Any] = {}
     for name in request.outputs:
@@ -346,8 +397,13 @@ def open_engine(
     limits: cost.ServingLimits,
     queue: QueueLimits | None = None,
     batch: BatchLimits | None = None,
+    layers_dir: Path | None = None,
 ) -> Engine:
-    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none."""
+    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none.
+
+    With `layers_dir` the layers that are put are kept there, and those that are there are held once it starts.
+    """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     metrics = Metrics()
-    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits)
+    folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
+    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits, folder)

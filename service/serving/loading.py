@@ -19,7 +19,7 @@ from service.wire.refusals import validate
 from service.wire.reply import Buffer
 from service.wire.safetensors_form import read_tensors, write_tensors
 
-SPEC = "spec"
+SPEC, FINGERPRINT = "spec", "fingerprint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,21 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
     return given_weights(validate(LayerSpec, _object(metadata[SPEC]), "/spec")), tensors
 
 
+def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
+    """Spec, weights and fingerprint of a file that this service keeps; "" where it names none. Raises as `read_layer_file` does."""
+    tensors, metadata = read_tensors(body)
+    if SPEC not in metadata:
+        raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
+    return validate(LayerSpec, _object(metadata[SPEC]), "/spec"), tensors, metadata.get(FINGERPRINT, "")
+
+
 def given_weights(spec: LayerSpec) -> LayerSpec:
     """The spec of a layer whose weights were not drawn: without an init, and so without a seed."""
     return spec.model_copy(update={"init": None, "seed": None})
 
 
 def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
-    """The layer as safetensors, in pieces: canonical names, its spec and what else is to be said in the metadata."""
+    """The layer as safetensors, in pieces: canonical names, its spec and `more` in the metadata."""
     return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
 
 

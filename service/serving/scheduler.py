@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from service.attention.analysis.measure import measure
 from service.attention.call import Call, Result
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem, ServiceFault
 from service.serving.batches import BatchLimits, Entry, halves, split, stack, take
@@ -212,7 +213,8 @@ class Scheduler:
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
         operations = sum(entry.cost.operations for entry in batch)
-        if self.device.type == "cpu" and operations <= INLINE_OPERATIONS and not self.limits.delay:
+        small = operations <= INLINE_OPERATIONS and batch[0].call.question is None  # metrics are many small steps
+        if self.device.type == "cpu" and small and not self.limits.delay:
             self._finish(loop, compute(batch, self.clock, self.metrics.split))
         else:
             self._busy = True
@@ -267,16 +269,20 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
 
 
 def run(layer: HeldLayer, call: Call) -> Result:
-    """The call through its layer. A reproducible one takes one thread, whatever the server was given."""
+    """The call through its layer, or its metrics. A reproducible one takes one thread, whatever the server was given."""
     call = call.to(layer.attention.device)
     if not call.reproducible:
-        return layer.attention(call)
+        return _answer(layer, call)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return layer.attention(call)
+        return _answer(layer, call)
     finally:
         torch.set_num_threads(threads)
+
+
+def _answer(layer: HeldLayer, call: Call) -> Result:
+    return layer.attention(call) if call.question is None else measure(layer.attention, call)
 
 
 def _on_cpu(result: Result) -> Result:
@@ -296,7 +302,7 @@ def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -
 
 
 def _too_late() -> DeadlinePassed:
-    return DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer")
+    return DeadlinePassed("the deadline of the caller passed before there was an answer")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

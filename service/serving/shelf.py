@@ -1,4 +1,4 @@
-"""How what is held changes: layers are made and warmed, one change at a time, on a thread of its own. Knows no bytes and no HTTP.
+"""How what is held changes: layers are made and warmed, one change at a time, on a thread of its own, and kept in a folder if there is one.
 
 Reading, casting and hashing take neither the event loop, nor the threads that decode requests, nor the device; only choosing the products
 and the first call of a new layer do. The old layer serves until the new one can.
@@ -9,42 +9,139 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import structlog
+
+from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady
 from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.folder import LayerFolder, Stamp
 from service.serving.metrics import Metrics
 from service.serving.pulse import Pulse
 from service.spec import LayerSpec
 from service.tensors import Array
 
 T = TypeVar("T")
+log = structlog.get_logger("attend")
+INTERVAL = 0.1  # seconds between two looks at a folder that others may have changed
+PATIENCE = 30.0  # seconds for which a change waits for others to follow
 Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
 class Shelf:
     """Puts layers into a catalogue, and takes them out."""
 
-    def __init__(self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics) -> None:
-        self.catalogue, self.pulse, self.metrics = catalogue, pulse, metrics
+    def __init__(self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics, folder: LayerFolder | None = None) -> None:
+        self.catalogue, self.pulse, self.metrics, self.folder = catalogue, pulse, metrics, folder
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._configured: frozenset[str] = frozenset()
+        self._stamps: dict[str, Stamp] = {}  # of the files that have been looked into, whether they held a layer or not
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self, specs: Mapping[str, LayerSpec]) -> None:
-        """Makes and warms the configured layers."""
+        """Makes and warms the configured layers, then those of the folder, which is followed from then on. Raises OSError without one."""
+        self._configured = frozenset(specs)
         for name, spec in specs.items():
             self._hold(await self._made(name, spec, None))
+        if self.folder is not None:
+            await self.aside(self.folder.open)
+            await self._follow(self.folder)
+            self._following = asyncio.get_running_loop().create_task(self._keep_following(self.folder))
 
-    async def put(self, name: str, read: Read) -> tuple[HeldLayer, bool]:
-        """Holds what `read` gives, and tells whether the name is new. Raises what reading raises, InvalidRequest or TooLarge."""
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
+        """Holds what `read` gives, and tells whether the name is new. With a folder it is kept there, and all who share it have followed.
+
+        Raises what reading raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_followed` does.
+        """
+        self._demand_own(name)
+        change = 0
         async with self._changing:
             layer = await self._made(name, *await self.aside(read))
-            return layer, self._hold(layer)
+            if self.folder is not None:
+                change, self._stamps[name] = await self.aside(self.folder.write, layer)
+            new = self._hold(layer)
+        await self._followed(change, deadline)
+        return layer, new
 
-    async def remove(self, name: str) -> None:
-        """Raises LayerNotFound."""
+    async def remove(self, name: str, deadline: float | None = None) -> None:
+        """Raises LayerNotFound, LayerConflict, or as `_followed` does."""
+        self._demand_own(name)
+        change = 0
         async with self._changing:
+            self.catalogue.find(name)
+            if self.folder is not None:
+                change = await self.aside(self.folder.remove, name)
+                self._stamps.pop(name, None)
             self._drop(name)
+        await self._followed(change, deadline)
+
+    def leave_peers(self) -> None:
+        """Others do not wait any more for this process to follow; for one whose event loop stands still most of the time."""
+        if self.folder is not None:
+            self.folder.close()
 
     def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         self._thread.shutdown()
+        if self.folder is not None:
+            self.folder.close()
+
+    def _demand_own(self, name: str) -> None:
+        """Raises LayerConflict for a configured layer where a folder keeps the others: a restart would bring the configured one back."""
+        if self.folder is not None and name in self._configured:
+            raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
+
+    async def _followed(self, change: int, deadline: float | None) -> None:
+        """Returns once all who share the folder have followed. Raises DeadlinePassed, or NotReady when patience is at its end."""
+        if self.folder is None:
+            return
+        patience = self.pulse.clock() + PATIENCE
+        while behind := await self.aside(self.folder.peers.behind, change):
+            now = self.pulse.clock()
+            if now > min(patience, deadline or patience):
+                what = f"the change is stored, but {behind} of the processes that share the folder have not followed yet"
+                raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
+            await asyncio.sleep(INTERVAL / 4)
+
+    async def _keep_following(self, folder: LayerFolder) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            try:
+                await self._follow(folder)
+            except OSError as error:
+                log.error("folder of layers unreadable", error=str(error))
+
+    async def _follow(self, folder: LayerFolder) -> None:
+        """Makes what is held what the folder holds, and tells the others."""
+        async with self._changing:
+            changes, stamps = await self.aside(folder.look)
+            for name in [name for name in self._stamps if name not in stamps]:
+                del self._stamps[name]
+                if name not in self._configured and name in self.catalogue:
+                    self._drop(name)
+            for name, stamp in stamps.items():
+                if self._stamps.get(name) != stamp:
+                    self._stamps[name] = stamp
+                    await self._take(folder, name)
+            folder.peers.acknowledge(changes)
+
+    async def _take(self, folder: LayerFolder, name: str) -> None:
+        """Holds a layer of the folder. One that cannot be is logged, and whatever has been held under its name stays."""
+        if name in self._configured:
+            log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
+            return
+        try:
+            spec, weights, fingerprint = await self.aside(folder.read, name)
+            layer = await self._made(name, spec, weights)
+            if fingerprint not in ("", layer.fingerprint):
+                raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
+        except FileNotFoundError:  # removed since; the next look will see that
+            del self._stamps[name]
+        except (AttendError, OSError, MemoryError) as error:
+            log.error("layer file refused", layer=name, error=str(error))
+        else:
+            self._hold(layer)
+            log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
 
     async def aside(self, work: Callable[..., T], *args: Any) -> T:
         """On the thread that loads."""

@@ -24,7 +24,7 @@ log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
-ENDPOINTS = re.compile(r"/(attend(/(plan|figure))?|layers|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
@@ -173,7 +173,7 @@ def endpoint(path: str) -> str:
         return path.rstrip("/")
     if found := V2_MODELS.fullmatch(path):
         return f"{found[1]}{{name}}{found[2]}"
-    return "/layers/{name}" if path.startswith("/layers/") else "other"
+    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), "other")
 
 
 async def _apologise(scope: Scope, send: Send) -> None:

@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,27 +16,29 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, figure, health, layers
+from service.web import attend, documentation, failures, figure, health, layers, playground, words
 from service.web.access import Access, Traces
 from service.web.guard import Guard
 from service.web.keys import Keyring
 from service.web.telemetry import open_telemetry
 from service.web.v2 import infer, repository, routes
+from service.web.v2.description import Offer
 from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and the calls to layers answered there: see `web/access.py`."""
+    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/access.py`."""
 
-    def surround(self, engine: Engine, settings: Settings, traces: Traces | None = None) -> None:
-        own, v2 = attend.Attend(engine), infer.Infer(engine)
+    def surround(self, engine: Engine, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
+        own = {"/attend": attend.Attend(engine, engine.attend), "/attend/analysis": attend.Attend(engine, engine.analyse)}
+        v2 = infer.Infer(engine)
 
         def hot(method: str, path: str) -> ASGIApp | None:
             if method != "POST":
                 return None
-            return own if path == "/attend" else v2 if infer.PATH.fullmatch(path) else None
+            return own.get(path) or (v2 if infer.PATH.fullmatch(path) else None)
 
-        self._access: ASGIApp = Access(self._unslashed, engine, settings.access_log, hot, _guard(settings), traces)
+        self._access: ASGIApp = Access(self._unslashed, engine, settings.access_log, hot, guard, traces)
         if origins := _listed(settings.cors_origins):
             shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
@@ -54,15 +56,17 @@ class Application(FastAPI):
 
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
-    engine = create_engine(settings)
+    keyring = Keyring(settings.keys_file) if settings.keys_file else None
+    engine, offer = create_engine(settings), Offer(_why_not_writable(settings), _why_no_statistics(settings))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
-            await engine.begin(settings.all_layers())
-        else:
-            engine.begin(settings.all_layers())
-        yield
+        async with _grpc(settings, engine, offer, keyring):
+            if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
+                await engine.begin(settings.all_layers())
+            else:
+                engine.begin(settings.all_layers())
+            yield
         engine.close()
         if traces is not None:
             traces.close()
@@ -71,15 +75,16 @@ def create_app(settings: Settings) -> FastAPI:
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, engine)
     figure.install(app, engine)
-    why_not = _why_not_writable(settings)
-    layers.install(app, engine, why_not)
-    routes.install(app, engine, _extensions(settings), _why_no_statistics(settings))
-    repository.install(app, engine, why_not)
-    health.install(app, engine, _about(settings, engine))
+    layers.install(app, engine, offer.why_not_writable)
+    words.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
+    routes.install(app, engine, offer)
+    repository.install(app, engine, offer)
+    playground.install(app, engine, _about(settings, engine))
+    health.install(app, engine)
     app.state.engine = engine
     documentation.install(app)
     failures.install(app)
-    app.surround(engine, settings, traces)
+    app.surround(engine, settings, _guard(settings, keyring), traces)
     return app
 
 
@@ -102,18 +107,28 @@ def create_engine(settings: Settings) -> Engine:
         reply_bytes=settings.max_reply_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls))
+    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls), settings.layers_dir)
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
     engine.pulse.timeout = settings.ready_timeout
     return engine
+
+
+def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | None) -> AbstractAsyncContextManager[None]:
+    """The gRPC server beside this one, where one is asked for."""
+    if settings.grpc_port is None:
+        return nullcontext()
+    from service.web.grpc.server import serving  # an extra brings what it needs
+
+    address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, keyring)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
     if not _local(settings) and settings.keys_file is None:
         return Forbidden("layers cannot be changed over HTTP on an address that is not loopback, unless there are keys (--keys-file)")
-    if settings.workers > 1:
-        return LayerConflict("with several workers layers cannot be changed over HTTP: the others would not follow")
+    if settings.workers > 1 and settings.layers_dir is None:
+        return LayerConflict("with several workers layers can be changed over HTTP only with --layers-dir: the others would not follow")
     return None
 
 
@@ -123,19 +138,13 @@ def _why_no_statistics(settings: Settings) -> Exception | None:
     return None
 
 
-def _extensions(settings: Settings) -> list[str]:
-    """Of the Open Inference Protocol: those that work only under some settings."""
-    allowed = {"model_repository": _why_not_writable(settings), "statistics": _why_no_statistics(settings)}
-    return [name for name, why_not in allowed.items() if why_not is None]
-
-
-def _guard(settings: Settings) -> Guard | None:
+def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
     """The checks at the door; None where there is nothing to check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
     hosts = names if names or (_local(settings) and settings.uds is None) else None
-    if hosts is None and settings.keys_file is None:
+    if hosts is None and keyring is None:
         return None
-    return Guard(hosts, _listed(settings.cors_origins), Keyring(settings.keys_file) if settings.keys_file else None)
+    return Guard(hosts, _listed(settings.cors_origins), keyring)
 
 
 def _listed(text: str) -> list[str]:

@@ -1,9 +1,10 @@
-"""POST /attend and POST /attend/plan.
+"""POST /attend, POST /attend/analysis and POST /attend/plan.
 
-/attend is a plain ASGI endpoint, called before any routing: a body of megabytes is no business of FastAPI's parameter machinery, which
-would make a Python object per number. The route that documents it is declared here from the same pydantic models, and never reached.
+The first two are plain ASGI endpoints, called before any routing: a body of megabytes is no business of FastAPI's machinery, which
+would make a Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import NotReady
 from service.serving.engine import Answer, Asked, Engine
-from service.web.examples import ATTEND, PLAN
+from service.web.examples import ANALYSIS, ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
 from service.web.reading import read
+from service.wire.analysis import AnalysisReply
 from service.wire.documents import AttendReply, Plan
 from service.wire.negotiation import JSON, SAFETENSORS
 
@@ -21,16 +23,16 @@ BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
-    """The hot endpoint."""
+    """A hot endpoint: `answer` is the engine's method for it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, answer: Callable[[Asked], Awaitable[Answer]]) -> None:
+        self.engine, self.answer = engine, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         demand_started(self.engine)
         with self.engine.holding() as hold:
             asked = await read(scope, receive, self.engine, hold)
-            answer = await self.engine.attend(asked)
+            answer = await self.answer(asked)
         await send_answer(answer, asked, [(b"content-type", asked.reply_form.encode())], scope, send)
 
 
@@ -87,7 +89,7 @@ def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, 
         500: "Ours to mend.",
         503: "Not ready yet.",
         504: "The deadline of X-Request-Timeout passed.",
-        507: "The memory was not there.",
+        507: "The memory, or the disk for a layer, was not there.",
     }
     content = {media_type: {"schema": schema(model)}}
     return {status: {"description": words[status], "content": content} for status in statuses}
@@ -108,6 +110,17 @@ def install(app: FastAPI, engine: Engine) -> None:
         raise AssertionError("answered by the hot endpoint")
 
     @app.post(
+        "/attend/analysis",
+        tags=["attend"],
+        response_model=AnalysisReply,
+        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=takes("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
+    )
+    async def analysis() -> None:
+        """Numbers on what each head does: the body of /attend and `metrics`."""
+        raise AssertionError("answered by the hot endpoint")
+
+    @app.post(
         "/attend/plan",
         tags=["attend"],
         response_model=Plan,
@@ -115,7 +128,8 @@ def install(app: FastAPI, engine: Engine) -> None:
         openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
     )
     async def plan(request: Request) -> Plan:
-        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted. Computes nothing."""
+        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
+        /attend/analysis. Computes nothing."""
         demand_started(engine)
         with engine.holding() as hold:
             return await engine.plan(await read(request.scope, request.receive, engine, hold))

@@ -10,9 +10,11 @@ from fastapi.openapi.utils import get_openapi
 
 from service import __version__
 from service.web.attend import refusals
+from service.wire.analysis import AnalysisRequest
 from service.wire.documents import request_schemas
 from service.wire.figure import FigureRequest
 from service.wire.v2.documents import protocol_schemas
+from service.wire.words import WordsRequest
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
 HEADERS = {
@@ -65,7 +67,8 @@ def _asset(name: str) -> bytes:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
-    schemas = {**request_schemas(FigureRequest), **protocol_schemas(), **document["components"]["schemas"]}
+    requests = request_schemas(AnalysisRequest, FigureRequest, WordsRequest)
+    schemas = {**requests, **protocol_schemas(), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))

@@ -31,6 +31,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.Overloaded: 429,
     errors.DeadlinePassed: 504,
     errors.OutOfMemory: 507,
+    errors.StorageFull: 507,
     errors.CallerGone: 499,  # never sent: there is nobody to send it to
     errors.ServiceFault: 500,
 }

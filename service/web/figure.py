@@ -39,4 +39,6 @@ def install(app: FastAPI, engine: Engine) -> None:
             "X-Content-Type-Options": "nosniff",
             "Content-Security-Policy": PAGE_POLICY,
         }
-        return Response(bytes(answer.pieces[0]), 200, headers, media_type=answer.media_type)
+        if asked.reply_coding:
+            headers["Content-Encoding"] = asked.reply_coding
+        return Response(b"".join(answer.pieces), 200, headers, media_type=answer.media_type)

@@ -7,16 +7,17 @@ browser adds none by itself. Sees headers alone; where nothing has to be checked
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from starlette.types import Scope
 
 from service.errors import Forbidden, Unauthenticated
-from service.web.keys import Key, Keyring
+from service.web.keys import Keyring
+from service.wire.negotiation import HTML, JSON, acceptable
 
 READING = frozenset({"GET", "HEAD"})
 ANY = frozenset({"infer", "admin", "metrics"})
-CALLS = r"/attend(/[a-z]+)?|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
+CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first that matches: one of these scopes opens it
     (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
     (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the empty shell of the page
@@ -41,7 +42,9 @@ class Guard:
         if self.hosts is not None and host not in self._known and host:
             self._demand_host(host)
         if self.keyring is not None:
-            return self._demand_key(headers, scope["method"], path)
+            shell = path == "/" and acceptable(headers.get(b"accept", b"").decode("latin-1"), (JSON, HTML)) == HTML
+            said = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+            return "" if shell else demand_key(self.keyring, said, scopes_for(scope["method"], path))
         if b"origin" in headers and self.hosts is not None and scope["method"] not in READING:
             self._demand_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""
@@ -57,19 +60,20 @@ class Guard:
         if origin.partition("://")[2] != host and origin not in self.origins:
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
-    def _demand_key(self, headers: dict[bytes, bytes], method: str, path: str) -> str:
-        scopes = scopes_for(method, path)
-        if not scopes:
-            return ""
-        presented = presented_key(headers)
-        wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
-        if not presented:
-            raise Unauthenticated.where("", wanted, "none")
-        assert self.keyring is not None
-        if (key := self.keyring.find(presented)) is None:
-            raise Unauthenticated.where("", wanted, "one that is not known here")
-        demand_scope(key, scopes)
-        return key.name
+
+def demand_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[str]) -> str:
+    """The name of the key that came, which has one of these scopes; "" where none is needed. Raises Unauthenticated or Forbidden."""
+    if not scopes:
+        return ""
+    wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
+    if not (presented := presented_key(headers)):
+        raise Unauthenticated.where("", wanted, "none")
+    if (key := keyring.find(presented)) is None:
+        raise Unauthenticated.where("", wanted, "one that is not known here")
+    if not key.scopes & scopes:
+        needed = f"a key with the scope {' or '.join(sorted(scopes))}"
+        raise Forbidden.where("", needed, f'"{key.name}" with {", ".join(sorted(key.scopes))}')
+    return key.name
 
 
 def scopes_for(method: str, path: str) -> frozenset[str]:
@@ -77,17 +81,10 @@ def scopes_for(method: str, path: str) -> frozenset[str]:
     return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN)
 
 
-def demand_scope(key: Key, scopes: frozenset[str]) -> None:
-    """Raises Forbidden for a key that has none of these."""
-    if not key.scopes & scopes:
-        wanted = f"a key with the scope {' or '.join(sorted(scopes))}"
-        raise Forbidden.where("", wanted, f'"{key.name}" with {", ".join(sorted(key.scopes))}')
-
-
-def presented_key(headers: dict[bytes, bytes]) -> str:
+def presented_key(headers: Mapping[str, str]) -> str:
     """The key that came with a request, "" if none did."""
-    kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1").strip()
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def hostname(host: str) -> str:

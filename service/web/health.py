@@ -1,23 +1,12 @@
-"""What an operator asks: health, metrics, and the index."""
-
-from typing import Any
+"""What an operator asks: health and metrics."""
 
 from fastapi import FastAPI, Response
 
-from service import __version__
 from service.serving.engine import Engine
 
-CONTRACT = "1"  # of the wire; it changes when a caller would have to
 
-
-def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
-    """Adds the routes; `about` is what the index tells beside the layers."""
-
-    @app.get("/", tags=["operation"], response_model=dict[str, Any])
-    async def index() -> dict[str, Any]:
-        """Version, threads, limits, layers."""
-        layers = [layer.name for layer in engine.catalogue.all()]
-        return {"name": "attend", "version": __version__, "contract": CONTRACT, **about, "layers": layers, "documentation": "/docs"}
+def install(app: FastAPI, engine: Engine) -> None:
+    """Adds the routes."""
 
     @app.get("/health/live", tags=["operation"], response_model=dict[str, bool])
     async def live() -> dict[str, bool]:

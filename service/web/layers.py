@@ -12,7 +12,7 @@ from service.serving.engine import Engine
 from service.serving.loading import Source
 from service.web.attend import BINARY, demand_started, refusals, takes
 from service.web.examples import PUT_TINY
-from service.web.reading import read
+from service.web.reading import deadline_of, read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
 from service.wire.negotiation import SAFETENSORS
 from service.wire.refusals import shown
@@ -49,7 +49,10 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         "/layers/{name}",
         tags=["layers"],
         response_model=LayerDocument,
-        responses={201: {"model": LayerDocument, "description": "The layer is new."}, **refusals(400, 403, 409, 413, 415, 422, 500, 503)},
+        responses={
+            201: {"model": LayerDocument, "description": "The layer is new."},
+            **refusals(400, 403, 409, 413, 415, 422, 500, 503, 504, 507),
+        },
         openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
     )
     async def put_layer(
@@ -85,12 +88,12 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         headers = {"Content-Length": str(sum(map(len, pieces))), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
-    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 503))
-    async def delete_layer(name: str) -> None:
+    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 500, 503, 504))
+    async def delete_layer(name: str, request: Request) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         demand_writable()
         demand_started(engine)
-        await engine.delete_layer(name)
+        await engine.delete_layer(name, deadline_of(request.scope, engine))
 
 
 async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:

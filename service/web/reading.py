@@ -45,7 +45,7 @@ async def read_as(
     layer: bool = False,
 ) -> Asked:
     """The same, where the forms are settled."""
-    deadline = _deadline(headers.get(b"x-request-timeout"), engine)
+    deadline = deadline_of(scope, engine)
     limits = engine.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
     body = await _body(headers.get(b"content-length"), receive, limit, hold)
@@ -54,7 +54,9 @@ async def read_as(
     return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
 
 
-def _deadline(timeout: str | None, engine: Engine) -> float | None:
+def deadline_of(scope: Scope, engine: Engine) -> float | None:
+    """When, on the engine's clock, the caller or the settings want an answer at the latest."""
+    timeout = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-timeout"), None)
     if timeout is None:
         return None if engine.timeout is None else engine.clock() + engine.timeout
     try:

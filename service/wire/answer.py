@@ -13,6 +13,7 @@ import orjson
 
 from service.errors import MalformedBody
 from service.tensors import DATATYPES, Array, datatype_of
+from service.wire.analysis import WHOLE
 from service.wire.refusals import pointer
 from service.wire.reply import Reply
 from service.wire.safetensors_form import read_tensors
@@ -58,6 +59,33 @@ def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
     numbers = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
     names = [datatype_of(array).name for array in numbers if array.dtype != np.int64]
     return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
+
+
+def decode_metrics(body: bytes) -> Reply:
+    """The reply to POST /attend/analysis: metrics as arrays, null as NaN, an index that is not there as -1. Raises MalformedBody."""
+    document = decode_document(body)
+    for name in (*HEAD, "metrics"):
+        if name not in document:
+            raise MalformedBody.where(pointer([name]), "a reply to POST /attend/analysis", "nothing")
+    metrics = {name: _metric(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
+    return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
+
+
+def _metric(value: Any, name: str, at: str) -> Any:
+    if isinstance(value, Mapping) and "shape" not in value:
+        return {part: _metric(inner, part, at + pointer([part])) for part, inner in value.items()}
+    if name.endswith("_words"):
+        return value
+    if name in WHOLE:
+        value = {**value, "data": _whole(value["data"])} if isinstance(value, Mapping) and "data" in value else _whole(value)
+    return _array(value, at, name in WHOLE)
+
+
+def _whole(value: Any) -> Any:
+    """Indices in lists, null as -1; a tensor in base64 as it is."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return -1 if value is None else value
 
 
 def _parts(value: Any, at: str) -> Array | dict[str, Array]:

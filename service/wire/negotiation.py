@@ -7,6 +7,7 @@ from service.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
+HTML = "text/html"
 SUPPORTED = (JSON, SAFETENSORS)  # in order of preference where the caller has none
 # media type -> `figure.format`, likewise in order
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}

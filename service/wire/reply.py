@@ -29,6 +29,7 @@ class Reply:
     fully_masked_rows: int
     datatype: str  # V2 name in which numbers go out
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name, of which lists are words
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Every array with its name; the two of one tensor as `name.keys` and `name.values`."""
@@ -47,7 +48,23 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
             document[name] = {part: _form(f"{name}/{part}", array, reply.datatype, options) for part, array in tensor.items()}
         else:
             document[name] = _form(name, tensor, reply.datatype, options)
+    if reply.metrics is not None:
+        document["metrics"] = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
     return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
+
+
+def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
+    """A metric, or the parts of one. What is not defined is null: NaN among numbers, -1 among indices."""
+    if isinstance(value, dict):
+        return {part: _metric(inner, datatype, options) for part, inner in value.items()}
+    if isinstance(value, list):
+        return value
+    form = _form("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
+    if value.dtype.kind == "i" and options.form != "base64" and (value < 0).any():
+        whole = form["data"] if isinstance(form, dict) else form
+        text = orjson.Fragment(orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"-1", b"null"))
+        return {**form, "data": text} if isinstance(form, dict) else text
+    return form
 
 
 def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) -> tuple[Array, Array | None]:

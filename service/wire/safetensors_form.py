@@ -127,8 +127,22 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
-    head = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    if reply.metrics is not None:
+        head["metrics"] = _metrics(reply, arrays, options.model_copy(update={"nonfinite": "null"}))
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
+
+
+def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
+    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns what of them is words."""
+    words: dict[str, Any] = {}
+    for name, value in (reply.metrics or {}).items():
+        for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(inner, list):
+                words.setdefault(name, {})[part] = inner
+            else:
+                arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, options)[0]
+    return words
 
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.attention.figures import Picture, Style, draw
+from service.attention.figures import Picture, Style, Subject, compose, draw
 from service.attention.figures.axes import below
 from service.attention.figures.colours import PALETTES, coloured, ink_on, rgb, table
 from service.attention.figures.layout import lay_out
@@ -200,6 +200,8 @@ def test_a_png_has_the_colours_of_its_cells(tmp_path):
             expected = rgb(PALETTES[theme].blocked) if i == 3 else table("viridis", theme, False)[255 * (i == j)]
             assert tuple(middle) == tuple(expected)
         assert tuple(pixels[0, 0]) == rgb(PALETTES[theme].paper)
+        down = pixels[round(2 * y) : round(2 * (y + high)), int(2 * (x + 1.5 * wide / 5))]
+        assert (down == rgb(PALETTES[theme].paper)).all(-1).sum() == 4 * 2  # a gap of a CSS pixel between each two cells
         assert rgb(PALETTES[theme].blocked) not in set(map(tuple, table("viridis", theme, False).tolist()))
 
 
@@ -221,6 +223,34 @@ def test_many_cells_become_one_image():
 
     assert len(small.findall(".//{http://www.w3.org/2000/svg}g[@aria-label='']/")) == 13 * 13
     assert len(large.findall(".//{http://www.w3.org/2000/svg}image[@aria-label='']")) == 1
+
+
+def test_a_word_of_any_length_is_shown_by_its_beginning():
+    assert printable("ab" * 10**6) == "ab" * 500 + "…"
+    assert cut("x" * 200, 12.0, 100.0) == "x" * 12 + "…"
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-30, 1.0, 1e38, 1.7e308])
+def test_numbers_of_any_size_are_drawn(size):
+    subject = Subject("concatenation", 0, 3, 3, (0, 1))
+    values = torch.tensor([[[-1.0, 0.5], [0.25, 1.0], [0.0, -0.5]]], dtype=torch.float64) * size
+
+    picture = compose(subject, Style(), {"concatenated": values}, {})
+
+    assert draw(picture, Style(), "html").startswith(b"<!DOCTYPE html>")
+    assert picture.scale.low == -picture.scale.high
+    assert len(picture.scale.ticks()) >= 3
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_is_refused(wrong):
+    subject = Subject("concatenation", 0, 1, 1, (0,))
+    with pytest.raises(InvalidRequest, match="finite numbers in concatenated"):
+        compose(subject, Style(), {"concatenated": torch.full((1, 1, 2), wrong)}, {})
+    weights = torch.tensor([[[[0.5, wrong]]]])
+    made = Raster(0, (1, 2), 1, 1)(iter([(slice(0, 1), weights, None)]))
+    with pytest.raises(InvalidRequest, match="finite numbers to draw for head"):
+        compose(Subject("heads", 0, 1, 2, (0,)), Style(), made, {})
 
 
 def test_numbered_axes_have_round_numbers():

@@ -185,6 +185,17 @@ def test_a_plan_costs_nothing_to_ask_for(client):
         client.plan(np.zeros((2, 3, 7)), layer="float32")
 
 
+@pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE html>")])
+def test_a_picture_is_bytes(client, form, magic):
+    words = {"query": [["a", "b", "c"], ["d", "e", "f"]]}
+    drawn = client.figure(SMALL, layer="float32", kind="head", format=form, figure={"heads": [1], "item": 1}, causal=True, tokens=words)
+    assert drawn.startswith(magic)
+    if form == "svg":
+        assert b">d</text>" in drawn and b">a</text>" not in drawn
+    with pytest.raises(errors.InvalidRequest, match="a head below 2"):
+        client.figure(SMALL, layer="float32", kind="head", figure={"heads": [2]})
+
+
 def test_layers_are_made_listed_and_removed(client):
     spec = LayerSpec(d_model=6, num_heads=3, seed=9)
     made = client.put_layer("made", spec)

@@ -12,7 +12,7 @@ from protocol import LAYERS
 @pytest.fixture(scope="session")
 def v2_server() -> Iterator[Server]:
     """A server of these tests' own: it counts, and its layers come and go."""
-    running = start_server("--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
+    running = start_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
     yield running
     running.stop()
 

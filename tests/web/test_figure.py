@@ -1,11 +1,16 @@
 """POST /attend/figure as callers meet it: what comes back, what it is of, and what is refused."""
 
+import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import httpx
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from safetensors.numpy import save
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = ["The", "cat", "sat", "on", "mats"]
@@ -134,3 +139,205 @@ def test_a_png_is_as_large_as_asked(http, layers, tmp_path):
     for width, dpi in ((400, 96), (400, 192), (1000, 48)):
         (tmp_path / "picture.png").write_bytes(picture(http, {"width": width, "dpi": dpi, "format": "png"}).content)
         assert imread(tmp_path / "picture.png").shape[1] == width * dpi // 96
+
+
+def shown(answer):
+    """The panels behind an HTML page: their titles, words, and numbers as float32 [rows, columns]."""
+    document = json.loads(answer.text.partition('id="data">')[2].partition("</script>")[0])
+    for panel in document["panels"]:
+        rows, columns = (-(-panel[side]["total"] // panel[side]["pooled"]) for side in ("rows", "columns"))
+        panel["values"] = np.frombuffer(base64.b64decode(panel["values"]), "<f4").reshape(rows, columns)
+    return document["panels"]
+
+
+CROSS = {
+    "layer": "cross",
+    "query": np.random.RandomState(1).standard_normal((2, 5, 4)).round(3).tolist(),
+    "key": np.random.RandomState(2).standard_normal((2, 7, 3)).round(3).tolist(),
+    "value": np.random.RandomState(3).standard_normal((2, 7, 5)).round(3).tolist(),
+    "tokens": {"query": [[*"abcde"], [*"fghij"]], "key": ["1", "2", "3", "4", "5", "6", "7"]},
+}
+MASKS = {
+    "nothing": {},
+    "causal": {"causal": True, "query_offset": "end"},
+    "lengths": {"valid_lens": [3, 4]},
+    "per head": {"attend_mask": (np.random.RandomState(4).random_sample((2, 2, 5, 7)) < 0.4).astype(int).tolist()},
+    "dropout": {"dropout": {"p": 0.4, "seed": 5}},
+    "bias": {"bias": [[0, "-inf", 1, 2, -1, 0.5, 0]] * 5},
+}
+
+
+def blocked_in(fields):
+    """Which pairs may not attend, bool [2, 2, 5, 7], worked out from the request alone."""
+    blocked = np.zeros((2, 2, 5, 7), bool)
+    if "causal" in fields:
+        blocked |= np.arange(7) > np.arange(5)[:, None] + 2
+    if "valid_lens" in fields:
+        blocked |= np.arange(7) >= np.array(fields["valid_lens"])[:, None, None, None]
+    if "attend_mask" in fields:
+        blocked |= np.array(fields["attend_mask"]) == 0
+    if "bias" in fields:
+        blocked |= np.arange(7) == 1
+    return blocked
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_kind_shows_the_numbers_of_attend(http, layers, mask):
+    """Cross-attention, the second item: weights, their mean, deviation and cosines, NaN where nothing may attend."""
+    body = {**CROSS, **MASKS[mask]}
+    weights = np.array(http.post("/attend", json={**body, "outputs": ["attention_weights"]}).json()["attention_weights"])[1]
+    blocked = blocked_in(MASKS[mask])[1]
+    flat = weights.reshape(2, -1)
+    lengths = np.linalg.norm(flat, axis=1)
+    expected = {
+        "heads": np.where(blocked, np.nan, weights),
+        "head": np.where(blocked, np.nan, weights)[:1],
+        "mean": np.where(blocked.all(0), np.nan, weights.mean(0))[None],
+        "std": np.where(blocked.all(0), np.nan, weights.std(0))[None],
+        "similarity": (flat @ flat.T / np.outer(lengths, lengths))[None],
+    }
+    for kind, values in expected.items():
+        panels = shown(picture(http, {"kind": kind, "format": "html", "item": 1}, **body))
+        np.testing.assert_allclose([panel["values"] for panel in panels], values, rtol=0, atol=2e-6)
+        if kind != "similarity":
+            assert panels[0]["rows"]["words"] == [*"fghij"]
+            assert panels[0]["columns"]["words"] == [*"1234567"]
+            assert panels[0]["empty"] == np.flatnonzero(np.isnan(values[0]).all(1)).tolist()
+
+
+def test_outputs_of_heads_and_of_the_layer(http, layers):
+    body = {**CROSS, "head_scale": [1, 0.5]}
+    reply = http.post("/attend", json={**body, "outputs": ["concatenated", "output"]}).json()
+
+    panels = shown(picture(http, {"kind": "concatenation", "format": "html"}, **body))
+
+    assert [panel["title"] for panel in panels] == ["heads' outputs, side by side", "after the output projection"]
+    assert panels[0]["columns"]["groups"] == ["0", "1"]
+    for panel, name in zip(panels, ("concatenated", "output"), strict=True):
+        np.testing.assert_allclose(panel["values"], reply[name][0], rtol=0, atol=2e-6)
+
+
+def test_chosen_heads_come_in_the_order_asked(http, layers):
+    both, turned = (shown(picture(http, {"format": "html", "heads": heads})) for heads in (None, [1, 0]))
+
+    assert [panel["title"] for panel in turned] == ["head 1", "head 0"]
+    np.testing.assert_array_equal(turned[0]["values"], both[1]["values"])
+
+
+def test_rows_without_keys_are_hatched_and_named(http, layers):
+    _, texts = parsed(picture(http, {"format": "svg"}, attend_mask=[[0] * 5 if i == 2 else [1, 1, 1, 1, 0] for i in range(5)]))
+    assert texts["legend"] == ["may not attend", "no key to attend to"]
+    root, texts = parsed(picture(http, {"format": "svg"}, causal=True))
+    assert texts["legend"] == ["may not attend"]
+    grey = [colour for colour in cells(root)["head 0"] if colour == "#d9dce0"]
+    assert len(grey) == 10
+
+    answer = http.post("/attend/figure", json={**BODY, "valid_lens": 0, "fully_masked": "error"})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["at"] == "/fully_masked"
+
+
+def test_what_attend_replies_is_no_matter_here(http, layers):
+    """One body for both: outputs, select and reply change nothing of the picture."""
+    more = {"outputs": ["attention_weights"], "select": {"heads": [0]}, "reply": {"form": "base64"}}
+
+    assert picture(http, {"format": "svg"}, **more).content == picture(http, {"format": "svg"}).content
+
+
+def test_a_safetensors_body_gives_the_same_picture(http, layers):
+    query = np.array(QUERY, np.float32)
+    fields = {"layer": "same", "tokens": BODY["tokens"], "figure": {"format": "svg"}}
+    body = save({"query": query}, {"request": json.dumps(fields)})
+
+    answer = http.post("/attend/figure", content=body, headers={"Content-Type": "application/vnd.safetensors"})
+
+    assert answer.content == picture(http, {"format": "svg"}, query=query.tolist()).content
+
+
+def test_a_long_sequence_is_pooled_and_says_so(start):
+    """2 x 8192 x 8192 weights would be 512 MB, as doubles twice that; the server's peak stays far below."""
+    server = start("--d-model", "4", "--num-heads", "2")
+    query = np.random.RandomState(1).standard_normal((8192, 4)).astype(np.float32)
+    peak = lambda: int(Path(f"/proc/{server.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0])  # noqa: E731  # kB
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        body = {"query": [[1, 2, 3, 4]], "figure": {"format": "png"}}
+        client.post("/attend/figure", json=body).raise_for_status()
+        before = peak()
+        fields = {"causal": True, "figure": {"format": "svg", "pool": "max", "width": 600}}
+        content = save({"query": query}, {"request": json.dumps(fields)})
+        answer = client.post("/attend/figure", content=content, headers={"Content-Type": "application/vnd.safetensors"})
+
+    assert answer.status_code == 200, answer.text
+    assert peak() - before < 200_000
+    root, texts = parsed(answer)
+    assert any("8192 queries x 8192 keys; each cell is the maximum over the pairs that may attend" in note for note in texts["note"])
+    assert len(root.findall(f"{SVG}image")) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"query": [[]]}, 422),
+        ({"query": {"shape": [0, 4], "datatype": "FP32", "data": []}}, 422),
+        ({"query": [[1, 2]]}, 422),
+        ({"layer": "no"}, 404),
+    ],
+)
+def test_what_cannot_be_drawn(http, layers, fields, status):
+    answer = http.post("/attend/figure", json={**BODY, "tokens": None, **fields})
+
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_a_png_beyond_the_bound_is_too_large(http, layers):
+    answer = http.post("/attend/figure", json={**BODY, "figure": {"format": "png", "width": 4096, "dpi": 384}})
+
+    assert answer.status_code == 413
+    assert answer.json()["errors"][0]["at"] == "/figure/dpi"
+
+
+def test_more_heads_than_a_picture_holds(http, layers):
+    http.put("/layers/many", json={"spec": {"d_model": 257, "num_heads": 257}})
+    body = {"layer": "many", "query": [[0.5] * 257] * 3}
+    answers = {kind: http.post("/attend/figure", json={**body, "figure": {"kind": kind, "format": "svg"}}) for kind in ("heads", "mean")}
+    http.delete("/layers/many")
+
+    assert answers["heads"].status_code == 413
+    assert answers["heads"].json()["errors"] == [{"at": "/figure/heads", "expected": "at most 256 heads in one picture", "got": "257"}]
+    assert answers["mean"].status_code == 200
+
+
+def test_a_deadline_that_cannot_be_met(http, layers):
+    answer = http.post("/attend/figure", json={**BODY, "figure": {"format": "png"}}, headers={"X-Request-Timeout": "0.0001"})
+
+    assert answer.status_code == 504
+
+
+@pytest.mark.parametrize(("form", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
+def test_what_is_text_is_compressed_for_who_asks(http, layers, form, coding):
+    asked = {**BODY, "figure": {"format": form}}
+    answer = http.post("/attend/figure", json=asked, headers={"Accept-Encoding": "gzip"})
+
+    assert answer.headers.get("content-encoding") == coding
+    assert answer.content == picture(http, {"format": form}).content
+
+
+def test_many_pictures_at_once_are_those_drawn_alone(http, layers, server):
+    """While /attend is answered as ever."""
+    asked = [
+        {"kind": kind, "format": form, "theme": theme}
+        for kind in ("heads", "mean", "concatenation")
+        for form in ("png", "svg", "html")
+        for theme in ("light", "dark")
+    ]
+    alone = [picture(http, figure).content for figure in asked]
+    expected = http.post("/attend", json=BODY).content
+
+    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(12) as pool:
+        drawn = [pool.submit(picture, client, figure) for figure in asked]
+        replies = [pool.submit(client.post, "/attend", json=BODY) for _ in range(40)]
+
+    assert [future.result().content for future in drawn] == alone
+    assert {future.result().content for future in replies} == {expected}
+    assert len(set(alone)) == len(asked)

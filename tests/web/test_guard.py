@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import trustme
 from live import Server, start_server
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.settings import Settings
 from service.web.app import create_app
@@ -53,7 +55,7 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "keys.txt"
         self.keys = {scope: attend_keys("add", f"only-{scope}", "--scope", scope, file=self.file).stdout.strip() for scope in SCOPES}
-        self.server = start_server("--keys-file", str(self.file), "--log-format", "json")
+        self.server = start_server("--keys-file", str(self.file), "--grpc-port", "0", "--log-format", "json")
 
     def ask(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -80,6 +82,43 @@ def test_each_route_wants_a_key_of_its_scope(guarded: Guarded, method: str, path
         assert (answer.status_code not in (401, 403)) == (scope in scopes), (scope, answer.text)
         if scope not in scopes:
             assert answer.status_code == 403
+
+
+def test_the_page_is_an_empty_shell_for_anyone(guarded: Guarded) -> None:
+    """A browser gets it without a key, which it could not bring; the index, which names the layers, is closed."""
+    page = guarded.ask("GET", "/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert guarded.ask("GET", "/").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "scopes"),
+    [
+        ("ModelInfer", service_pb2.ModelInferRequest(model_name="default"), {"infer"}),
+        ("ModelMetadata", service_pb2.ModelMetadataRequest(name="default"), {"infer", "admin", "metrics"}),
+        ("RepositoryModelLoad", service_pb2.RepositoryModelLoadRequest(model_name="default"), {"admin"}),
+        ("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name="nothing"), {"admin"}),
+        ("ServerLive", service_pb2.ServerLiveRequest(), None),
+    ],
+)
+def test_grpc_wants_the_same_keys(guarded: Guarded, method: str, request_: Any, scopes: set[str] | None) -> None:
+    """In the metadata, under either name; the scopes are those of the routes."""
+    address = next(str(event["address"]) for event in guarded.server.events if event["event"] == "listening for gRPC")
+
+    def code(*metadata: tuple[str, str]) -> grpc.StatusCode:
+        try:
+            getattr(service_pb2_grpc.GRPCInferenceServiceStub(channel), method)(request_, metadata=metadata, timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    with grpc.insecure_channel(address) as channel:
+        assert (code() == grpc.StatusCode.UNAUTHENTICATED) == (scopes is not None)
+        assert (code(("x-api-key", "attend-unknown")) == grpc.StatusCode.UNAUTHENTICATED) == (scopes is not None)
+        for scope, key in guarded.keys.items():
+            for metadata in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+                refused = code(metadata) in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+                assert refused == (scopes is not None and scope not in scopes), scope
 
 
 def test_every_documented_route_is_closed(guarded: Guarded) -> None:

@@ -7,7 +7,7 @@ from service.attention.figures.picture import Axis
 from service.attention.figures.words import cut, printable, width
 
 LONGEST = 130.0  # pixels that a label may take
-SMALLEST, LARGEST = 9.0, 12.0  # font sizes
+SMALLEST, LARGEST, BESIDE_LARGE_CELLS = 9.0, 12.0, 18.0  # font sizes
 LINE = 1.2  # of a font size: what a line of text takes
 
 
@@ -33,7 +33,7 @@ class Ticks:
 def beside(axis: Axis, length: float) -> Ticks:
     """Lying labels beside rows, on an axis of `length` pixels: as many as there is height for."""
     cell = length / axis.cells
-    size = min(LARGEST, max(SMALLEST, 0.8 * cell))
+    size = _size(cell)
     ticks = _ticks(axis, size * LINE / cell, size)
     return Ticks(ticks, size, max(width(tick.text, size) for tick in ticks))
 
@@ -43,15 +43,21 @@ def below(axis: Axis, length: float) -> Ticks:
     cell = length / axis.cells
     if axis.groups:
         return _groups(axis, cell)
-    size = min(LARGEST, max(SMALLEST, 0.8 * cell))
+    size = _size(cell)
     if not axis.words or axis.pooled > 1:
         widest = width(axis.label(axis.cells - 1), size) + 8
         return Ticks(_ticks(axis, widest / cell, size), size, size * LINE)
-    lying = max(width(tick.text, LARGEST) for tick in _ticks(axis, 1, LARGEST))
+    large = max(size, LARGEST)
+    lying = max(width(tick.text, large) for tick in _ticks(axis, 1, large))
     if lying + 6 <= cell:
-        return Ticks(_ticks(axis, 1, LARGEST), LARGEST, LARGEST * LINE)
+        return Ticks(_ticks(axis, 1, large), large, large * LINE)
     ticks = _ticks(axis, size * LINE / cell, size)
     return Ticks(ticks, size, max(width(tick.text, size) for tick in ticks), standing=True)
+
+
+def _size(cell: float) -> float:
+    """The font size beside cells of so many pixels."""
+    return max(min(LARGEST, max(SMALLEST, 0.8 * cell)), min(BESIDE_LARGE_CELLS, 0.16 * cell))
 
 
 def _ticks(axis: Axis, cells_each: float, size: float) -> tuple[Tick, ...]:

@@ -13,6 +13,8 @@ from html import escape
 from importlib.resources import files
 from xml.etree import ElementTree as ET
 
+import numpy as np
+
 from service.attention.figures.colours import PALETTES
 from service.attention.figures.picture import Axis, Picture, Style
 from service.attention.figures.sheet import Sheet
@@ -74,6 +76,8 @@ def _hash(text: str) -> str:
 
 def _data(picture: Picture, style: Style, sheet: Sheet) -> str:
     """What the script knows. `<` is written as its code, so that nothing in it can end the element it stands in."""
+    with np.errstate(over="ignore"):  # what float32 cannot hold is shown as infinity
+        numbers = [panel.values.astype("<f4").tobytes() for panel in picture.panels]
     panels = [
         {
             "title": printable(panel.title),
@@ -81,9 +85,9 @@ def _data(picture: Picture, style: Style, sheet: Sheet) -> str:
             "rows": _axis(panel.rows),
             "columns": _axis(panel.columns),
             "empty": list(panel.empty),
-            "values": b64encode(panel.values.astype("<f4").tobytes()).decode(),
+            "values": b64encode(values).decode(),
         }
-        for panel, place in zip(picture.panels, sheet.panels, strict=True)
+        for panel, place, values in zip(picture.panels, sheet.panels, numbers, strict=True)
     ]
     palette = PALETTES[style.theme]
     document = {"size": [sheet.width, sheet.height], "ink": palette.ink, "panels": panels}
@@ -91,5 +95,5 @@ def _data(picture: Picture, style: Style, sheet: Sheet) -> str:
 
 
 def _axis(axis: Axis) -> dict[str, object]:
-    words = [printable(word) for word in axis.words]
+    words = [printable(word) for word in axis.words] if axis.pooled == 1 else []
     return {"name": axis.name, "total": axis.total, "pooled": axis.pooled, "words": words, "groups": list(axis.groups)}

@@ -19,6 +19,7 @@ from service.tensors import Array
 
 Kind = Literal["heads", "head", "mean", "std", "similarity", "concatenation"]
 CELLS = 1 << 18  # of all panels of a picture
+SMALLEST = 1e-300  # end of a scale: further out, differences of two ends would overflow or vanish
 DARKEST = 1e-5  # of the largest value: what is less has the first colour of a logarithmic scale
 ACROSS: dict[str, Across] = {"mean": mean_across, "std": deviation_across}
 SCALES = {"std": "standard deviation of the weight across heads", "mean": "mean weight across heads", "similarity": "cosine similarity"}
@@ -114,7 +115,7 @@ def _scale(subject: Subject, panels: Sequence[Panel]) -> Scale:
     largest = max((float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels), default=0.0)
     if subject.kind == "similarity":
         return Scale(name, 0.0, 1.0)
-    high = subject.maximum or largest or 1.0
+    high = min(max(subject.maximum or largest or 1.0, SMALLEST), 1 / SMALLEST)
     if subject.kind == "concatenation":
         return Scale("value, 0 in the middle", -high, high, diverging=True)
     if subject.logarithmic:

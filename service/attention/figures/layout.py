@@ -183,7 +183,7 @@ class _Layout:
             return
         texts = [[_number(value) for value in row] for row in values.tolist()] if values.size <= NUMBERED else []
         widest = max((width(text, 1.0) for row in texts for text in row), default=0.0)
-        size = min(11.0, 0.6 * cell[1], (cell[0] - 4) / widest) if widest else 0.0
+        size = min(max(11.0, 0.16 * min(cell)), 18.0, 0.6 * cell[1], (cell[0] - 4) / widest) if widest else 0.0
         total = sum(panel.values.size for panel in self.picture.panels)
         if total > NUMBERED or (texts and widest and size < SMALLEST_NUMBER):
             if self.style.values:

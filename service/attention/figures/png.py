@@ -59,11 +59,13 @@ def _cells(figure: Any, mark: Cells, sheet: Sheet, scale: float) -> None:
 
 
 def _pixels(length: int, cells: int, gap: float) -> tuple[Array, Array]:
-    """For each device pixel along one side: its cell, and whether it is in the gap at that cell's end."""
+    """For each device pixel along one side: its cell, and whether it lies in the gap between that cell and the next."""
     middle = np.arange(length) + 0.5
     cell = np.minimum((middle * cells / length).astype(np.intp), cells - 1)
-    ends = (cell + 1) * length / cells - middle
-    return cell, (ends < round(gap)) & (cell < cells - 1)
+    free, wide = np.zeros(length, np.bool_), round(gap)
+    if wide:
+        free[:-wide] = cell[wide:] != cell[:-wide]
+    return cell, free
 
 
 def _text(kind: Any, mark: Label, font: Any, place: Any) -> Any:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 from service.attention.figures.sheet import Cells, Label, Line, Sheet
 from service.tensors import Array
 
-RECTANGLES = 6000  # cells of a picture up to which each is an element of its own
+RECTANGLES = 6000  # cells of a picture up to which each is an element of its own; a colour bar always is
 NAMESPACE = "http://www.w3.org/2000/svg"
 FONT = "DejaVu Sans, Verdana, sans-serif"
 
@@ -31,11 +31,11 @@ def svg_tree(sheet: Sheet, about: Mapping[str, str], check: Callable[[], None]) 
     ET.SubElement(root, "title", {"id": "picture"}).text = about.get("Title", "")
     ET.SubElement(root, "metadata").text = json.dumps(dict(about), ensure_ascii=False)  # no elements: an HTML parser would leave the SVG
     ET.SubElement(root, "rect", {"width": "100%", "height": "100%", "fill": sheet.paper})
-    single = sum(mark.pixels[..., 0].size for mark in sheet.marks if isinstance(mark, Cells)) <= RECTANGLES
+    total = sum(mark.pixels[..., 0].size for mark in sheet.marks if isinstance(mark, Cells))
     for mark in sheet.marks:
         if isinstance(mark, Cells):
             check()
-            (_rectangles if single else _image)(root, mark)
+            (_rectangles if total <= RECTANGLES or mark.pixels.shape[1] == 1 else _image)(root, mark)
         elif isinstance(mark, Line):
             ends = {name: _short(getattr(mark, name)) for name in ("x1", "y1", "x2", "y2")}
             ET.SubElement(root, "line", {**ends, "stroke": mark.colour, "stroke-width": _short(mark.width)})

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 JOINERS = {"\u200c", "\u200d"}  # shape the letters beside them in Persian, Hindi and emoji
+LONGEST = 1000
 UNITS = 100  # font size at which widths are taken
 ELLIPSIS = "…"
 
 
 def printable(word: str) -> str:
-    """The word with what has no shape of its own written out as in Python: a newline as \\n, a change of direction as \\u202e."""
+    """The word with what has no shape of its own written out as in Python: a newline as \\n, a change of direction as \\u202e.
+
+    Of a word longer than LONGEST letters the rest is left out.
+    """
+    word = word if len(word) <= LONGEST else word[:LONGEST] + ELLIPSIS
     return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in word)
 
 

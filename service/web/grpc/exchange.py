@@ -1,0 +1,119 @@
+"""One ModelInfer and its reply, bytes both ways: what `wire/v2/exchange.py` is for HTTP.
+
+Here rather than in `wire`, which knows no protobuf: a client needs none. Numbers come raw, as the tensors' own bytes, or typed, in
+repeated fields; they go back raw. Raw arrays view the message they came in.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody
+from service.tensors import Array, Datatype, datatype_of, raw
+from service.web.grpc import inference_pb2
+from service.wire.arrays import Kind, array_over
+from service.wire.documents import ReplyOptions
+from service.wire.json_form import shape_of
+from service.wire.limits import WireLimits
+from service.wire.refusals import shown
+from service.wire.reply import Buffer, Reply, wire_array
+from service.wire.v2.members import VERSION, Inference, datatype_named, demand_known, members_of, seconds_of
+
+CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "INT64": "int64_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+class Exchange:
+    """A ModelInferRequest and its reply. After `parse`, `timeout` is what the request says of it, in seconds."""
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.timeout: float | None = None
+
+    def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
+        """The members of a request for attention. Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
+        try:
+            request = inference_pb2.ModelInferRequest.FromString(body)
+        except DecodeError:
+            raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
+        demand_version(request.model_version)
+        if not request.inputs:
+            raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
+        pieces: Sequence[bytes] = request.raw_input_contents
+        if pieces and len(pieces) != len(request.inputs):
+            wanted = f"{len(request.inputs)} pieces, one for each input"
+            raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
+        tensors = []
+        for i, entry in enumerate(request.inputs):
+            tensors.append((entry.name, _input(entry, pieces[i] if pieces else None, f"/inputs/{i}")))
+        parameters = values_of(request.parameters)
+        self.id, self.timeout = request.id, seconds_of(parameters)
+        for i, output in enumerate(request.outputs):
+            demand_known(output.parameters, (), f"/outputs/{i}/parameters")
+        parameters.pop("binary_data_output", None)  # as it is here anyway
+        return members_of(request.model_name, Inference(tensors, parameters, [output.name for output in request.outputs], self.id))
+
+    def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
+        """The reply, as one ModelInferResponse."""
+        response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=self.id)
+        response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
+        response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
+        for name, array in reply.arrays():
+            array, _ = wire_array(name, array, reply.datatype, options)
+            response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
+            response.raw_output_contents.append(bytes(raw(array)))
+        return [response.SerializeToString()]
+
+
+def demand_version(version: str) -> None:
+    """Raises LayerNotFound for any version but the one that every model has."""
+    if version not in ("", VERSION):
+        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+
+
+def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name, as Python has them. Raises InvalidRequest where one has no value."""
+    values = {}
+    for name, parameter in parameters.items():
+        if (choice := parameter.WhichOneof("parameter_choice")) is None:
+            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {shown(name)}")
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def _input(entry: Any, piece: bytes | None, at: str) -> Array:
+    demand_known(entry.parameters, (), f"{at}/parameters")
+    row, shape = datatype_named(entry.datatype, f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
+    if piece is None:
+        return _typed(entry.contents, row, shape, f"{at}/contents")
+    if entry.HasField("contents"):
+        raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
+    if len(piece) != math.prod(shape) * row.size:
+        wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
+        raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
+    return array_over(piece, row, shape, at)
+
+
+def _typed(contents: Any, row: Datatype, shape: tuple[int, ...], at: str) -> Array:
+    if row.name not in CONTENTS:
+        raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
+    demand_known({field.name: field for field, _ in contents.ListFields()}, (CONTENTS[row.name],), at)
+    numbers: Iterable[Any] = getattr(contents, CONTENTS[row.name])
+    count = len(getattr(contents, CONTENTS[row.name]))
+    if count != math.prod(shape):
+        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(count))
+    wide = np.fromiter(numbers, np.dtype({"int_contents": "<i4", "uint_contents": "<u4"}.get(CONTENTS[row.name], row.numpy)), count)
+    array: Array = wide.astype(row.numpy)
+    if row.kind == "int" and (array != wide).any():
+        raise InvalidRequest.where(at, f"values of {row.name}", "others")
+    return array.reshape(shape)

@@ -1,0 +1,104 @@
+"""The methods of GRPCInferenceService. Each is a few lines: what calls mean is the engine's business, what models are `web/v2`'s.
+
+ModelInfer gets and gives bytes: decoding and encoding are the engine's phases, and large messages leave the event loop for them.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+
+from service.errors import LayerNotFound
+from service.serving.engine import Asked, Engine
+from service.web.attend import demand_started
+from service.web.grpc import inference_pb2 as messages
+from service.web.grpc.exchange import Exchange, demand_version, values_of
+from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
+from service.web.v2.repository import load_layer, unload_layer
+from service.wire.forms import Form
+from service.wire.v2.documents import Statistics
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Methods:
+    """One engine's. Names are the protocol's, in lower case; each takes a request and gRPC's context of the call."""
+
+    def __init__(self, engine: Engine, offer: Offer) -> None:
+        self.engine, self.offer = engine, offer
+
+    async def server_live(self, request: Any, context: Any) -> Any:
+        return messages.ServerLiveResponse(live=True)
+
+    async def server_ready(self, request: Any, context: Any) -> Any:
+        return messages.ServerReadyResponse(ready=self.engine.ready)
+
+    async def model_ready(self, request: Any, context: Any) -> Any:
+        """Of a model that is not there, too: it is not ready."""
+        try:
+            self._layer(request)
+        except LayerNotFound:
+            return messages.ModelReadyResponse(ready=False)
+        return messages.ModelReadyResponse(ready=self.engine.started)
+
+    async def server_metadata(self, request: Any, context: Any) -> Any:
+        return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
+
+    async def model_metadata(self, request: Any, context: Any) -> Any:
+        return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
+
+    async def model_config(self, request: Any, context: Any) -> Any:
+        config = config_of(self._layer(request), self.engine.limits, self.engine.scheduler.limits.delay)
+        return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
+
+    async def model_statistics(self, request: Any, context: Any) -> Any:
+        """Of one model, or without a name of all."""
+        self.offer.demand_statistics()
+        layers = [self._layer(request)] if request.name else self.engine.catalogue.all()
+        found = [statistics_of(layer, self.engine.statistics_of(layer.name)) for layer in layers]
+        return _filled(messages.ModelStatisticsResponse(), Statistics(model_stats=found))
+
+    async def repository_index(self, request: Any, context: Any) -> Any:
+        models = [entry.model_dump() for entry in index_of(self.engine.catalogue.all())]
+        return messages.RepositoryIndexResponse(models=models)
+
+    async def repository_model_load(self, request: Any, context: Any) -> Any:
+        self.offer.demand_writable()
+        await load_layer(self.engine, request.model_name, values_of(request.parameters))
+        return messages.RepositoryModelLoadResponse()
+
+    async def repository_model_unload(self, request: Any, context: Any) -> Any:
+        self.offer.demand_writable()
+        await unload_layer(self.engine, request.model_name, values_of(request.parameters))
+        return messages.RepositoryModelUnloadResponse()
+
+    async def model_infer(self, body: bytes, context: Any) -> bytes:
+        """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
+        demand_started(self.engine)
+        exchange, arrived = Exchange(), self.engine.clock()
+        patience = [seconds for seconds in (context.time_remaining(), self.engine.timeout) if seconds is not None]
+        asked = Asked(body, deadline=arrived + min(patience) if patience else None)
+        del body  # the engine lets go of it once there are arrays
+
+        def parse(*args: Any) -> dict[str, Any]:
+            members = exchange.parse(*args)
+            if exchange.timeout is not None:
+                asked.deadline = min(asked.deadline or math.inf, arrived + exchange.timeout)
+            return members
+
+        asked.own = Form("", parse, exchange.encode)
+        with self.engine.holding() as hold:
+            hold(len(asked.body))
+            answer = await self.engine.attend(asked)
+        return bytes(answer.pieces[0])
+
+    def _layer(self, request: Any) -> Any:
+        demand_version(request.version)
+        return self.engine.catalogue.find(request.name)
+
+
+def _filled(message: Message, document: Any) -> Message:
+    """A document of HTTP's as the message of the same members. What the message has no field for is empty in the document."""
+    return ParseDict(document.model_dump(exclude_none=True, exclude={"model_stats": {"__all__": {"response_stats"}}}), message)

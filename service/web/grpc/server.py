@@ -1,0 +1,122 @@
+"""The gRPC server: its port, its methods' wrapping, health and reflection. On the event loop of the HTTP server, with the same engine."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from service.errors import AttendError, Overloaded
+from service.serving.engine import Engine
+from service.web.grpc.codes import code_of
+from service.web.grpc.inference_pb2 import DESCRIPTOR
+from service.web.grpc.methods import Method, Methods
+from service.web.guard import ADMIN, ANY, demand_key
+from service.web.keys import Keyring
+from service.web.v2.description import Offer
+
+SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SCOPES = {  # of the keys that open a method, where not any does
+    "ServerLive": frozenset[str](),
+    "ServerReady": frozenset[str](),
+    "ModelInfer": frozenset({"infer"}),
+    "RepositoryModelLoad": ADMIN,
+    "RepositoryModelUnload": ADMIN,
+}
+DETAIL = 2000  # characters of a refusal: they travel in a header, where more may not fit
+log = structlog.get_logger("attend")
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, offer: Offer, address: str, largest: int, grace: float, keyring: Keyring | None = None
+) -> AsyncIterator[None]:
+    """Listens while the block runs; then takes no more calls, and gives those it has taken `grace` seconds.
+
+    Messages may have `largest` bytes. With a `keyring` a call brings its key as over HTTP, in the metadata.
+    """
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", largest), ("grpc.max_send_message_length", -1)])
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), keyring)),)
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
+    names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
+    try:
+        yield
+    finally:
+        await server.stop(grace)
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no annotations
+    """The standard health service, for the whole server and for the one service: serving while the engine is ready."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the library's name
+        await self._follow()
+        return await super().Check(request, context)
+
+    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._follow()
+        await super().Watch(request, context)
+
+    async def _follow(self) -> None:
+        state = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE.full_name):
+            await self.set(name, state.SERVING if self.engine.ready else state.NOT_SERVING)
+
+
+def _handlers(engine: Engine, methods: Methods, keyring: Keyring | None) -> dict[str, Any]:
+    """Method name -> gRPC's handler. ModelInfer's messages stay bytes here."""
+    handlers = {}
+    for name, method in SERVICE.methods_by_name.items():
+        words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+        raw = name == "ModelInfer"
+        handlers[name] = grpc.unary_unary_rpc_method_handler(
+            _answered(engine, name, getattr(methods, words), keyring),
+            request_deserializer=None if raw else GetMessageClass(method.input_type).FromString,
+            response_serializer=None if raw else GetMessageClass(method.output_type).SerializeToString,
+        )
+    return handlers
+
+
+def _answered(engine: Engine, name: str, method: Method, keyring: Keyring | None) -> Method:
+    """The method with what surrounds every call: its count, its code, and the net under unforeseen exceptions."""
+
+    async def answer(request: Any, context: Any) -> Any:
+        code, detail, trailing = grpc.StatusCode.CANCELLED, "", list[tuple[str, str]]()  # until it is known better
+        try:
+            if keyring is not None:
+                demand_key(keyring, dict(context.invocation_metadata()), SCOPES.get(name, ANY))
+            reply = await method(request, context)
+            code = grpc.StatusCode.OK
+            return reply
+        except AttendError as error:
+            code, detail = code_of(error), error.detail[:DETAIL]
+            engine.metrics.failed(type(error).__name__)
+            if isinstance(error, Overloaded):
+                trailing.append(("retry-after", str(error.retry_after)))
+            if code is grpc.StatusCode.INTERNAL:
+                log.error("failed", method=name, exc_info=error.__cause__ or error)
+        except Exception:
+            code, detail = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend"
+            engine.metrics.failed("unforeseen")
+            log.exception("unforeseen", method=name)
+        finally:
+            engine.metrics.answered(f"{SERVICE.full_name}/{name}", code.name)
+            if code is grpc.StatusCode.CANCELLED:
+                engine.metrics.failed("CallerGone")
+        return await context.abort(code, detail, tuple(trailing))
+
+    return answer

@@ -1,0 +1,53 @@
+// Numbers in 0..1 -> colours whose lightness alone carries the meaning, so that they read the same to colour-blind eyes and in grey.
+
+const RAMPS = {
+  light: [[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]],
+  dark: [[24, 32, 43], [27, 58, 92], [44, 115, 168], [124, 192, 232], [242, 251, 255]],
+};
+const NONE = { light: [233, 228, 220], dark: [8, 10, 13] }; // of a weight that is exactly 0
+const STEPS = 256;
+
+let scheme = "light";
+let table = ramp(RAMPS.light);
+
+/** Takes the colours of "light" or "dark" from here on. */
+export function choose(name) {
+  scheme = name;
+  table = ramp(RAMPS[name]);
+}
+
+/** [r, g, b] of a number in 0..1; of an exact 0 a colour of its own. */
+export function colour(value) {
+  return value === 0 ? NONE[scheme] : table[Math.min(STEPS - 1, Math.floor(value * STEPS))];
+}
+
+/** The same for CSS. */
+export function css(value) {
+  return `rgb(${colour(value).join(" ")})`;
+}
+
+/** What can be read on top of it. */
+export function inkOn(value) {
+  const [r, g, b] = colour(value);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 120 ? "#0b1017" : "#ffffff";
+}
+
+/** Paints `count` numbers, each times `factor(i)`, into the bytes of an ImageData. */
+export function paint(pixels, numbers, factor) {
+  const packed = new Uint32Array(pixels.data.buffer);
+  const colours = Uint32Array.from(table, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
+  const [r, g, b] = NONE[scheme];
+  const none = (255 << 24) | (b << 16) | (g << 8) | r;
+  for (let i = 0; i < numbers.length; i++) {
+    const number = numbers[i];
+    packed[i] = number === 0 ? none : colours[Math.min(STEPS - 1, (number * factor(i) * STEPS) | 0)];
+  }
+}
+
+function ramp(stops) {
+  return Array.from({ length: STEPS }, (_, i) => {
+    const place = (i / (STEPS - 1)) * (stops.length - 1);
+    const low = Math.min(Math.floor(place), stops.length - 2);
+    return stops[low].map((from, c) => Math.round(from + (stops[low + 1][c] - from) * (place - low)));
+  });
+}

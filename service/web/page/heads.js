@@ -1,0 +1,86 @@
+// The row of thumbnails: the mean and every head. A click enlarges one, its box takes it in or out of the mean.
+
+import { paint } from "./colours.js";
+import { stretch } from "./pattern.js";
+
+const SIZE = 96; // pixels at most on either side; more weights than that are shown by the largest of each block
+
+export class Heads {
+  /** `enlarge(name)` and `toggle()` are told of what people do; a name is "mean" or a head's number. */
+  constructor(element, enlarge, toggle) {
+    Object.assign(this, { element, enlarge, toggle, on: [], boxes: new Map(), count: 0 });
+  }
+
+  /** The numbers of the heads that are switched on. */
+  get chosen() {
+    return this.on.flatMap((on, head) => (on ? [head] : []));
+  }
+
+  switchAll() {
+    this.on.fill(true);
+    for (const { check } of this.boxes.values()) if (check) check.checked = true;
+  }
+
+  /** Draws every thumbnail. */
+  show(pattern, mean, scale) {
+    this.draw("mean", mean, scale);
+    pattern.squares.forEach((square, head) => this.draw(head, square, scale));
+  }
+
+  draw(name, square, scale) {
+    const { canvas } = this.boxes.get(name);
+    const small = square.pooled(SIZE);
+    [canvas.width, canvas.height] = [small.keys, small.queries];
+    const context = canvas.getContext("2d");
+    const pixels = context.createImageData(small.keys, small.queries);
+    paint(pixels, small.data, stretch(small, scale));
+    context.putImageData(pixels, 0, 0);
+  }
+
+  mark(shown) {
+    for (const [name, { box, button }] of this.boxes) {
+      button.setAttribute("aria-pressed", String(name === shown));
+      box.classList.toggle("off", name !== "mean" && !this.on[name]);
+    }
+  }
+
+  /** Makes the thumbnails, all heads on, where their number has changed. */
+  build(count) {
+    if (this.count === count) return;
+    this.count = count;
+    this.on = Array(count).fill(true);
+    this.boxes.clear();
+    this.element.replaceChildren(this.box("mean", "Mean"), ...this.on.map((_, head) => this.box(head, `Head ${head}`)));
+  }
+
+  box(name, label) {
+    const box = document.createElement("div");
+    box.className = "head";
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.head = name;
+    const canvas = document.createElement("canvas");
+    const text = document.createElement("span");
+    text.textContent = label;
+    button.append(canvas, text);
+    button.addEventListener("click", () => this.enlarge(name));
+    box.append(button);
+    const check = name === "mean" ? null : this.check(name);
+    if (check) box.append(check);
+    this.boxes.set(name, { box, button, canvas, check });
+    return box;
+  }
+
+  check(head) {
+    const check = document.createElement("input");
+    check.type = "checkbox";
+    check.checked = true;
+    check.setAttribute("aria-label", `Head ${head} counts in the mean`);
+    check.title = "Counts in the mean";
+    check.addEventListener("change", () => {
+      this.on[head] = check.checked;
+      this.toggle();
+    });
+    return check;
+  }
+}

@@ -1,0 +1,234 @@
+// The large heat map. One canvas as large as its window onto the weights, drawn anew at each scroll: so that 512 by 512 is as smooth as
+// 10 by 10, and labels stay beside what they name. Says what was pointed at and clicked; what that means, page.js decides.
+
+import { css, inkOn, paint } from "./colours.js";
+import { stretch } from "./pattern.js";
+
+const LABEL = 12; // pixels of a label's line
+const FONT = `${LABEL}px system-ui, sans-serif`;
+const GUTTER = 130; // pixels at most for labels
+const LARGEST = 46; // pixels of a cell unless zoomed
+const READABLE = 34; // pixels of a cell from which its number fits
+const LEAST = 0.005; // smaller numbers would all read .00
+const TALLEST = 620;
+
+export class Matrix {
+  constructor(element, told) {
+    Object.assign(this, { element, told, zoom: 1, square: null, isolated: {}, cursor: null, blocked: new Set() });
+    this.content = element.querySelector(".content");
+    this.canvas = element.querySelector("canvas");
+    this.bitmap = document.createElement("canvas");
+    element.addEventListener("scroll", () => this.draw());
+    element.addEventListener("pointermove", (event) => told.point(this.hit(event), event));
+    element.addEventListener("pointerleave", () => told.leave());
+    element.addEventListener("click", (event) => told.click(this.hit(event), event));
+    new ResizeObserver(() => this.square && this.lay()).observe(element.parentElement);
+  }
+
+  /** Takes a square of weights with the words of its axes. */
+  show(square, words, scale) {
+    const sized = !this.square || this.square.queries !== square.queries || this.square.keys !== square.keys || this.words !== words;
+    Object.assign(this, { square, words });
+    this.stretch = stretch(square, scale);
+    [this.bitmap.width, this.bitmap.height] = [square.keys, square.queries];
+    const context = this.bitmap.getContext("2d");
+    const pixels = context.createImageData(square.keys, square.queries);
+    paint(pixels, square.data, this.stretch);
+    context.putImageData(pixels, 0, 0);
+    if (sized) this.zoom = 1;
+    this.lay();
+  }
+
+  magnify(factor) {
+    const { queries, keys } = this.square;
+    const middle = (this.element.scrollTop + this.element.clientHeight / 2) / this.cell;
+    this.zoom = Math.min(Math.max(this.zoom * factor, 1), Math.max(1, 60 / this.fitting(queries, keys)));
+    this.lay();
+    this.element.scrollTop = middle * this.cell - this.element.clientHeight / 2;
+  }
+
+  /** Cell size, gutters and sizes of everything, from the room there is. */
+  lay() {
+    const { queries, keys } = this.square;
+    const measure = this.canvas.getContext("2d");
+    measure.font = FONT;
+    const widest = (words) => Math.min(GUTTER, Math.ceil(words.reduce((most, word) => Math.max(most, measure.measureText(word).width), 0)) + 10);
+    [this.left, this.tall] = [widest(this.words.query), widest(this.words.key)];
+    const fitting = this.fitting(queries, keys);
+    this.cell = fitting * this.zoom;
+    this.level = this.cell >= this.tall; // labels of columns lie
+    this.top = this.level ? LABEL + 10 : this.tall;
+    const [width, height] = [this.left + keys * this.cell + 1, this.top + queries * this.cell + 1];
+    this.element.style.height = `${Math.min(height, Math.max(TALLEST, this.top + fitting * queries)) + (width > this.room ? 16 : 2)}px`;
+    this.content.style.width = `${width}px`;
+    this.content.style.height = `${height}px`;
+    const ratio = window.devicePixelRatio || 1;
+    const seen = [Math.min(this.element.clientWidth, width), Math.min(this.element.clientHeight, height)];
+    [this.canvas.style.width, this.canvas.style.height] = seen.map((size) => `${size}px`);
+    [this.canvas.width, this.canvas.height] = seen.map((size) => Math.round(size * ratio));
+    this.seen = seen;
+    this.draw();
+  }
+
+  get room() {
+    return this.element.clientWidth;
+  }
+
+  /** Pixels of a cell with which everything is seen at once, in whole pixels where there are some. */
+  fitting(queries, keys) {
+    const room = Math.min((this.room - this.left - 4) / keys, Math.max((TALLEST - this.tall) / queries, 1.2));
+    return Math.min(LARGEST, room > 4 ? Math.floor(room) : Math.max(1, room));
+  }
+
+  hit({ clientX, clientY }) {
+    const frame = this.element.getBoundingClientRect();
+    const [x, y] = [clientX - frame.left, clientY - frame.top];
+    const k = Math.floor((x - this.left + this.element.scrollLeft) / this.cell);
+    const q = Math.floor((y - this.top + this.element.scrollTop) / this.cell);
+    const { queries, keys } = this.square ?? { queries: 0, keys: 0 };
+    return {
+      q: y >= this.top && q >= 0 && q < queries ? q : null,
+      k: x >= this.left && k >= 0 && k < keys ? k : null,
+    };
+  }
+
+  /** Scrolls so that a cell is seen. */
+  reveal({ q, k }) {
+    const show = (start, room, from) => (start < from ? start : start + this.cell > from + room ? start + this.cell - room : from);
+    if (q !== null) this.element.scrollTop = show(q * this.cell, this.element.clientHeight - this.top, this.element.scrollTop);
+    if (k !== null) this.element.scrollLeft = show(k * this.cell, this.element.clientWidth - this.left, this.element.scrollLeft);
+  }
+
+  /** Where a cell is on the screen. */
+  place({ q, k }) {
+    const frame = this.element.getBoundingClientRect();
+    const x = frame.left + this.left + (k + 0.5) * this.cell - this.element.scrollLeft;
+    return { clientX: x, clientY: frame.top + this.top + (q + 0.5) * this.cell - this.element.scrollTop };
+  }
+
+  draw() {
+    if (!this.square) return;
+    const context = this.canvas.getContext("2d");
+    const ratio = window.devicePixelRatio || 1;
+    const { scrollLeft: x, scrollTop: y } = this.element;
+    const style = getComputedStyle(this.element);
+    this.colours = Object.fromEntries(["ink", "faint", "surface", "accent"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, ...this.seen);
+    const [width, height] = [this.seen[0] - this.left, this.seen[1] - this.top];
+    context.save();
+    context.beginPath();
+    context.rect(this.left, this.top, width, height);
+    context.clip();
+    context.translate(this.left - x, this.top - y);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this.bitmap, 0, 0, this.square.keys * this.cell, this.square.queries * this.cell);
+    const range = this.range(x, y, width, height);
+    this.drawCells(context, range);
+    this.drawIsolated(context);
+    context.restore();
+    this.drawLabels(context, range, x, y);
+  }
+
+  /** The rows and columns that are seen. */
+  range(x, y, width, height) {
+    const { queries, keys } = this.square;
+    const within = (from, room, count) => [Math.max(0, Math.floor(from / this.cell)), Math.min(count, Math.ceil((from + room) / this.cell))];
+    return { rows: within(y, height, queries), columns: within(x, width, keys) };
+  }
+
+  drawCells(context, { rows, columns }) {
+    const { cell } = this;
+    const words = cell >= READABLE;
+    context.font = `11px system-ui, sans-serif`;
+    [context.textAlign, context.textBaseline] = ["center", "middle"];
+    for (let q = rows[0]; cell >= 8 && q < rows[1]; q++) {
+      for (let k = columns[0]; k < columns[1]; k++) {
+        const weight = this.square.at(q, k);
+        const strength = weight * this.stretch(q * this.square.keys + k);
+        const isBlocked = this.blocked.has(`${q},${k}`);
+        context.fillStyle = context.strokeStyle = inkOn(strength);
+        if (words && weight >= LEAST && !isBlocked) context.fillText(weight.toFixed(2).replace(/^0/, ""), (k + 0.5) * cell, (q + 0.5) * cell);
+        if (isBlocked) cross(context, k * cell, q * cell, cell);
+      }
+    }
+    if (cell < 12) return;
+    context.fillStyle = this.colours.surface;
+    for (let q = rows[0]; q <= rows[1]; q++) context.fillRect(columns[0] * cell, q * cell - 0.5, (columns[1] - columns[0]) * cell, 1);
+    for (let k = columns[0]; k <= columns[1]; k++) context.fillRect(k * cell - 0.5, rows[0] * cell, 1, (rows[1] - rows[0]) * cell);
+  }
+
+  /** Fades what is not isolated, and frames what is. */
+  drawIsolated(context) {
+    const { cell, isolated: { q = null, k = null } } = this;
+    const [wide, high] = [this.square.keys * cell, this.square.queries * cell];
+    const fade = (...rect) => context.fillRect(...rect);
+    context.fillStyle = this.colours.surface;
+    context.globalAlpha = q !== null && k !== null ? 0.35 : 0.82;
+    if (q !== null) {
+      fade(0, 0, wide, q * cell);
+      fade(0, (q + 1) * cell, wide, high);
+    } else if (k !== null) {
+      fade(0, 0, k * cell, high);
+      fade((k + 1) * cell, 0, wide, high);
+    }
+    context.globalAlpha = 1;
+    context.strokeStyle = this.colours.accent;
+    context.lineWidth = 2;
+    if (q !== null && k !== null) context.strokeRect(k * cell, q * cell, cell, cell);
+    if (this.cursor) context.strokeRect(this.cursor.k * cell, this.cursor.q * cell, cell, cell);
+  }
+
+  drawLabels(context, { rows, columns }, x, y) {
+    const { cell, isolated, cursor } = this;
+    const step = Math.max(1, Math.ceil((LABEL + 1) / cell));
+    const chosen = { q: isolated.q ?? cursor?.q ?? null, k: isolated.k ?? cursor?.k ?? null };
+    const shown = (i, one) => i === one || (i % step === 0 && (one === null || Math.abs(i - one) >= step));
+    [context.textAlign, context.textBaseline] = ["right", "middle"];
+    for (let q = rows[0]; q < rows[1]; q++) {
+      if (shown(q, chosen.q)) this.label(context, this.words.query[q], q === chosen.q, this.left - 6, this.top + (q + 0.5) * cell - y, this.left - 8);
+    }
+    for (let k = columns[0]; k < columns[1]; k++) {
+      if (!shown(k, chosen.k)) continue;
+      context.save();
+      context.translate(this.left + (k + 0.5) * cell - x, this.top - 6);
+      if (!this.level) context.rotate(-Math.PI / 2);
+      [context.textAlign, context.textBaseline] = this.level ? ["center", "alphabetic"] : ["left", "middle"];
+      this.label(context, this.words.key[k], k === chosen.k, 0, 0, this.tall - 8);
+      context.restore();
+    }
+  }
+
+  label(context, word, strong, x, y, room) {
+    context.font = strong ? `600 ${FONT}` : FONT;
+    context.fillStyle = strong ? this.colours.accent : this.colours.ink;
+    context.fillText(shortened(context, word, room), x, y);
+  }
+
+  /** The colours of the legend, for a 128 by 1 canvas. */
+  static ramp(canvas) {
+    const context = canvas.getContext("2d");
+    for (let i = 0; i < canvas.width; i++) {
+      context.fillStyle = css((i + 1) / canvas.width);
+      context.fillRect(i, 0, 1, 1);
+    }
+  }
+}
+
+function shortened(context, word, room) {
+  if (context.measureText(word).width <= room) return word;
+  let length = word.length;
+  while (length > 1 && context.measureText(`${word.slice(0, length)}…`).width > room) length--;
+  return `${word.slice(0, length)}…`;
+}
+
+function cross(context, x, y, cell) {
+  const edge = cell * 0.28;
+  context.lineWidth = 1.5;
+  context.beginPath();
+  context.moveTo(x + edge, y + edge);
+  context.lineTo(x + cell - edge, y + cell - edge);
+  context.moveTo(x + cell - edge, y + edge);
+  context.lineTo(x + edge, y + cell - edge);
+  context.stroke();
+}

@@ -1,0 +1,90 @@
+// Head statistics: a table with a row for each head, from what POST /attend/analysis replies. Formulas are the service's business (/docs).
+
+const COLUMNS = [ // name, title, digits, what it is
+  ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
+  ["confidence", "Confidence", 2, "a row's largest weight, mean over queries"],
+  ["mean_distance", "Distance", 1, "from query to key in words, weighted by attention"],
+  ["self_share", "Self", 2, "share of attention that a word gives to itself"],
+  ["previous_token_score", "Previous", 2, "share given to the word before"],
+  ["first_key_mass", "First", 2, "share given to the first word"],
+];
+export const LINKS = 30; // asked for, so that there is one between words after those from and to BERT's own signs
+const SPECIAL = new Set(["[CLS]", "[SEP]"]);
+
+export class Numbers {
+  /** `enlarge(head)` is told of clicks on a head. */
+  constructor(section, enlarge) {
+    Object.assign(this, { section, enlarge, table: section.querySelector("table"), shown: "mean" });
+    section.querySelector("dl").append(...COLUMNS.flatMap(([, title, , about]) => [cell("dt", title), cell("dd", about)]));
+  }
+
+  /** Fills the table with `metrics`, of which [h] each, or [b, h] where there is a batch, of which `item` is taken. */
+  show(metrics, item, batched) {
+    const of = (numbers) => (batched ? numbers?.[item] : numbers);
+    const known = COLUMNS.filter(([name]) => Array.isArray(of(metrics[name])));
+    const links = metrics.strongest_links ?? {};
+    const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
+    const head = document.createElement("thead");
+    head.append(row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]));
+    const body = document.createElement("tbody");
+    for (let h = 0; h < weights.length; h++) {
+      const line = row([this.name(h), ...known.map(([name, , digits]) => bar(of(metrics[name]), h, digits))]);
+      line.append(Object.assign(cell("td", strongest(from[h], to[h], weights[h])), { className: "link" }));
+      line.dataset.head = h;
+      body.append(line);
+    }
+    this.table.replaceChildren(head, body);
+    this.section.hidden = false;
+    this.mark(this.shown);
+  }
+
+  /** Empties the table, for a reason that is to be shown in its place. */
+  clear() {
+    this.table.replaceChildren();
+    this.section.hidden = false;
+  }
+
+  mark(shown) {
+    this.shown = shown;
+    for (const line of this.table.querySelectorAll("tbody tr")) line.classList.toggle("shown", Number(line.dataset.head) === shown);
+  }
+
+  name(h) {
+    const button = cell("button", String(h));
+    button.type = "button";
+    button.setAttribute("aria-label", `Head ${h}`);
+    button.addEventListener("click", () => this.enlarge(h));
+    const name = cell("th", "", "row");
+    name.append(button);
+    return name;
+  }
+}
+
+/** A head's first link in words, of those between real words if there is one. */
+function strongest(from, to, weights) {
+  const known = weights.flatMap((weight, i) => (weight === null ? [] : [i]));
+  const i = known.find((i) => !SPECIAL.has(from[i]) && !SPECIAL.has(to[i])) ?? known[0];
+  return i === undefined ? "–" : `${from[i]} → ${to[i]} ${weights[i].toFixed(2)}`;
+}
+
+/** A number, and a bar behind it, as long as it is beside the other heads'. */
+function bar(values, h, digits) {
+  const value = values[h];
+  const element = cell("td", value === null ? "–" : value.toFixed(digits));
+  const most = Math.max(...values.map((other) => Math.abs(other ?? 0))) || 1;
+  element.style.setProperty("--share", `${(100 * Math.abs(value ?? 0)) / most}%`);
+  return element;
+}
+
+function row(cells) {
+  const element = document.createElement("tr");
+  element.append(...cells);
+  return element;
+}
+
+function cell(tag, text, scope) {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  if (scope) element.scope = scope;
+  return element;
+}

@@ -1,0 +1,93 @@
+// One item's attention weights, and what the views ask of them: a head's square, the mean of some heads, the strongest links.
+
+/** How much a colour scale stretches each weight: `scale` is "head" (to the largest), "row", or "one" (not at all). */
+export function stretch(square, scale) {
+  if (scale === "one") return () => 1;
+  if (scale === "head") {
+    const factor = 1 / (largest(square.data, 0, square.data.length) || 1);
+    return () => factor;
+  }
+  const factors = Array.from({ length: square.queries }, (_, q) => 1 / (largest(square.data, q * square.keys, (q + 1) * square.keys) || 1));
+  return (i) => factors[Math.floor(i / square.keys)];
+}
+
+/** The largest of numbers[from..to). */
+export function largest(numbers, from, to) {
+  let most = 0;
+  for (let i = from; i < to; i++) if (numbers[i] > most) most = numbers[i];
+  return most;
+}
+
+/** Weights [queries, keys] of one head. Rows are queries. */
+export class Square {
+  constructor(data, queries, keys) {
+    Object.assign(this, { data, queries, keys });
+  }
+
+  at(q, k) {
+    return this.data[q * this.keys + k];
+  }
+
+  /** Weights of a query over the keys, or those that all queries give to a key. */
+  along(axis, index) {
+    if (axis === "query") return this.data.subarray(index * this.keys, (index + 1) * this.keys);
+    return Float32Array.from({ length: this.queries }, (_, q) => this.at(q, index));
+  }
+
+  /** At most `count` links [q, k, weight], the strongest first. */
+  links(count) {
+    const order = [];
+    const least = this.threshold(count);
+    for (let i = 0; i < this.data.length; i++) if (this.data[i] > 0 && this.data[i] >= least) order.push(i);
+    order.sort((a, b) => this.data[b] - this.data[a] || a - b);
+    return order.slice(0, count).map((i) => [Math.floor(i / this.keys), i % this.keys, this.data[i]]);
+  }
+
+  /** A weight that about `count` others reach: found by counting, since sorting all would be felt. */
+  threshold(count) {
+    const bins = new Uint32Array(1024);
+    for (const weight of this.data) bins[Math.min(1023, (weight * 1024) | 0)]++;
+    let seen = 0;
+    for (let bin = 1023; bin > 0; bin--) if ((seen += bins[bin]) >= count) return bin / 1024;
+    return 0;
+  }
+
+  /** The largest weight of each block, so that at most `size` remain on either side: what a thumbnail can show. */
+  pooled(size) {
+    const step = Math.ceil(Math.max(this.queries, this.keys) / size);
+    if (step === 1) return this;
+    const [rows, columns] = [Math.ceil(this.queries / step), Math.ceil(this.keys / step)];
+    const pooled = new Float32Array(rows * columns);
+    for (let q = 0, i = 0; q < this.queries; q++) {
+      const row = Math.floor(q / step) * columns;
+      for (let k = 0; k < this.keys; k++, i++) {
+        const at = row + Math.floor(k / step);
+        if (this.data[i] > pooled[at]) pooled[at] = this.data[i];
+      }
+    }
+    return new Square(pooled, rows, columns);
+  }
+}
+
+/** What came back for one item of the batch: [heads, queries, keys]. */
+export class Pattern {
+  constructor(weights, [, heads, queries, keys], item) {
+    const size = queries * keys;
+    Object.assign(this, { heads, queries, keys });
+    this.squares = Array.from({ length: heads }, (_, h) => {
+      const from = (item * heads + h) * size;
+      return new Square(weights.subarray(from, from + size), queries, keys);
+    });
+  }
+
+  /** The mean of the heads whose numbers are given; zeros for none. */
+  mean(chosen) {
+    const sum = new Float32Array(this.queries * this.keys);
+    for (const h of chosen) {
+      const { data } = this.squares[h];
+      for (let i = 0; i < sum.length; i++) sum[i] += data[i];
+    }
+    if (chosen.length) for (let i = 0; i < sum.length; i++) sum[i] /= chosen.length;
+    return new Square(sum, this.queries, this.keys);
+  }
+}

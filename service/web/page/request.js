@@ -1,0 +1,79 @@
+// What the controls say -> the body of POST /attend; and that body as something to paste elsewhere.
+
+import { Refusal } from "./wire.js";
+
+const READABLE = 1024; // cells of a mask up to which it is written as rows of 0 and 1
+
+/** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
+export function fromWords(layer, words) {
+  const body = { layer, query: words.query.vectors, tokens: { query: words.query.tokens } };
+  if (words.key) {
+    body.key = words.key.vectors;
+    body.tokens.key = words.key.tokens;
+    if (words.value) body.value = words.value.vectors;
+  }
+  return body;
+}
+
+/** The body with the masks of the controls instead of its own; a field that the controls cannot show stays as it came. */
+export function withMasks(body, masks, queries, keys) {
+  const request = { ...body };
+  const say = (name, value) => {
+    if (value === null || value === false) delete request[name];
+    else if (value !== undefined) request[name] = value;
+  };
+  say("causal", masks.causal);
+  say("window", masks.window);
+  say("valid_lens", masks.length);
+  say("query_offset", masks.offset);
+  if (masks.blocked.size) request.block_mask = blockMask(body.block_mask, masks.blocked, queries, keys);
+  return request;
+}
+
+/** Rows of 0 and 1 (1 = blocked), or the same in base64 where they would be many; over a mask that was there, if it has such rows. */
+function blockMask(before, blocked, queries, keys) {
+  const rows = Array.isArray(before) && before.length === queries && before[0]?.length === keys && typeof before[0][0] !== "object" ? before : null;
+  if (before && !rows) throw new Refusal(422, "", "", [{ at: "/block_mask", text: "Expected a block_mask of [queries, keys] rows to add cells to, got another" }]);
+  const mask = Array.from({ length: queries }, (_, q) => Array.from({ length: keys }, (_, k) => (blocked.has(`${q},${k}`) || rows?.[q][k] ? 1 : 0)));
+  if (queries * keys <= READABLE) return mask;
+  const bytes = mask.map((row) => String.fromCharCode(...row)).join("");
+  return { shape: [queries, keys], datatype: "UINT8", base64: btoa(bytes) };
+}
+
+/** The lengths of a request's axes, as far as its query and key tell: {batch, queries, keys}; batch is null without that axis. */
+export function lengths({ query, key }) {
+  const shape = (tensor) => (Array.isArray(tensor) ? nestedShape(tensor) : (tensor?.shape ?? []));
+  const [q, k] = [shape(query), shape(key ?? query)];
+  return { batch: q.length === 3 ? q[0] : null, queries: q.at(-2), keys: k.at(-2) };
+}
+
+function nestedShape(list) {
+  return Array.isArray(list) ? [list.length, ...nestedShape(list[0])] : [];
+}
+
+/** Words for the axes of one batch item: the request's tokens, or numbers. */
+export function tokensOf(request, item, queries, keys) {
+  const given = (words) => (Array.isArray(words?.[0]) ? words[item] : words);
+  const numbers = (count) => Array.from({ length: count }, (_, i) => String(i));
+  const query = given(request.tokens?.query) ?? numbers(queries);
+  const key = given(request.tokens?.key) ?? (request.key === undefined && queries === keys ? query : numbers(keys));
+  return { query, key };
+}
+
+/** The request as "curl", "python" or "json" to paste. */
+export function written(kind, request, url) {
+  const json = JSON.stringify(request);
+  if (kind === "json") return json;
+  if (kind === "curl") return `curl -sS ${url}attend -H 'Content-Type: application/json' --data-binary @- <<'REQUEST'\n${json}\nREQUEST\n`;
+  return [
+    "import json",
+    "",
+    "from service.client import Client",
+    "",
+    `request = json.loads(r'''${json.replaceAll("'", "\\u0027")}''')`,
+    `with Client(${JSON.stringify(url)}) as client:`,
+    "    result = client.attend(**request)",
+    "print(result.attention_weights.shape)",
+    "",
+  ].join("\n");
+}

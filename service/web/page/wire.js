@@ -1,0 +1,68 @@
+// What goes over the wire: requests out as JSON, tensors back as safetensors, refusals as problem details. Knows nothing of the page.
+
+const JSON_TYPE = "application/json";
+const TENSORS = "application/vnd.safetensors";
+
+/** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
+export class Refusal extends Error {
+  constructor(status, title, detail, problems = []) {
+    super(detail || title);
+    this.status = status;
+    this.problems = problems.length ? problems : [{ at: "", text: this.message }];
+  }
+}
+
+/** Sends `body` (an object, or text as it stands) and gives the response. Throws Refusal, or what fetch throws when aborted. */
+export async function post(path, body, { accept = JSON_TYPE, signal } = {}) {
+  const text = typeof body === "string" ? body : JSON.stringify(body);
+  return await send(path, { method: "POST", body: text, headers: { "Content-Type": JSON_TYPE, Accept: accept }, signal });
+}
+
+/** GET of a JSON document. */
+export async function get(path, signal) {
+  return await (await send(path, { headers: { Accept: JSON_TYPE }, signal })).json();
+}
+
+/** The attention weights for a request: {weights, shape, rows, timing}; shape is [b, h, q, k], numbers are Float32Array. */
+export async function attend(request, signal) {
+  const body = typeof request === "string" ? request : { ...request, outputs: ["attention_weights"], reply: { datatype: "FP32" } };
+  const response = await post("attend", body, { accept: TENSORS, signal });
+  const { tensors, metadata } = readTensors(await response.arrayBuffer());
+  const { shape, data } = tensors.attention_weights;
+  const reply = JSON.parse(metadata.reply);
+  return {
+    layer: reply.layer,
+    emptyRows: reply.fully_masked_rows,
+    shape: shape.length === 3 ? [1, ...shape] : shape,
+    weights: data,
+    timing: response.headers.get("Server-Timing") ?? "",
+  };
+}
+
+/** safetensors: eight bytes of length, a JSON header, the tensors. Those of F32 are views of the buffer; others are left out. */
+export function readTensors(buffer) {
+  const size = Number(new DataView(buffer).getBigUint64(0, true));
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
+  const { __metadata__: metadata = {}, ...entries } = header;
+  const tensors = {};
+  for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(entries)) {
+    if (dtype === "F32") tensors[name] = { shape, data: new Float32Array(buffer, 8 + size + begin, (end - begin) / 4) };
+  }
+  return { tensors, metadata };
+}
+
+async function send(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal(0, "no answer", "The service does not answer. Is it still running?");
+  }
+  if (response.ok) return response;
+  const document = await response.json().catch(() => ({}));
+  const problems = (document.errors ?? []).map(({ at, expected, got }) => ({ at, text: `Expected ${expected}, got ${got}` }));
+  const wait = response.headers.get("Retry-After");
+  const title = document.title ?? `status ${response.status}`;
+  throw new Refusal(response.status, title, (document.detail ?? title) + (wait ? `; try again in ${wait} s` : ""), problems);
+}

@@ -1,0 +1,146 @@
+// The same weights among words: queries on the left, keys on the right, lines between. Each word is a button, so that whatever the heat
+// map shows can be had by keyboard and heard. One canvas as large as its window holds the lines.
+
+import { css, inkOn } from "./colours.js";
+import { stretch } from "./pattern.js";
+
+const ROW = 28; // pixels; page.css has the same
+const LINES = 4; // for each word, where none is isolated
+const LINES_OF_ONE = 64; // where one is
+
+export class Words {
+  /** `told` has point({q, k}), leave() and click({q, k}). */
+  constructor(element, told) {
+    Object.assign(this, { element, told, isolated: {}, locked: {}, square: null });
+    this.canvas = document.createElement("canvas");
+    this.canvas.setAttribute("aria-hidden", "true");
+    this.sides = { q: this.side("q", "Queries"), k: this.side("k", "Keys") };
+    element.append(this.sides.q.list, this.canvas, this.sides.k.list);
+    element.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(element);
+  }
+
+  side(axis, name) {
+    const list = document.createElement("ul");
+    list.setAttribute("aria-label", name);
+    list.dataset.axis = axis;
+    const cell = (event) => {
+      const button = event.target.closest("button");
+      return button && { q: null, k: null, [axis]: Number(button.dataset.index) };
+    };
+    const point = (event) => cell(event) && this.told.point(cell(event), event);
+    list.addEventListener("pointerover", (event) => event.pointerType === "mouse" && point(event));
+    list.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && point(event));
+    list.addEventListener("pointerleave", () => this.told.leave());
+    list.addEventListener("focusout", () => this.told.leave());
+    list.addEventListener("click", (event) => cell(event) && this.told.click(cell(event), event));
+    return { list, words: null, buttons: [], touched: [] };
+  }
+
+  show(square, words, scale) {
+    Object.assign(this, { square, stretch: stretch(square, scale), strongest: null });
+    this.fill(this.sides.q, words.query);
+    this.fill(this.sides.k, words.key);
+    this.draw();
+  }
+
+  fill(side, words) {
+    if (side.words === words) return;
+    Object.assign(side, { words, touched: [] });
+    side.buttons = words.map((word, index) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.dataset.index = index;
+      button.title = word;
+      button.append(document.createElement("span"));
+      button.firstChild.textContent = word;
+      button.setAttribute("aria-pressed", "false");
+      return button;
+    });
+    side.list.replaceChildren(
+      ...side.buttons.map((button) => {
+        const item = document.createElement("li");
+        item.append(button);
+        return item;
+      }),
+    );
+  }
+
+  isolate(isolated, locked) {
+    Object.assign(this, { isolated, locked });
+    this.draw();
+  }
+
+  draw() {
+    if (!this.square) return;
+    const { q = null, k = null } = this.isolated;
+    this.shade(this.sides.q, q === null && k !== null ? this.square.along("key", k) : null, q, this.locked.q, (i) => i * this.square.keys + k);
+    this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
+    const links = this.lines(q, k);
+    const most = links[0]?.[2] || 1;
+    const isAlone = q !== null || k !== null; // the lines of one word are told apart by its own strongest
+    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.stretch(query * this.square.keys + key));
+  }
+
+  /** Colours one side's words by their weight, and writes the weight beside those that matter. Only words in sight are touched: a page of
+   * a thousand would be felt at each move of the pointer. */
+  shade(side, weights, chosen, locked, index) {
+    const [from, to] = this.inSight(side.buttons.length);
+    for (const button of side.touched) this.dress(button, 0, "", false, false);
+    side.touched = side.buttons.slice(from, to);
+    side.touched.forEach((button, at) => {
+      const i = from + at;
+      const strength = weights ? weights[i] * this.stretch(index(i)) : 0;
+      this.dress(button, strength, weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "", i === chosen, i === locked);
+    });
+  }
+
+  dress(button, strength, weight, isChosen, isLocked) {
+    button.style.background = strength > 0.02 ? css(strength) : "";
+    button.style.color = strength > 0.02 ? inkOn(strength) : "";
+    button.dataset.weight = weight;
+    button.classList.toggle("chosen", isChosen);
+    button.setAttribute("aria-pressed", String(isLocked));
+  }
+
+  /** The first word that is in sight, and the one after the last. */
+  inSight(count) {
+    const { scrollTop, clientHeight } = this.element;
+    return [Math.max(0, Math.floor(scrollTop / ROW) - 1), Math.min(count, Math.ceil((scrollTop + clientHeight) / ROW) + 1)];
+  }
+
+  lines(q, k) {
+    const strongest = (links) => links.sort((a, b) => b[2] - a[2]).slice(0, LINES_OF_ONE);
+    if (q !== null) return strongest(Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]));
+    if (k !== null) return strongest(Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]));
+    this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
+    const [from, to] = this.inSight(Infinity);
+    const seen = (i) => i >= from && i < to;
+    return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // those that lead out of sight are many, and tell nothing
+  }
+
+  drawLines(links, strengthOf) {
+    const { clientWidth: width, offsetWidth: offset } = this.canvas;
+    const height = Math.min(this.element.clientHeight, ROW * Math.max(this.square.queries, this.square.keys));
+    if (!offset || !height) return;
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
+    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    const context = this.canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    context.strokeStyle = getComputedStyle(this.element).getPropertyValue("--accent");
+    const top = this.element.scrollTop;
+    for (const link of links) {
+      const [q, k] = link;
+      const [from, to] = [(q + 0.5) * ROW - top, (k + 0.5) * ROW - top];
+      const strength = Math.min(1, strengthOf(link));
+      if (strength < 0.02 || Math.max(from, to) < 0 || Math.min(from, to) > height) continue;
+      context.globalAlpha = strength;
+      context.lineWidth = 0.5 + 2.5 * strength;
+      context.beginPath();
+      context.moveTo(0, from);
+      context.bezierCurveTo(width / 2, from, width / 2, to, width, to);
+      context.stroke();
+    }
+  }
+}

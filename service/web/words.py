@@ -1,0 +1,33 @@
+"""GET and POST /words: text for people who have no vectors. What the page asks before it asks /attend."""
+
+from fastapi import FastAPI, Request
+
+from service.serving.dictionary import Dictionary
+from service.serving.engine import Engine
+from service.web.attend import demand_started, refusals, takes
+from service.web.examples import WORDS
+from service.web.reading import read
+from service.wire.words import Vocabulary, Words
+
+
+def install(app: FastAPI, engine: Engine, model: bool) -> None:
+    """Adds the routes; `model` is whether layers of the installed model may be made on demand."""
+    dictionary = Dictionary(engine, model)
+
+    @app.get("/words", tags=["words"], response_model=Vocabulary)
+    async def get_words() -> Vocabulary:
+        """Which layers of a real model there are to look at, and what is missing where there are none."""
+        return await dictionary.vocabulary()
+
+    @app.post(
+        "/words",
+        tags=["words"],
+        response_model=Words,
+        responses=refusals(400, 404, 413, 415, 422, 500, 503),
+        openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
+    )
+    async def post_words(request: Request) -> Words:
+        """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
+        demand_started(engine)
+        with engine.holding() as hold:
+            return await dictionary.read(await read(request.scope, request.receive, engine, hold))

@@ -1,0 +1,195 @@
+"""Metrics on weights whose answers are known: uniform, one-hot, previous token, blocks. And how much is held for a long sequence."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from service.attention.analysis.links import StrongestLinks, largest
+from service.attention.analysis.measure import OF_WEIGHTS, measure
+from service.attention.analysis.question import Question
+from service.attention.call import Call
+from service.attention.initialise import draw_weights
+from service.attention.layer import MultiHeadAttention
+from service.attention.masks import Masks
+from service.spec import LayerSpec
+
+N = 7
+WORDS = torch.tensor([[0, 1, 2, 0, 1, 3, 0]])
+
+
+def layer_of(**spec: Any) -> MultiHeadAttention:
+    made = LayerSpec(**spec)
+    return MultiHeadAttention(made, {name: torch.from_numpy(w) for name, w in draw_weights(made).items()}, torch.device("cpu"))
+
+
+def metrics_of(weights: np.ndarray[Any, Any], *names: str, **question: Any) -> dict[str, torch.Tensor]:
+    """Of attention weights [h, n, n], by a layer without projections that is given them through the bias."""
+    heads, n, _ = weights.shape
+    layer = layer_of(d_model=heads * 2, num_heads=heads, projections=False, dtype="float64")
+    zeros = torch.zeros(1, n, heads * 2, dtype=torch.float64)
+    with np.errstate(divide="ignore"):
+        bias = torch.from_numpy(np.log(weights))[None]
+    masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
+    asked = Question(tuple(names), query_words=WORDS, key_words=WORDS, **question)
+    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset(), question=asked)).tensors
+
+
+UNIFORM = np.full((N, N), 1 / N)
+SELF = np.eye(N)
+PREVIOUS = np.eye(N, k=-1) + np.eye(N) * (np.arange(N) == 0)
+FIRST = np.zeros((N, N)) + (np.arange(N) == 0)
+BLOCKS = np.kron(np.eye(2), np.ones((4, 4)) / 4)[:N, :N] / np.array([1] * 4 + [0.75] * 3)[:, None]
+PATTERNS = np.stack([UNIFORM, SELF, PREVIOUS, FIRST, BLOCKS])
+DISTANCES = np.abs(np.arange(N)[:, None] - np.arange(N))
+KNOWN = {
+    "entropy": [math.log(N), 0, 0, 0, (4 * math.log(4) + 3 * math.log(3)) / N],
+    "normalised_entropy": [1, np.nan, np.nan, np.nan, 1],  # of the keys that the bias leaves a row
+    "confidence": [1 / N, 1, 1, 1, (4 / 4 + 3 / 3) / N],
+    "keys_for_mass": [N, 1, 1, 1, (4 * 4 + 3 * 3) / N],
+    "first_key_mass": [1 / N, 1 / N, 2 / N, 1, 1 / N],
+    "self_share": [1 / N, 1, 1 / N, 1 / N, 2 / N],
+    "mean_distance": [DISTANCES.mean(), 0, (N - 1) / N, DISTANCES[0].mean(), (1.25 * 4 + 8 / 9 * 3) / N],
+    "global_share": [(DISTANCES > 2).mean(), 0, 0, (N - 3) / N, 2 * 0.25 / N],
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_patterns_have_known_numbers(name: str) -> None:
+    """Uniform, one's own position, the one before, the first, and two blocks."""
+    np.testing.assert_allclose(metrics_of(PATTERNS, name, mass=0.95)[name][0], KNOWN[name], rtol=1e-12, atol=1e-12)
+
+
+def test_detectors_find_their_patterns() -> None:
+    """Each scores 1 on the pattern it is named for, and by chance on uniform weights."""
+    soft = 0.999 * PREVIOUS + 0.001 * UNIFORM
+    seen = np.tril(np.ones((N, N)))
+    duplicate, induction = (np.zeros((N, N)) for _ in range(2))
+    for i, j in ((3, 0), (4, 1), (6, 3)):
+        duplicate[i, j], induction[i, j + 1] = 1, 1
+    rest = 1 - duplicate.sum(1, keepdims=True)
+    causal = seen / seen.sum(1, keepdims=True)
+    heads = np.stack([soft, duplicate + rest * causal, induction + rest * causal, causal]) * 0.999 + 0.001 * causal
+
+    made = metrics_of(heads, "previous_token_score", "duplicate_token_score", "induction_score")
+
+    assert made["previous_token_score"][0, 0] > 0.99
+    assert made["duplicate_token_score"][0, 1] > 0.99
+    assert made["induction_score"][0, 2] > 0.99
+    np.testing.assert_allclose(made["duplicate_token_score"][0, 3], (1 / 4 + 1 / 5 + 2 / 7) / 3, rtol=1e-9)
+    np.testing.assert_allclose(made["previous_token_score"][0, 3], np.mean([1 / n for n in range(2, N + 1)]), rtol=1e-9)
+
+
+def test_heads_are_as_alike_as_theory_says() -> None:
+    """Equal heads: cosine 1, divergence 0, deviation 0; heads that share no key: 0 and ln 2."""
+    names = ("cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads")
+    alike, apart = metrics_of(np.stack([UNIFORM, UNIFORM]), *names), metrics_of(np.stack([SELF, np.roll(SELF, 1, 1)]), *names)
+
+    np.testing.assert_allclose(alike["cosine_similarity"][0], np.ones((2, 2)), rtol=1e-12)
+    np.testing.assert_allclose(alike["jensen_shannon"][0], np.zeros((2, 2)), atol=1e-12)
+    np.testing.assert_allclose(alike["deviation_across_heads"][0], np.zeros(N), atol=1e-12)
+    np.testing.assert_allclose(alike["position_disagreement"], [-1 / N], rtol=1e-12)
+    np.testing.assert_allclose(apart["cosine_similarity"][0], np.eye(2), atol=1e-12)
+    np.testing.assert_allclose(apart["jensen_shannon"][0], math.log(2) * (1 - np.eye(2)), rtol=1e-12)
+    np.testing.assert_allclose(apart["position_disagreement"], [-0.5], rtol=1e-12)
+    np.testing.assert_allclose(apart["deviation_across_heads"][0], np.full(N, 0.5), rtol=1e-12)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    """Wherever torch would leave them to chance, and across blocks."""
+    values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0], [0.0] * 7])
+    links = metrics_of(np.stack([UNIFORM, SELF]), "strongest_links", top_links=9)
+
+    assert largest(values, 5).tolist() == [[1, 3, 6, 2, 4], [0, 1, 2, 3, 4]]
+    assert largest(values, 0).shape == (2, 0)
+    assert links["strongest_links.queries"].tolist() == [[[0] * N + [1] * 2, [*range(N), -1, -1]]]
+    assert links["strongest_links.keys"].tolist() == [[[*range(N), 0, 1], [*range(N), -1, -1]]]
+    assert StrongestLinks(3).n == 3
+
+
+class Largest(TorchDispatchMode):
+    """Watches every operation, and keeps the bytes of the largest tensor that any of them made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return made
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many small steps on shared cores: threads that wait for one another cost more than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_long_sequence_is_read_in_blocks() -> None:
+    """1 x 4096 x 64 with 8 heads: no tensor comes near the 512 MB of its weights, whatever is asked but the weights themselves."""
+    layer, n = layer_of(d_model=64, num_heads=8), 4096
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((1, n, 64), np.float32))
+    words = torch.arange(n)[None] % 50
+    names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
+    others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
+    question = Question((*names, *others), query_words=words, key_words=words)
+    call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset(), question=question)
+
+    with Largest() as watched:
+        result = measure(layer, call)
+
+    assert 4 * 8 * n * n == 1 << 29
+    assert watched.largest <= 1 << 24
+    assert torch.isfinite(result.tensors["entropy"]).all()
+
+
+def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every metric is the same whether rows come one at a time or all at once."""
+    from service.attention import layer as layer_module
+
+    rng = np.random.default_rng(8)
+    layer = layer_of(d_model=12, num_heads=6, num_kv_heads=2, dtype="float64")
+    x = torch.from_numpy(rng.standard_normal((2, N, 12)))
+    masks = Masks(torch.arange(N)[None], N, lengths=torch.tensor([[N], [4]]), right=1, aligned=True)
+    names = (*OF_WEIGHTS, "zero_ablation")
+    call = Call(x, x, x, masks, 2**-0.5, frozenset(), question=Question(names, query_words=WORDS, key_words=WORDS))
+    whole = measure(layer, call).tensors
+
+    monkeypatch.setattr(layer_module, "BLOCK", 1)
+    pieces = measure(layer, call).tensors
+
+    assert set(whole) == set(pieces)
+    for name, tensor in whole.items():
+        np.testing.assert_allclose(pieces[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_gradient_importance_is_the_gradient() -> None:
+    """The closed form against torch's autograd through a factor before each head, for half the squared norm and for a direction."""
+    rng = np.random.default_rng(9)
+    layer = layer_of(d_model=12, num_heads=3, dtype="float64", init="torch_linear")
+    x, direction = (torch.from_numpy(rng.standard_normal((2, N, 12))) for _ in range(2))
+    for toward in (None, direction):
+        call = Call(x, x, x, Masks(torch.arange(N)[None], N), 0.5, frozenset({"head_outputs"}))
+        heads = layer(call).tensors["head_outputs"].clone()
+        factor = torch.ones(2, 3, 1, 1, dtype=torch.float64, requires_grad=True)
+        output = torch.nn.functional.linear(
+            (heads * factor).transpose(1, 2).flatten(2), layer.weights["output.weight"].clone(), layer.weights["output.bias"].clone()
+        )
+        loss = (output.square() / 2).sum() if toward is None else (output * toward).sum()
+        (gradient,) = torch.autograd.grad(loss, factor)
+
+        question = Question(("contribution", "gradient_importance"), direction=toward)
+        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset(), question=question)).tensors
+
+        gradient = gradient[..., 0, 0]
+        np.testing.assert_allclose(made["contribution"], gradient, rtol=1e-10)
+        np.testing.assert_allclose(made["gradient_importance"], gradient.abs() / gradient.norm(dim=1, keepdim=True), rtol=1e-10)

@@ -1,0 +1,70 @@
+"""`attend figure`: the same bytes in this process and from a server, the file's name tells the format, and flags beat the file."""
+
+import json
+import os
+
+import pytest
+from command import run_attend
+
+BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]], "causal": True, "tokens": {"query": ["a", "b", "c"]}}
+LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps({**BODY, "figure": {"kind": "mean", "title": "From the file"}}))
+    return str(path)
+
+
+def test_in_process_and_by_url_give_the_same(start, file, tmp_path):
+    here, there = tmp_path / "here.png", tmp_path / "there.png"
+
+    done = run_attend("figure", file, "-o", str(here), *LAYER)
+    assert run_attend("figure", file, "-o", str(there), "--url", start(*LAYER).url).returncode == 0
+
+    assert done.returncode == 0
+    assert done.stdout.decode() == f"{here}: {here.stat().st_size} bytes\n"
+    assert here.read_bytes().startswith(b"\x89PNG")
+    assert here.read_bytes() == there.read_bytes()
+
+
+def test_flags_beat_the_file(server, tmp_path):
+    out = tmp_path / "heads.svg"
+    flags = ("--kind", "heads", "--theme", "dark", "--head", "1", "--head", "0", "--title", "From the flags", "--width", "700")
+    body = json.dumps({**BODY, "figure": {"kind": "mean", "title": "From the file", "dpi": 300}, "query": [[0.5] * 64] * 3}).encode()
+
+    done = run_attend("figure", "-", "-o", str(out), *flags, "--url", server.url, stdin=body)
+
+    assert done.returncode == 0, done.stderr
+    drawn = out.read_text()
+    assert "From the flags" in drawn and "From the file" not in drawn
+    assert 'width="700"' in drawn and "#15181d" in drawn
+    assert drawn.index("head 1") < drawn.index("head 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["{file}", "-o", "{folder}/heads.gif"], 2, "expected a name that ends in .png, .svg, .html, .htm"),
+        (["{file}"], 2, "--output"),
+        (["{file}", "-o", "{folder}/heads.svg", "--url", "{server}", "--kind", "pie"], 1, 'got "pie", at /figure/kind'),
+        (["{file}", "-o", "{folder}/no/heads.svg", *LAYER], 1, "cannot write"),
+        (["{file}.not", "-o", "{folder}/heads.svg"], 1, "cannot read"),
+    ],
+)
+def test_what_cannot_be_is_said(server, file, tmp_path, arguments, code, said):
+    given = [argument.format(file=file, folder=tmp_path, server=server.url) for argument in arguments]
+    done = run_attend("figure", *given, env={**os.environ, "COLUMNS": "200"})
+
+    assert done.returncode == code and done.stdout == b""
+    assert said in done.stderr.decode()
+    assert not (tmp_path / "heads.svg").exists()
+
+
+@pytest.mark.parametrize("stdin", [b"", b'{"query": [[1]], "figure": 3}'])
+def test_a_body_that_is_none(server, tmp_path, stdin):
+    done = run_attend("figure", "-", "-o", str(tmp_path / "heads.svg"), "--url", server.url, stdin=stdin)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"attend figure: expected ")

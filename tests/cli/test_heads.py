@@ -1,0 +1,66 @@
+"""`attend heads` as a user runs it: tables that fit 80 columns, JSON, and errors that say what to do."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import run_attend
+
+TINY = ("--d-model", "4", "--num-heads", "2")
+NARROW = {**os.environ, "COLUMNS": "80"}
+BODY: dict[str, Any] = {
+    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]],
+    "causal": True,
+    "tokens": {"query": ["the", "cat", "saw", "the"]},
+}
+
+
+def test_the_tables_fit_eighty_columns(tmp_path: Path) -> None:
+    """Every metric of a batch, words among them; each head has its row."""
+    body = BODY | {"query": [BODY["query"]] * 2, "metrics": ["entropy"]}
+    (tmp_path / "request.json").write_text(json.dumps(body))
+
+    done = run_attend("heads", str(tmp_path / "request.json"), *TINY, "--metrics", "all", env=NARROW)
+
+    text = done.stdout.decode()
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("item 0", "item 1", "the(0)→the(0) 1.00", "normalised", "pruning order", "cosine similarity", "subspace disagreement"):
+        assert part in text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_json_is_the_reply(server: Any) -> None:
+    """The same from a server and in this process, whose default layer is the same."""
+    body = json.dumps({"query": [[0.5] * 64] * 3, "reply": {"decimals": 4}}).encode()
+    here, there = (run_attend("heads", "-", "--json", *flags, stdin=body) for flags in ((), ("--url", server.url)))
+
+    reply = json.loads(here.stdout)
+    assert reply == json.loads(there.stdout)
+    assert list(reply) == ["layer", "fully_masked_rows", "metrics"]
+    assert reply["metrics"]["entropy"] == [1.0986] * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.json",), "cannot read nowhere.json"),
+        (("-", "--metrics", "entropie"), "no metric is called 'entropie'"),
+        (("-", "--metrics", "entropy"), "expected a JSON object"),
+    ],
+)
+def test_errors_say_what_to_do(arguments: tuple[str, ...], said: str) -> None:
+    """One message on standard error, and nothing on the other."""
+    done = run_attend("heads", *arguments, stdin=b"[1]")
+
+    assert done.returncode in (1, 2) and not done.stdout
+    assert said in done.stderr.decode()
+
+
+def test_a_refusal_is_told_with_its_place() -> None:
+    """As every command tells it."""
+    done = run_attend("heads", "-", *TINY, "--metrics", "induction_score", stdin=json.dumps({**BODY, "tokens": None}).encode())
+
+    assert done.returncode == 1
+    assert "since induction_score is asked for, got none, at /tokens" in done.stderr.decode()

@@ -1,0 +1,100 @@
+"""`attend layers add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
+
+import json
+import os
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from command import run_attend
+from live import Server
+from safetensors.numpy import load_file, save_file
+
+from service.client import Client
+from service.errors import InvalidRequest
+
+HEADS = '{"num_heads": 2}'
+PATHS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two layers in BERT's names, which tell neither which one is meant nor how many heads it has."""
+    rng = np.random.default_rng(8)
+    stem = "encoder.layer.{}.attention.{}"
+    tensors = {
+        f"{stem.format(i, path)}.{kind}": rng.standard_normal((6,) if kind == "bias" else (6, 6)).astype(np.float32)
+        for i in range(2)
+        for path in PATHS.values()
+        for kind in ("weight", "bias")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, tmp_path: Path) -> None:
+    """One layer of a checkpoint goes in, comes out as a file that holds its very numbers, and goes."""
+    file, place = tmp_path / "one.safetensors", ["--url", server.url]
+    added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
+    assert added.returncode == 0, added.stderr
+    document = json.loads(added.stdout)
+    assert document == http.get("/layers/one").json() and document["spec"]["num_heads"] == 2
+
+    exported = run_attend("layers", "export", "one", "-o", str(file), *place, "--json")
+    assert json.loads(exported.stdout) == {"layer": "one", "file": str(file), "bytes": file.stat().st_size}
+    weights, given = load_file(file), load_file(checkpoint)
+    for ours, theirs in PATHS.items():
+        np.testing.assert_array_equal(weights[f"{ours}.weight"], given[f"encoder.layer.1.attention.{theirs}.weight"])
+
+    again = run_attend("layers", "add", "one", str(file), *place)
+    assert again.returncode == 0 and document["fingerprint"][:8] in again.stdout.decode()
+    assert run_attend("layers", "remove", "one", *place).stdout == b"one is gone\n"
+    gone = run_attend("layers", "export", "one", "-o", str(file), *place)
+    assert gone.returncode == 1 and b'"one"' in gone.stderr
+
+
+def test_the_folder_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
+    """What `add` puts there is what `layers` finds there."""
+    place = ["--layers-dir", str(tmp_path / "kept")]
+    added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
+    assert added.returncode == 0, added.stderr
+    assert json.loads(added.stdout) in json.loads(run_attend("layers", *place, "--json").stdout)["layers"]
+    assert json.loads(run_attend("layers", "remove", "one", *place, "--json").stdout) == {"removed": "one"}
+    assert not (tmp_path / "kept" / "one.safetensors").exists()
+
+
+def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """The message names what there is to choose from, the flag, or the file."""
+    several = run_attend("layers", "add", "one", str(checkpoint), "--spec", HEADS, "--url", server.url)
+    assert several.returncode == 1 and b"encoder.layer.0.attention, encoder.layer.1.attention" in several.stderr
+    for arguments, words in (
+        (("add", "one", str(checkpoint)), b"--layers-dir"),
+        (("add", "one", str(checkpoint), "--url", "http://x", "--layers-dir", "y"), b"--layers-dir"),
+        (("add", "one", str(tmp_path / "none"), "--url", "http://x"), b"does not exist"),
+        (("add", "one", str(checkpoint), "--spec", "{", "--url", "http://x"), b"no JSON"),
+        (("add", "one", str(checkpoint), "--spec", "2", "--url", "http://x"), b"JSON object"),
+        (("remove", "one", "--layers-dir", str(checkpoint)), b"cannot use the folder"),
+    ):
+        done = run_attend("layers", *arguments, env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_a_server_without_its_folder_says_so(checkpoint: Path) -> None:
+    """Before it listens; where a file stands in the way, for one."""
+    done = run_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
+    assert done.returncode == 2 and b"attend serve: cannot use" in done.stderr
+
+
+def test_the_client_has_the_same(server: Server, checkpoint: Path) -> None:
+    """By path or as bytes; weights come back as arrays in the layer's dtype."""
+    with Client(server.url) as client:
+        spec = {"num_heads": 2, "dtype": "bfloat16"}
+        made = client.put_layer_file("client", checkpoint, layout="bert", prefix="encoder.layer.0", spec=spec)
+        weights = client.layer_weights("client")
+        assert {array.dtype.name for array in weights.values()} == {"bfloat16"} and weights["query.weight"].shape == (6, 6)
+        assert client.put_layer_file("client", client.layer_file("client")).fingerprint == made.fingerprint
+        with pytest.raises(InvalidRequest) as refused:
+            client.put_layer_file("client", checkpoint, spec=spec)
+        assert refused.value.problems[0].at == "/prefix"
+        client.delete_layer("client")

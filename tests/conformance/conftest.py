@@ -1,0 +1,49 @@
+"""What the conformance suite is pointed at: `--url`, or without one the server of this project. Knows HTTP and JSON alone, no server.
+
+    pytest tests/conformance --url http://localhost:8000 --model resnet
+
+A model's inputs are made from its metadata, with 2 for every length that varies; `--inputs` gives them for servers that tell none.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from subject import Subject
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption("--url", help="of the server; the project's own if not given")
+    group.addoption("--model", default="default", help="name of a model that it serves")
+    group.addoption("--inputs", help='JSON, where its metadata names none: [{"name": "x", "datatype": "FP32", "shape": [1, 3]}]')
+
+
+@pytest.fixture(scope="session")
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """The server, its model, and what it says of itself."""
+    option = request.config.getoption
+    url = option("--url", None) or request.getfixturevalue("server").url
+    with httpx.Client(base_url=url, timeout=60) as http:
+        model = option("--model", "default")
+        extensions = http.get("/v2").json()["extensions"]
+        metadata = http.get(f"/v2/models/{model}").json()
+        given = option("--inputs", None)
+        inputs = json.loads(given) if given else _required(http, model, metadata, extensions)
+        yield Subject(http, model, extensions, metadata, [_filled(one) for one in inputs])
+
+
+def _required(http: httpx.Client, model: str, metadata: dict[str, Any], extensions: list[str]) -> list[dict[str, Any]]:
+    """The inputs that no configuration calls optional."""
+    config = http.get(f"/v2/models/{model}/config").json() if "model_configuration" in extensions else {}
+    optional = {tensor["name"] for tensor in config.get("input", []) if tensor.get("optional")}
+    return [tensor for tensor in metadata.get("inputs", []) if tensor["name"] not in optional]
+
+
+def _filled(tensor: dict[str, Any]) -> dict[str, Any]:
+    shape = [2 if length == -1 else length for length in tensor["shape"]]
+    data = [(7 * i % 11) / 8 for i in range(math.prod(shape))]
+    return {"name": tensor["name"], "shape": shape, "datatype": tensor["datatype"], "data": data}

@@ -1,0 +1,404 @@
+"""POST /attend/analysis: every metric of any layer and any masks against plain NumPy; identities that theory gives; what is refused."""
+
+import asyncio
+import json
+import threading
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
+from safetensors.numpy import load
+
+from service.attention import reference
+from service.attention.analysis.measure import measure
+from service.attention.call import Call, Result
+from service.attention.cases import FEATURES, Case, random_case
+from service.attention.initialise import draw_weights, in_dtype
+from service.attention.layer import MultiHeadAttention
+from service.attention.reference import Reference
+from service.attention.reference_masks import blocked_by_keys, place_queries
+from service.client import AnalysisResult, Client
+from service.client.result import read_metrics
+from service.errors import InvalidRequest, TooLarge
+from service.serving import scheduler
+from service.serving.cost import ServingLimits
+from service.serving.engine import Asked, open_engine
+from service.spec import LayerSpec
+from service.wire.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
+from service.wire.limits import WireLimits
+
+WORDLESS = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
+MEASURED = sorted(set(FEATURES) - {"dropout"})
+WINDOW, LINKS, MASS = 1, 3, 0.8
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Any:
+    with Client(server.url) as one:
+        yield one
+
+
+def batched(ref: Reference, case: Case) -> Reference:
+    """The reference with a batch axis, whether the case has one or not."""
+    if np.ndim(case.request["query"]) == 3:
+        return ref
+    return Reference(**{name: np.asarray(getattr(ref, name))[None] for name in ref.__dataclass_fields__})
+
+
+def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
+    """The items of a case, with padding and positions worked out from the request alone."""
+    request = case.request
+    ref = batched(reference.attend(case.spec, weights, **request), case)
+    b, h, q, k = ref.attention_weights.shape
+    unbatched = np.ndim(request["query"]) == 2
+    masks = [
+        None if (x := request.get(name)) is None else np.asarray(x)[None] if unbatched else np.asarray(x)
+        for name in ("valid_lens", "attend_keys", "block_keys")
+    ]
+    unreal = blocked_by_keys((b, h, q, k), *masks)
+    positions = place_queries(request.get("query_offset"), unreal, False)
+    real = ~unreal[:, 0].all(1)  # to any query
+    alone = request.get("key") is None
+    counted = real if alone else np.ones((b, q), bool)
+    return [Item(ref, i, h, real[i], counted[i], positions[i], words) for i in range(b)]
+
+
+def agree(name: str, ours: Any, theirs: Any, case: Case) -> None:
+    if isinstance(ours, dict):
+        for part, array in ours.items():
+            agree(f"{name}.{part}", array, theirs[part], case)
+        return
+    np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=2e-7, err_msg=f"{name} of {case.spec}")
+
+
+def ask(client: Client, case: Case, **more: Any) -> AnalysisResult:
+    options = {"local_window": WINDOW, "top_links": LINKS, "mass": MASS}
+    return client.analysis(**case.request, layer="analysed", analysis=options, **more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: int) -> None:
+    """Grouped heads, cross-attention, padding, masks per head, rows without a key, sinks, positions: all that a request may hold."""
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, features=MEASURED, rate=0.3, dtype="float64")
+    if case.request.get("key") is not None and case.request.get("query_offset") is None:
+        case.request["query_offset"] = int(rng.integers(-2, 3))
+    weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
+    if 0 in np.shape(case.request["query"]) or 0 in np.shape(case.request.get("key", [[1]])):
+        return
+    client.put_layer("analysed", case.spec, case.weights)
+    single = np.ndim(case.request["query"]) == 2
+    q, k = np.shape(case.request["query"])[-2], np.shape(case.request.get("key", case.request["query"]))[-2]
+    words = [list(rng.choice(["a", "b", "c"], n)) for n in (q, k)]
+    words = [words[0], words[0]] if case.request.get("key") is None else words
+    spec = case.spec
+    width = spec.output_dim if spec.projections else spec.concatenated_dim
+    direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
+
+    names = [*WORDLESS, "duplicate_token_score", "induction_score"]
+    result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
+
+    assert list(result) == names
+    weight = np.asarray(weights["output.weight"], np.float64) if spec.projections else np.eye(spec.concatenated_dim)
+    bias = np.asarray(weights.get("output.bias", np.zeros(len(weight))), np.float64)
+    scales = np.broadcast_to(case.request.get("head_scale", 1.0), (len(items(case, weights, words)), spec.num_heads))
+    for b, item in enumerate(items(case, weights, words)):
+        toward = None if direction is None else np.reshape(direction, (-1, q, width))[b]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            expected = row_metrics(item, WINDOW, MASS) | between_metrics(item)
+            expected |= output_metrics(item, weight, bias, scales[b], toward)
+        for name in names:
+            value = result[name]
+            here = {p: x if single or p.endswith("_words") else x[b] for p, x in value.items()} if isinstance(value, dict) else value
+            here = here if single or isinstance(here, dict) else here[b]
+            if name == "strongest_links":
+                _links_agree(here, strongest(item, LINKS + 1))
+            elif name == "pruning_order":
+                agree(name, here["errors"], expected[name]["errors"], case)
+            else:
+                agree(name, here, expected[name], case)
+
+
+def _links_agree(ours: dict[str, Any], theirs: list[list[tuple[float, int, int]]]) -> None:
+    """Weights, and where they stand as far as no two are equal but for rounding."""
+    for h, more in enumerate(theirs):
+        links = more[:LINKS]
+        found = int((ours["queries"][h] >= 0).sum())
+        assert found == len(links)
+        assert np.isnan(ours["weights"][h][found:]).all() and (ours["keys"][h][found:] == -1).all()
+        np.testing.assert_allclose(ours["weights"][h][:found], [-w for w, _, _ in links], rtol=1e-9)
+        if all(after[0] - before[0] > 1e-9 for before, after in pairwise(more)):
+            assert [(i, j) for _, i, j in links] == list(zip(ours["queries"][h][:found], ours["keys"][h][:found], strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_closed_form_agrees_with_ablation(client: Client, seed: int) -> None:
+    """Towards a direction, what a head contributes is what is lost without it; and the contributions of all leave the output's bias."""
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, features=["key", "value", "num_kv_heads", "value_head_dim", "biases"], dtype="float64")
+    if 0 in np.shape(case.request["query"]) or 0 in np.shape(case.request.get("key", [[1]])):
+        return
+    client.put_layer("analysed", case.spec, case.weights)
+    heads = case.spec.num_heads
+    plain = client.attend(**case.request, layer="analysed", outputs=["output"]).output
+    direction = rng.standard_normal(plain.shape)
+    lost = []
+    for head in range(heads):
+        scale = np.ones(heads)
+        scale[head] = 0
+        lost.append(plain - client.attend(**case.request, layer="analysed", outputs=["output"], head_scale=scale).output)
+
+    result = ask(client, case, metrics=["contribution", "zero_ablation"], direction=direction)
+    half_square = ask(client, case, metrics=["contribution"])
+
+    axes = (-2, -1)
+    np.testing.assert_allclose(result["contribution"], np.stack([(direction * x).sum(axes) for x in lost], -1), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(half_square["contribution"], np.stack([(plain * x).sum(axes) for x in lost], -1), rtol=1e-9, atol=1e-9)
+    changes = np.stack([np.sqrt((x**2).sum(axes) / (plain**2).sum(axes)) for x in lost], -1)
+    np.testing.assert_allclose(result["zero_ablation"]["relative_change"], changes, rtol=1e-7, atol=1e-9)
+
+
+def test_one_head_beside_many(client: Client) -> None:
+    """The one-head layer of the same seed, as a layer of its own, gives what `single_head` says; grouped heads included by their shapes."""
+    rng = np.random.default_rng(5)
+    query, lens = rng.standard_normal((3, 7, 12)), [7, 4, 5]
+    client.put_layer("many", {"d_model": 12, "num_heads": 3, "seed": 9, "dtype": "float64", "init": "torch_linear"})
+    client.put_layer("one", {"d_model": 12, "num_heads": 1, "seed": 9, "dtype": "float64", "init": "torch_linear"})
+    both = [client.attend(query, layer=name, valid_lens=lens) for name in ("many", "one")]
+
+    parts = client.analysis(query, layer="many", valid_lens=lens, metrics=["single_head"])["single_head"]
+    alone = client.analysis(query, layer="one", valid_lens=lens, metrics=["entropy", "confidence"])
+
+    np.testing.assert_allclose(parts["entropy"], alone["entropy"][:, 0], rtol=1e-12)
+    np.testing.assert_allclose(parts["confidence"], alone["confidence"][:, 0], rtol=1e-12)
+    for b, n in enumerate(lens):
+        many, one = (result.output[b, :n] for result in both)
+        np.testing.assert_allclose(parts["relative_change"][b], np.linalg.norm(one - many) / np.linalg.norm(many), rtol=1e-12)
+        np.testing.assert_allclose(parts["cosine"][b], (one * many).sum() / np.linalg.norm(one) / np.linalg.norm(many), rtol=1e-12)
+        for h in range(3):
+            x, y = both[0].attention_weights[b, h, :n], both[1].attention_weights[b, 0, :n]
+            np.testing.assert_allclose(parts["similarity"][b, h], (x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rtol=1e-12)
+
+
+BASE: dict[str, Any] = {"query": [[1.0] * 64] * 3}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"metrics": []}, "/metrics"),
+    ({"metrics": ["entropie"]}, "/metrics/0"),
+    ({"metrics": ["entropy", "entropy"]}, "/metrics/1"),
+    ({"metrics": ["entropy"], "dropout": {"p": 0.5, "seed": 1}}, "/dropout"),
+    ({"metrics": ["induction_score"]}, "/tokens"),
+    ({"metrics": ["mean_distance"], "key": [[1.0] * 64] * 3}, "/query_offset"),
+    ({"metrics": ["duplicate_token_score"], "key": [[1.0] * 64] * 3, "tokens": {"query": ["a"] * 3, "key": ["a"] * 3}}, "/query_offset"),
+    ({"metrics": ["single_head"], "block_mask": [[[0] * 3] * 3] * 8}, "/block_mask"),
+    ({"analysis": {"query_lens": [2]}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": 4}}, "/analysis/query_lens"),
+    ({"analysis": {"mass": 0}}, "/analysis/mass"),
+    ({"analysis": {"local": 3}}, "/analysis/local"),
+    ({"metrics": ["contribution"], "direction": [[1.0] * 63] * 3}, "/direction"),
+    ({"tokens": {"query": ["a", "b"]}}, "/tokens/query"),
+    ({"fully_masked": "error", "block_keys": [1, 1, 1]}, "/fully_masked"),
+]
+
+
+@pytest.mark.parametrize(("fields", "at"), REFUSED, ids=[at + str(i) for i, (_, at) in enumerate(REFUSED)])
+def test_what_cannot_be_measured_is_refused_with_its_place(http: httpx.Client, fields: dict[str, Any], at: str) -> None:
+    """Problem details, as everywhere."""
+    answer = http.post("/attend/analysis", json=BASE | fields)
+
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["errors"][0]["at"] == at
+
+
+def test_one_head_has_no_slopes_of_many(client: Client) -> None:
+    """What belongs to each of many heads cannot be given to one."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "alibi": True})
+    with pytest.raises(InvalidRequest, match="one head has no alibi") as caught:
+        client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", "single_head"])
+
+    assert caught.value.problems[0].at == "/metrics/1"
+
+
+def test_metrics_have_no_place_on_the_main_endpoint(http: httpx.Client) -> None:
+    """There they would be thought to have been answered."""
+    answer = http.post("/attend", json=BASE | {"metrics": ["entropy"]})
+
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["at"] == "/metrics"
+
+
+def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) -> None:
+    """In JSON, base64 and safetensors alike, batched and not; the plan names each tensor, and admits it."""
+    rng = np.random.default_rng(2)
+    lengths = {"b": 3, "h": 8, "q": 5, "k": 5, "n": 4}
+    tokens = {"query": list("abcab")}
+    fields: dict[str, Any] = {"metrics": list(METRICS), "analysis": {"top_links": 4}, "tokens": tokens, "valid_lens": [5, 2, 3]}
+    query = rng.standard_normal((3, 5, 64))
+    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in SHAPES.items() for part, s in parts.items()}
+
+    result = client.analysis(query, **fields)
+    plan = client.plan(query, **fields)
+    nested = http.post("/attend/analysis", json={"query": query.tolist(), **fields}).json()["metrics"]
+    one = client.analysis(query[1], **{**fields, "valid_lens": 2})
+
+    assert plan.admitted
+    assert {name: tensor.shape for name, tensor in plan.outputs.items()} == {n: [lengths[x] for x in s] for n, s in shapes.items()}
+    for name, parts in SHAPES.items():
+        for part in parts:
+            array = result[name][part] if part else result[name]
+            listed = np.array(nested[name][part] if part else nested[name], np.float64)
+            alone = one[name][part] if part else one[name]
+            assert list(array.shape) == plan.outputs[f"metrics.{name}{'.' if part else ''}{part}"].shape
+            listed = np.where(np.isnan(listed), -1, listed) if array.dtype == np.int64 else listed
+            np.testing.assert_allclose(listed, array, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(alone, array[1], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_null_stands_for_what_is_not_defined(http: httpx.Client) -> None:
+    """A padded query, a lone key's normalised entropy, links that are not there: no NaN is ever written."""
+    body = BASE | {"valid_lens": 1, "tokens": {"query": ["a", "b", "c"]}, "reply": {"decimals": 3}}
+    body["metrics"] = ["entropy_per_query", "normalised_entropy", "strongest_links"]
+
+    text = http.post("/attend/analysis", json=body).text
+
+    metrics = json.loads(text, parse_constant=lambda word: pytest.fail(word))["metrics"]
+    assert metrics["entropy_per_query"] == [[0.0, None, None]] * 8
+    assert metrics["normalised_entropy"] == [None] * 8
+    assert metrics["strongest_links"] == {
+        "queries": [[0, None, None, None, None]] * 8,
+        "keys": [[0, None, None, None, None]] * 8,
+        "weights": [[1.0, None, None, None, None]] * 8,
+        "query_words": [["a", None, None, None, None]] * 8,
+        "key_words": [["a", None, None, None, None]] * 8,
+    }
+
+
+def test_padding_changes_nothing(client: Client) -> None:
+    """An item padded at its end, or at its front by a key mask, has the metrics of the item alone, whatever stands in the padding."""
+    rng = np.random.default_rng(3)
+    real, n = rng.standard_normal((5, 64)), 5
+    words = list("abcab")
+    behind = np.concatenate((real, 100 * rng.standard_normal((3, 64))))
+    before = np.concatenate((100 * rng.standard_normal((3, 64)), real))
+    names = [name for name in METRICS if "per_query" not in name and SHAPES[name].get("", "") in ("b", "bh", "bhh")]
+
+    alone = client.analysis(real, metrics=names, tokens={"query": words})
+    padded = client.analysis(behind, metrics=names, tokens={"query": [*words, *"abc"]}, valid_lens=n)
+    masked = client.analysis(before, metrics=names, tokens={"query": [*"abc", *words]}, block_keys=[1, 1, 1, 0, 0, 0, 0, 0])
+
+    assert len(names) > 15
+    for name in names:
+        np.testing.assert_allclose(padded[name], alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(masked[name], alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_queries_of_another_sequence_are_counted_by_their_lengths(client: Client) -> None:
+    """In cross-attention nothing tells which queries are padding but `query_lens`; the default metrics leave out those of position."""
+    rng = np.random.default_rng(4)
+    query, key = rng.standard_normal((5, 64)), rng.standard_normal((7, 64))
+
+    whole = client.analysis(query[:3], key)
+    padded = client.analysis(query, key, analysis={"query_lens": 3})
+
+    assert list(whole) == ["entropy", "normalised_entropy", "confidence", "strongest_links", "first_key_mass"]
+    for name in ("entropy", "normalised_entropy", "confidence", "first_key_mass"):
+        np.testing.assert_allclose(padded[name], whole[name], rtol=1e-6)
+    assert "mean_distance" in client.analysis(query, key, query_offset="end")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_half_layers_are_measured_in_single_precision(client: Client, dtype: str) -> None:
+    """Numbers about a layer need not be as coarse as its own."""
+    client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "dtype": dtype})
+    client.put_layer("exact", {"d_model": 8, "num_heads": 2, "dtype": "float64"})
+    query = np.random.default_rng(6).standard_normal((9, 8)).astype(np.float16)
+
+    result, exact = (client.analysis(query, layer=name, metrics=["entropy", "zero_ablation"]) for name in ("analysed", "exact"))
+
+    assert result["entropy"].dtype == np.float32
+    np.testing.assert_allclose(result["entropy"], exact["entropy"], rtol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_what_would_not_fit_is_refused_before_it_is_computed(client: Client) -> None:
+    """[q, k] numbers where they are asked for, and only there; the plan says the same."""
+    shape = {"shape": [1, 6000, 64]}
+    with pytest.raises(TooLarge, match="max_scores"):
+        client.analysis(np.zeros((1, 6000, 64), np.float16), metrics=["value_norm_weights"])
+
+    assert not client.plan(shape, metrics=["value_norm_weights"]).admitted
+    assert client.plan(shape, metrics=["entropy"]).admitted
+
+
+def test_the_reply_documents_every_metric() -> None:
+    """The table in the reply's description is what a reader of /docs has."""
+    missing = [name for name in METRICS if f"`{name}`" not in (AnalysisReply.__doc__ or "")]
+
+    assert missing == []
+    assert AnalysisRequest.tensors["direction"] == "number"
+
+
+def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
+    """Nested, flat, base64 and safetensors: indices, numbers that are not defined, and words of each item."""
+    rng = np.random.default_rng(7)
+    tokens = {"query": [["a", "b", "c"], ["d", "e", "f"]], "key": [["g", "h"], ["i", "j"]]}
+    body = {"query": rng.standard_normal((2, 3, 64)).tolist(), "key": rng.standard_normal((2, 2, 64)).tolist(), "tokens": tokens}
+    body |= {"valid_lens": [2, 1], "metrics": ["entropy", "normalised_entropy", "strongest_links"], "analysis": {"top_links": 5}}
+
+    nested = http.post("/attend/analysis", json=body)
+    others = [http.post("/attend/analysis", json=body | {"reply": {"form": form}}) for form in ("flat", "base64")]
+    binary = http.post("/attend/analysis", json=body, headers={"Accept": "application/vnd.safetensors"})
+
+    expected = read_metrics(nested.content)
+    links = expected["strongest_links"]
+    assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
+    assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
+    assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
+    assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
+    for reply in others:
+        same(read_metrics(reply.content), expected)
+    tensors = load(binary.content)
+    head = json.loads(json.loads(binary.content[8 : 8 + int.from_bytes(binary.content[:8], "little")])["__metadata__"]["reply"])
+    assert head["metrics"] == {"strongest_links": {part: links[part] for part in ("query_words", "key_words")}}
+    assert len(tensors) == 5 and tensors["metrics.strongest_links.keys"].dtype == np.int64
+    np.testing.assert_array_equal(tensors["metrics.strongest_links.keys"], links["keys"])
+    np.testing.assert_allclose(tensors["metrics.entropy"], expected["entropy"], rtol=1e-7)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        if isinstance(value, dict):
+            same(value, theirs[name])
+        elif name.endswith("_words"):
+            assert value == theirs[name]
+        else:
+            np.testing.assert_allclose(value, theirs[name], rtol=1e-7)
+
+
+def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small: they are many steps, and take their turn on the device's thread with everything else."""
+    threads: list[int] = []
+
+    def watched(layer: MultiHeadAttention, call: Call) -> Result:
+        threads.append(threading.get_ident())
+        return measure(layer, call)
+
+    async def ask() -> bytes:
+        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await engine.analyse(Asked(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+
+    monkeypatch.setattr(scheduler, "measure", watched)
+    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    try:
+        reply = json.loads(asyncio.run(ask()))
+    finally:
+        engine.close()
+
+    assert reply["metrics"]["confidence"] == [1.0, 1.0]
+    assert len(threads) == 1 and threading.get_ident() not in threads

@@ -1,0 +1,27 @@
+"""The examples of docs/heads.md print what is shown below them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live import Server
+
+PAGE = (Path(__file__).parent.parent / "docs" / "heads.md").read_text()
+EXAMPLES = re.findall(r"## ([^\n]*)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_example_has_its_output() -> None:
+    """No block of Python is left out below."""
+    assert len(EXAMPLES) == PAGE.count("```python") == 4
+
+
+@pytest.mark.parametrize(("code", "shown"), [(code, shown) for _, code, shown in EXAMPLES], ids=[title for title, _, _ in EXAMPLES])
+def test_an_example_prints_what_is_shown(server: Server, code: str, shown: str) -> None:
+    """In an interpreter of its own, as pasted."""
+    code = code.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown

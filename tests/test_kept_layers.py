@@ -1,0 +1,229 @@
+"""Layers in a folder: they outlive the server, and the worst that can happen to it while it writes them; several workers share them."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from live import Server
+from safetensors.numpy import save_file
+
+Start = Callable[..., Server]
+TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
+OTHER = {"spec": {"d_model": 4, "num_heads": 2, "seed": 2}}
+
+
+def ask(server: Server, method: str, path: str, **knobs: Any) -> httpx.Response:
+    """One request on a connection of its own, which any worker may take."""
+    with httpx.Client(base_url=server.url, timeout=60, headers={"Connection": "close"}) as client:
+        return client.request(method, path, **knobs)
+
+
+def put(server: Server, name: str, document: dict[str, Any], status: int) -> Any:
+    answer = ask(server, "PUT", f"/layers/{name}", json=document)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def names(server: Server) -> list[str]:
+    return [layer["name"] for layer in ask(server, "GET", "/layers").json()["layers"]]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith((".changes", ".peer-")))
+
+
+def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: Start, tmp_path: Path) -> None:
+    """The same document, seed and fingerprint; in a file that anyone can read, and that another server takes."""
+    folder = tmp_path / "new" / "layers"
+    first = start("--layers-dir", str(folder))
+    kept, gone = put(first, "kept", TINY, 201), put(first, "gone", OTHER, 201)
+    put(first, "kept", OTHER, 200)
+    kept = put(first, "kept", {"spec": {**TINY["spec"], "dtype": "bfloat16"}}, 200)
+    assert ask(first, "DELETE", "/layers/gone").status_code == 204
+    assert ask(first, "DELETE", "/layers/gone").status_code == 404
+    first.stop()
+
+    assert files(folder) == ["kept.safetensors"]
+    second = start("--layers-dir", str(folder))
+    assert names(second) == ["default", "kept"]
+    assert ask(second, "GET", "/layers/kept").json() == kept != gone
+
+
+def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
+    """They are neither replaced nor removed where that would not last, and a file of their name is left alone."""
+    first = start("--layers-dir", str(tmp_path))
+    put(first, "mine", TINY, 201)
+    assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
+    first.stop()
+    second = start("--layers-dir", str(tmp_path), env={"ATTEND_LAYERS": json.dumps({"mine": OTHER["spec"]})})
+    assert ask(second, "GET", "/layers/mine").json()["spec"]["seed"] == 2
+    assert ask(second, "DELETE", "/layers/mine").status_code == 409
+    assert files(tmp_path) == ["mine.safetensors"]
+    assert any(event["event"] == "layer file ignored" and event["layer"] == "mine" for event in second.events)
+
+
+def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> None:
+    """Torn, foreign, changed, linked, misnamed: each is passed over, those inside the folder with a line in the log; the others load."""
+    first = start("--layers-dir", str(tmp_path))
+    put(first, "good", TINY, 201)
+    first.stop()
+    good = (tmp_path / "good.safetensors").read_bytes()
+    (tmp_path / "torn.safetensors").write_bytes(good[: len(good) // 2])
+    (tmp_path / "flipped.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    (tmp_path / "text.safetensors").write_text("not at all")
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "foreign.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "out").write_bytes(good)
+    (tmp_path / "linked.safetensors").symlink_to(tmp_path / "elsewhere" / "out")
+    (tmp_path / "bad name.safetensors").write_bytes(good)
+    (tmp_path / ".good.0123.part").write_bytes(good[:9])  # what a writer left that died
+    (tmp_path / ".peer-0123").write_text("0")
+
+    second = start("--layers-dir", str(tmp_path))
+    assert names(second) == ["default", "good"]
+    refused = {event["layer"] for event in second.events if event["event"] == "layer file refused"}
+    assert refused == {"torn", "flipped", "text", "foreign"}
+    assert not (tmp_path / ".good.0123.part").exists()
+    put(second, "next", OTHER, 201)  # and nobody waits for the dead
+    assert not (tmp_path / ".peer-0123").exists()
+
+
+def test_no_name_leaves_the_folder(start: Start, tmp_path: Path) -> None:
+    """Refused before it becomes a path; nothing is written, in the folder or beside it."""
+    folder = tmp_path / "layers"
+    server = start("--layers-dir", str(folder))
+    for name in ("..%2Fout", "%2Fetc%2Fx", "%2e%2e", ".hidden", "a%00b", "x" * 65):
+        for method in ("PUT", "DELETE"):
+            assert ask(server, method, f"/layers/{name}", json=TINY).status_code in (404, 405, 422)
+    assert files(folder) == [] and files(tmp_path) == ["layers"]
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import service.serving.folder as folder
+from service.serving.catalogue import Catalogue
+from service.serving.cost import ServingLimits
+from service.spec import LayerSpec
+
+path, name, seed, victim = Path(sys.argv[1]), *sys.argv[2:]
+layer = Catalogue(torch.device("cpu"), ServingLimits()).make(name, LayerSpec(d_model=4, num_heads=2, seed=int(seed)))
+kept = folder.LayerFolder(path, 1 << 20)
+kept.open()
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if victim == "write":
+    whole = os.write
+    os.write = lambda file, piece: (whole(file, bytes(piece)[: len(piece) // 2]), die())
+elif victim == "rename":
+    Path.rename = die
+elif victim == "flush":
+    folder._flush = die
+kept.write(layer)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:
+    """SIGKILL in the middle of the bytes, before the rename, and after it."""
+    for name in ("write", "rename", "flush"):
+        for seed, victim in (("1", "nobody"), ("2", name)):
+            writer = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path), name, seed, victim], capture_output=True, text=True)
+            assert writer.returncode == (0 if victim == "nobody" else -signal.SIGKILL), writer.stderr
+        assert any(file.endswith(".part") for file in files(tmp_path)) == (name != "flush")  # what the dead leave, until someone opens
+
+    server = start("--layers-dir", str(tmp_path))
+    held = {layer["name"]: layer["spec"]["seed"] for layer in ask(server, "GET", "/layers").json()["layers"]}
+    assert held == {"default": 0, "write": 1, "rename": 1, "flush": 2}
+    assert not [event for event in server.events if event["event"] == "layer file refused"]
+    assert files(tmp_path) == ["flush.safetensors", "rename.safetensors", "write.safetensors"]
+
+
+def test_a_full_disk_is_said_and_the_old_layer_stays(start: Start, tmp_path: Path) -> None:
+    """507; the old layer serves and is on disk, nothing is left of the new one, and the next that fits is kept."""
+    server = start("--layers-dir", str(tmp_path))
+    old = put(server, "mine", TINY, 201)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+    refused = put(server, "mine", {"spec": {"d_model": 128, "num_heads": 2}}, 507)
+    assert "room" in refused["detail"] and str(tmp_path) not in json.dumps(refused)
+    assert ask(server, "GET", "/layers/mine").json() == old
+    assert files(tmp_path) == ["mine.safetensors"]
+    put(server, "mine", OTHER, 200)
+
+
+def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path: Path) -> None:
+    """Two workers behind one port, asked many times; and both at once, about the same name."""
+    server = start("--workers", "2", "--layers-dir", str(tmp_path))
+    for document, status in ((TINY, 201), (OTHER, 200), (TINY, 200)):
+        made = put(server, "mine", document, status)
+        assert all(ask(server, "GET", "/layers/mine").json() == made for _ in range(12))
+    writers = [threading.Thread(target=put, args=(server, "mine", document, 200)) for document in (TINY, OTHER) * 3]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    put(server, "last", TINY, 201)  # then all that came before it has been followed too
+    assert len({ask(server, "GET", "/layers/mine").json()["fingerprint"] for _ in range(12)}) == 1
+    assert ask(server, "DELETE", "/layers/mine").status_code == 204
+    assert {ask(server, "GET", "/layers/mine").status_code for _ in range(12)} == {404}
+
+
+def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -> None:
+    """When one has answered, the other holds the layer too. One that stands still is waited for as long as the caller has time, and what
+    is said then is true; once it is dead, nobody waits for it."""
+    first, second = start("--layers-dir", str(tmp_path)), start("--layers-dir", str(tmp_path))
+    for document, status in ((TINY, 201), (OTHER, 200)):
+        made = put(first, "mine", document, status)
+        assert ask(second, "GET", "/layers/mine").json() == made
+    assert ask(second, "DELETE", "/layers/mine").status_code == 204
+    assert ask(first, "GET", "/layers/mine").status_code == 404
+
+    os.kill(second.process.pid, signal.SIGSTOP)
+    try:
+        late = ask(first, "PUT", "/layers/mine", json=TINY, headers={"X-Request-Timeout": "0.3"})
+        assert late.status_code == 504 and "is stored, but 1 of" in late.json()["detail"]
+        assert ask(first, "GET", "/layers/mine").status_code == 200
+    finally:
+        os.kill(second.process.pid, signal.SIGKILL)
+        second.process.wait(20)
+    put(first, "mine", OTHER, 200)
+
+
+def test_calls_finish_with_the_weights_they_were_bound_to(start: Start, tmp_path: Path) -> None:
+    """A layer replaced again and again under load: each reply is the answer of the layer whose fingerprint it names, and none fails."""
+    server = start("--layers-dir", str(tmp_path), "--no-access-log")
+    body = {"layer": "mine", "query": [[0.5, -1.0, 2.0, 0.25]] * 3, "reproducible": True}
+    right = {}
+    for document, status in ((TINY, 201), (OTHER, 200)):
+        fingerprint = put(server, "mine", document, status)["fingerprint"]
+        answer = ask(server, "POST", "/attend", json=body)
+        assert answer.status_code == 200, answer.text
+        right[fingerprint] = answer.json()["output"]
+    assert len(right) == 2
+    wrong: list[Any] = []
+    over = threading.Event()
+
+    def load() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            while not over.is_set():
+                answer = client.post("/attend", json=body)
+                if answer.status_code != 200 or answer.json()["output"] != right[answer.json()["layer"]["fingerprint"]]:
+                    wrong.append(answer.text)
+
+    callers = [threading.Thread(target=load) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for document in (TINY, OTHER) * 6:
+        put(server, "mine", document, 200)
+    over.set()
+    for caller in callers:
+        caller.join()
+    assert not wrong

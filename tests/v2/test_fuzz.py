@@ -1,0 +1,239 @@
+"""Bodies that somebody broke, on purpose or not: a refusal in the protocol's form, never a 5xx, never another number, never growth.
+
+Most go straight through the form, thousands in a second; a sample of each kind goes over HTTP and gRPC, to a server that is asked
+afterwards whether it is still well.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live import Server
+from protocol import in_bytes, in_json, read, refused
+
+from service.errors import RequestError
+from service.wire.documents import AttendRequest
+from service.wire.limits import WireLimits
+from service.wire.refusals import validate
+from service.wire.v2.exchange import Exchange
+
+QUERY = np.random.default_rng(41).standard_normal((2, 3, 6)).astype(np.float32)
+KEY = np.random.default_rng(43).standard_normal((2, 5, 6)).astype(np.float32)
+KEEP = np.array([[1, 0, 1, 1, 1], [0, 1, 1, 0, 1]], np.bool_)
+BODY, HEADERS = in_bytes({"id": "x", "parameters": {"causal": True, "query_offset": "end"}}, query=QUERY, key=KEY, attend_keys=KEEP)
+SIZE = int(HEADERS["Inference-Header-Content-Length"])
+INFER = "/v2/models/tiny/infer"
+
+
+def parsed(body: bytes, length: str) -> AttendRequest:
+    """The request that a body makes. Raises RequestError, and nothing else."""
+    return validate(AttendRequest, Exchange("tiny", length).parse(body, AttendRequest.tensors, WireLimits()))
+
+
+def is_the_good_one(request: AttendRequest) -> bool:
+    return (
+        np.array_equal(request.query, QUERY)
+        and np.array_equal(request.key, KEY)
+        and np.array_equal(request.attend_keys, KEEP)
+        and (request.causal, request.query_offset, request.layer) == (True, "end", "tiny")
+    )
+
+
+def test_every_prefix_of_a_valid_body_is_refused() -> None:
+    assert is_the_good_one(parsed(BODY, str(SIZE)))
+    for cut in range(len(BODY)):
+        with pytest.raises(RequestError):
+            parsed(BODY[:cut], str(SIZE))
+        with pytest.raises(RequestError):
+            parsed(BODY[:cut], "")
+
+
+def test_every_other_length_of_the_header_is_refused() -> None:
+    for length in range(len(BODY) + 3):
+        if length != SIZE:
+            with pytest.raises(RequestError):
+                parsed(BODY, str(length))
+
+
+@pytest.mark.parametrize("length", ["-1", "+5", " ", "0x10", "1e2", "1.0", "NaN", "٣", "9" * 30, "1_0", str(2**63), "abc", "-0"])
+def test_lengths_that_are_no_number_are_refused(v2: httpx.Client, length: str) -> None:
+    with pytest.raises(RequestError):
+        parsed(BODY, length)
+    if length.isascii() and length.strip():
+        refused(v2.post(INFER, content=BODY, headers={"Inference-Header-Content-Length": length}))
+
+
+@given(st.integers(0, len(BODY) - 1), st.integers(0, 255))
+@settings(max_examples=400, deadline=None)
+def test_a_byte_that_changed_is_refused_or_was_not_part_of_the_meaning(place: int, byte: int) -> None:
+    """In the JSON another byte makes another option, or no request; in the tensors another number, and that number only."""
+    body = BODY[:place] + bytes([byte]) + BODY[place + 1 :]
+    try:
+        request = parsed(body, str(SIZE))
+    except RequestError:
+        return
+    joined = b"".join(np.ascontiguousarray(array).tobytes() for array in (request.query, request.key, request.attend_keys))
+    assert joined == body[SIZE:]
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["query", "FP32", "BYTES"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+PLACES = [
+    ("id",),
+    ("parameters",),
+    ("outputs",),
+    ("inputs",),
+    ("inputs", 0),
+    *((("inputs", 0, name)) for name in ("name", "shape", "datatype", "data", "parameters")),
+    *((("parameters", name)) for name in ("causal", "window", "select", "scale", "query_offset", "timeout", "binary_data_output", "reply")),
+    ("outputs", 0),
+    ("outputs", 0, "name"),
+    ("outputs", 0, "parameters"),
+]
+
+
+def with_value(place: tuple[Any, ...], value: Any) -> bytes:
+    """A good request in which `value` stands at one place."""
+    document: Any = {"id": "x", "parameters": {}, "inputs": in_json(query=QUERY), "outputs": [{"name": "output", "parameters": {}}]}
+    inner = document
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    return json.dumps(document).encode()
+
+
+@given(st.sampled_from(PLACES), JSON_VALUES)
+@settings(max_examples=600, deadline=None)
+def test_any_value_anywhere_is_taken_or_refused(place: tuple[Any, ...], value: Any) -> None:
+    """By the form, with and without the `data` that sends it through the other parser."""
+    body = with_value(place, value)
+    for text in (body, json.dumps({**json.loads(body), "inputs": value if place == ("inputs",) else []}).encode()):
+        try:
+            parsed(text, "")
+        except RequestError as refusal:
+            assert refusal.problems
+
+
+@given(st.sampled_from(PLACES), JSON_VALUES)
+@settings(max_examples=100, deadline=None)
+def test_a_server_answers_or_refuses_it(v2: httpx.Client, place: tuple[Any, ...], value: Any) -> None:
+    answer = v2.post(INFER, content=with_value(place, value))
+
+    if answer.status_code == 200:
+        assert "outputs" in answer.json()
+    else:
+        assert answer.status_code in (400, 413, 504), answer.text
+        refused(answer, answer.status_code)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        [2**31 - 1] * 3,
+        [2**31 - 1, 2**31 - 1, 0],
+        [2**32 + 2, 3, 6],
+        [2**62, 4, 6],
+        [2**63, 2, 6],
+        [2**64 + 2, 3, 6],
+        [-2, -3, 6],
+        [2.0, 3, 6],
+        [True, 6, 6],
+        ["2", 3, 6],
+        [[2], 3, 6],
+        [None],
+        [],
+        [36],
+        [2, 3, 6, 1, 1, 1],
+        [65536, 65536, 65536],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("binary", [False, True])
+def test_shapes_that_overflow_or_lie_are_refused(v2: httpx.Client, shape: Any, binary: bool) -> None:
+    tensor: dict[str, Any] = {"name": "query", "shape": shape, "datatype": "FP32"}
+    rest = QUERY.tobytes() if binary else b""
+    tensor |= {"parameters": {"binary_data_size": QUERY.nbytes}} if binary else {"data": QUERY.ravel().tolist()}
+    head = json.dumps({"inputs": [tensor]}).encode()
+
+    answer = v2.post(INFER, content=head + rest, headers={"Inference-Header-Content-Length": str(len(head))})
+
+    refused(answer, answer.status_code)
+    assert answer.status_code in (400, 413)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "query", "name": "query", "shape": [1], "datatype": "FP32", "data": [1]}',
+        '{"name": "query", "shape": [1], "shape": [2], "datatype": "FP32", "parameters": {"binary_data_size": 4}}',
+        '{"name": "query", "shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4, "binary_data_size": 4}}',
+        '{"name": "query", "shape": [1], "datatype": "FP32", "data": [1], "da\\u0074a": [1]}',
+    ],
+)
+def test_names_that_stand_twice_are_refused(v2: httpx.Client, text: str) -> None:
+    head = f'{{"inputs": [{text}]}}'.encode()
+
+    assert "twice" in refused(v2.post(INFER, content=head + bytes(4), headers={"Inference-Header-Content-Length": str(len(head))}))
+
+
+def test_bytes_tensors_are_refused_by_name(v2: httpx.Client) -> None:
+    head = json.dumps({"inputs": [{"name": "query", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 5}}]}).encode()
+
+    answer = v2.post(INFER, content=head + b"\1\0\0\0a", headers={"Inference-Header-Content-Length": str(len(head))})
+
+    assert "BYTES" in refused(answer)
+
+
+@pytest.mark.parametrize("lies", [0, 1])
+def test_bytes_of_bool_that_are_neither_0_nor_1_are_refused(v2: httpx.Client, lies: int) -> None:
+    body, headers = in_bytes(None, query=QUERY, attend_keys=np.ones((2, 3), np.bool_))
+    body = body[:-1] + bytes([1 + lies])
+
+    answer = v2.post(INFER, content=body, headers=headers)
+
+    assert "BOOL" in refused(answer) if lies else read(answer)
+
+
+def test_sampled_prefixes_and_messages_over_the_network_and_nothing_grows(v2: httpx.Client, v2_server: Server) -> None:
+    """HTTP and gRPC; then the server holds no more memory than after the first hundred, and answers as before."""
+    address = next(str(event["address"]) for event in v2_server.events if event["event"] == "listening for gRPC")
+    want = read(v2.post(INFER, content=BODY, headers=HEADERS)).arrays["output"]
+    big, big_headers = in_bytes(None, query=np.zeros((40, 64, 64), np.float32))
+
+    def resident() -> int:
+        status = Path(f"/proc/{v2_server.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0])
+
+    def spoil() -> None:
+        for cut in range(0, len(BODY), 23):
+            refused(v2.post(INFER, content=BODY[:cut], headers=HEADERS))
+        for _ in range(20):
+            refused(v2.post("/v2/models/default/infer", content=big[:-1], headers=big_headers))
+        for body in (b"", b"\x0a", BODY, b"\x0a\x04tiny", b"\x0a\x04tiny\x2a\xff\xff\xff\xff\x0f", b"\x3a" * 64):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(body)
+            assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for _ in range(2):
+            spoil()
+        before = resident()
+        for _ in range(6):
+            spoil()
+        assert resident() - before < 16 * 1024  # KiB; six rounds hold 120 bodies of 0.6 MB
+    np.testing.assert_array_equal(read(v2.post(INFER, content=BODY, headers=HEADERS)).arrays["output"], want)

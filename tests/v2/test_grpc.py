@@ -1,0 +1,315 @@
+"""GRPCInferenceService through Triton's own client, and through bare messages where that client cannot say something."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from live import Server
+from protocol import in_json, read
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+RNG = np.random.default_rng(31)
+QUERY = RNG.standard_normal((2, 3, 6)).astype(np.float32)
+KEY = RNG.standard_normal((2, 5, 6)).astype(np.float32)
+SERVICE = "inference.GRPCInferenceService"
+Array = np.ndarray[Any, Any]
+
+
+def tensor(name: str, array: Array, datatype: str = "FP32") -> Any:
+    made = triton.InferInput(name, array.shape, datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def address_of(server: Server) -> str:
+    return str(next(event["address"] for event in server.events if event["event"] == "listening for gRPC"))
+
+
+@pytest.fixture
+def client(v2_server: Server) -> Iterator[Any]:
+    with triton.InferenceServerClient(address_of(v2_server)) as made:
+        yield made
+
+
+@pytest.fixture
+def channel(v2_server: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(address_of(v2_server)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def want(v2: httpx.Client) -> dict[str, Array]:
+    """The answer over HTTP."""
+    return read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
+
+
+def request(model: str = "tiny", *inputs: Any, **members: Any) -> Any:
+    return service_pb2.ModelInferRequest(model_name=model, inputs=inputs, **members)
+
+
+def entry(name: str, shape: list[int], datatype: str = "FP32", **contents: Any) -> Any:
+    typed = {"contents": service_pb2.InferTensorContents(**contents)} if contents else {}
+    return service_pb2.ModelInferRequest.InferInputTensor(name=name, shape=shape, datatype=datatype, **typed)
+
+
+def test_it_describes_itself_as_over_http(client: Any, v2: httpx.Client) -> None:
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("tiny") and not client.is_model_ready("none") and not client.is_model_ready("tiny", "2")
+    assert list(client.get_server_metadata().extensions) == v2.get("/v2").json()["extensions"]
+    metadata = client.get_model_metadata("tiny", "1", as_json=True)
+    assert [tensor["name"] for tensor in metadata["outputs"]] == [tensor["name"] for tensor in v2.get("/v2/models/tiny").json()["outputs"]]
+    config = client.get_model_config("tiny").config
+    want = v2.get("/v2/models/tiny/config").json()
+    assert (config.name, config.max_batch_size, config.platform) == (want["name"], want["max_batch_size"], want["platform"])
+    assert [tensor.optional for tensor in config.input] == [tensor["optional"] for tensor in want["input"]]
+    assert [list(tensor.dims) for tensor in config.output] == [tensor["dims"] for tensor in want["output"]]
+    assert not config.model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_the_numbers_are_those_of_http(client: Any, want: dict[str, Array], compression: str | None) -> None:
+    asked = [triton.InferRequestedOutput(name) for name in want]
+    inputs = [tensor("query", QUERY), tensor("key", KEY)]
+
+    reply = client.infer("tiny", inputs, outputs=asked, request_id="x", compression_algorithm=compression)
+
+    assert (reply.get_response().id, reply.get_response().model_version) == ("x", "1")
+    assert reply.get_response().parameters["fully_masked_rows"].int64_param == 0
+    for name, array in want.items():
+        np.testing.assert_allclose(reply.as_numpy(name), array, rtol=0, atol=1e-6)
+
+
+def test_options_masks_and_other_datatypes(client: Any, v2: httpx.Client) -> None:
+    """BF16 and FP16 raw; JSON text for what has members; the schedule's own."""
+    parameters = {"causal": True, "query_offset": "end", "scale": 0.5, "select": json.dumps({"heads": [2, 0]})}
+    masks = [tensor("block_keys", np.eye(2, 5, dtype=np.bool_), "BOOL"), tensor("valid_lens", np.array([4, 5]), "INT64")]
+    whole = np.round(QUERY)
+
+    for layer, datatype, dtype in (("brain", "BF16", ml_dtypes.bfloat16), ("half", "FP16", np.float16), ("exact", "FP64", np.float64)):
+        inputs = [tensor("query", whole.astype(dtype), datatype), tensor("key", np.round(KEY).astype(np.float64), "FP64"), *masks]
+        reply = client.infer(layer, inputs, parameters=parameters, timeout=60_000_000, priority=1)
+        by_hand = in_json(query=whole, key=np.round(KEY), block_keys=np.eye(2, 5, dtype=np.bool_), valid_lens=np.array([4, 5]))
+        answer = read(v2.post(f"/v2/models/{layer}/infer", json={"inputs": by_hand, "parameters": parameters}))
+        assert reply.as_numpy("attention_weights").shape == (2, 2, 3, 5)
+        got, other = reply.as_numpy("output"), answer.arrays["output"]
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got.astype(np.float64), other.astype(np.float64), rtol=0, atol=1e-2 if layer == "brain" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field"),
+    [
+        *((name, "int_contents") for name in ("INT8", "INT16", "INT32")),
+        *((name, "uint_contents") for name in ("UINT8", "UINT16", "UINT32")),
+        ("INT64", "int64_contents"),
+        ("UINT64", "uint64_contents"),
+        ("FP32", "fp32_contents"),
+        ("FP64", "fp64_contents"),
+    ],
+)
+def test_typed_contents_of_every_kind(channel: grpc.Channel, v2: httpx.Client, datatype: str, field: str) -> None:
+    whole = np.random.default_rng(2).integers(0, 9, (1, 3, 6))
+    mask = entry("block_keys", [1, 3], "BOOL", bool_contents=[False, True, False])
+
+    reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
+        request("tiny", entry("query", [1, 3, 6], datatype, **{field: whole.ravel().tolist()}), mask)
+    )
+
+    by_hand = in_json(query=whole.astype(np.float32), block_keys=np.array([[0, 1, 0]]))
+    want = read(v2.post("/v2/models/tiny/infer", json={"inputs": by_hand})).arrays["output"]
+    got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+GOOD = entry("query", [1, 1, 6], fp32_contents=[0.5] * 6)
+BARE = entry("query", [1, 1, 6])
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
+    "no inputs": (request("tiny"), INVALID, "/inputs"),
+    "an unknown model": (request("none", GOOD), NOT_FOUND, "none"),
+    "an unknown version": (request("tiny", GOOD, model_version="2"), NOT_FOUND, "version 1"),
+    "too few numbers": (request("tiny", entry("query", [1, 1, 6], fp32_contents=[1])), INVALID, "expected 6 values"),
+    "no numbers": (request("tiny", BARE), INVALID, "expected 6 values"),
+    "too few bytes": (request("tiny", BARE, raw_input_contents=[bytes(23)]), INVALID, "expected 24 bytes"),
+    "too many pieces": (request("tiny", BARE, raw_input_contents=[bytes(24)] * 2), INVALID, "raw_input_contents"),
+    "raw and typed": (request("tiny", GOOD, raw_input_contents=[bytes(24)]), INVALID, "both"),
+    "the wrong field": (request("tiny", entry("query", [1, 1, 6], fp64_contents=[1] * 6)), INVALID, "fp64_contents"),
+    "FP16 typed": (request("tiny", entry("query", [1, 1, 6], "FP16", fp32_contents=[1] * 6)), INVALID, "raw_input_contents"),
+    "out of range": (request("tiny", entry("query", [1, 1, 6], "INT8", int_contents=[300] * 6)), INVALID, "INT8"),
+    "not finite": (request("tiny", entry("query", [1, 1, 6], fp32_contents=[np.nan] * 6)), INVALID, "finite"),
+    "BYTES": (request("tiny", entry("query", [1], "BYTES", bytes_contents=[b"a"])), INVALID, "BYTES"),
+    "a negative length": (request("tiny", entry("query", [-1], fp32_contents=[1])), INVALID, "/inputs/0/shape/0"),
+    "a shape that overflows": (request("tiny", entry("query", [2**31 - 1] * 4)), INVALID, "2^48"),
+    "an input twice": (request("tiny", GOOD, GOOD), INVALID, "twice"),
+    "an unknown output": (request("tiny", GOOD, outputs=[{"name": "logits"}]), INVALID, "/outputs/0"),
+    "classification": (
+        request("tiny", GOOD, outputs=[{"name": "output", "parameters": {"classification": {"int64_param": 1}}}]),
+        INVALID,
+        "classification",
+    ),
+    "a parameter without a value": (request("tiny", GOOD, parameters={"causal": {}}), INVALID, "value"),
+    "an unknown parameter": (request("tiny", GOOD, parameters={"sequence_id": {"int64_param": 1}}), INVALID, "sequence_id"),
+    "an input parameter": (request("tiny", GOOD, parameters={"query": {"string_param": "[]"}}), INVALID, "/parameters/query"),
+    "too late": (request("tiny", GOOD, parameters={"timeout": {"int64_param": 1}}), grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_have_the_words_of_http_and_a_code(channel: grpc.Channel, case: str) -> None:
+    message, code, words = REFUSED[case]
+
+    with pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message)
+
+    assert caught.value.code() is code
+    assert words in caught.value.details()
+
+
+def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel: grpc.Channel) -> None:
+    call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+
+    for body, code in ((b"\xff" * 9, grpc.StatusCode.INVALID_ARGUMENT), (bytes(2 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED)):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(body)
+        assert caught.value.code() is code
+
+
+def test_what_is_not_there_says_so(client: Any) -> None:
+    for call in (client.get_trace_settings, client.get_log_settings, client.get_system_shared_memory_status):
+        with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
+            call()
+
+
+def test_repository_and_statistics(client: Any) -> None:
+    client.load_model("over-grpc", config=json.dumps({"d_model": 6, "num_heads": 2}))
+    try:
+        assert ("over-grpc", "1", "READY") in [(m.name, m.version, m.state) for m in client.get_model_repository_index().models]
+        client.infer("over-grpc", [tensor("query", QUERY)])
+        [statistics] = client.get_inference_statistics("over-grpc").model_stats
+        assert (statistics.inference_count, statistics.execution_count, statistics.inference_stats.success.count) == (2, 1, 1)
+        assert len(client.get_inference_statistics().model_stats) > 1
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*/spec"):
+            client.load_model("x", config="{}")
+    finally:
+        client.unload_model("over-grpc")
+    with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+        client.unload_model("over-grpc")
+
+
+def test_many_at_once_and_asynchronously(client: Any, want: dict[str, Array]) -> None:
+    """Calls of different lengths in flight together, each answered with its own."""
+    done, replies = threading.Event(), []
+
+    def take(result: Any, error: Any) -> None:
+        replies.append(error or result)
+        if len(replies) == 24:
+            done.set()
+
+    for i in range(24):
+        client.async_infer("tiny", [tensor("query", QUERY), tensor("key", KEY[:, : 1 + i % 5])], take, request_id=str(i))
+    assert done.wait(60)
+
+    for reply in replies:
+        keys = 1 + int(reply.get_response().id) % 5
+        assert reply.as_numpy("attention_weights").shape == (2, 3, 3, keys)
+        if keys == 5:
+            np.testing.assert_allclose(reply.as_numpy("output"), want["output"], rtol=0, atol=1e-6)
+
+
+def test_health_and_reflection(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE):
+        assert health.Check(health_pb2.HealthCheckRequest(service=service)).status == health_pb2.HealthCheckResponse.SERVING
+    assert next(iter(health.Watch(health_pb2.HealthCheckRequest()))).status == health_pb2.HealthCheckResponse.SERVING
+
+    reflected = ProtoReflectionDescriptorDatabase(channel)
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(reflected.get_services())
+    [message] = [m for m in reflected.FindFileContainingSymbol(SERVICE).message_type if m.name == "ModelInferRequest"]
+    assert {field.name: field.number for field in message.field}["raw_input_contents"] == 7
+
+
+def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest(start: Callable[..., Server]) -> None:
+    """Calls wait for company. One caller leaves, one waits no longer: neither is computed. Then the server is told to stop, and the last
+    still gets its answer."""
+    server = start("--grpc-port", "0", "--batch-delay", "2")
+    with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        inputs = entry("query", [1, 1, 64], fp32_contents=[0.5] * 64)
+        good, impatient = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 200_000}})
+
+        def expire() -> None:
+            """A call that the server gives up; it has then heard of all that were sent before on this connection."""
+            with pytest.raises(grpc.RpcError, match="deadline of the caller"):
+                stub.ModelInfer(impatient)
+
+        leaving, staying = stub.ModelInfer.future(good), stub.ModelInfer.future(good)
+        expire()
+        leaving.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(good, timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(staying.result(60).outputs) == 2
+        assert re.search(r"^attend_abandoned_calls_total [12]", http.get("/metrics").text, re.MULTILINE)
+
+        staying = stub.ModelInfer.future(good)
+        expire()
+        server.process.terminate()
+        assert len(staying.result(60).outputs) == 2
+        with pytest.raises(grpc.RpcError):
+            stub.ModelInfer(good, timeout=10)
+    server.process.wait(30)
+
+
+def test_the_messages_are_the_published_ones() -> None:
+    """Every field has the number and the type that it has in Triton's own client; none is ours alone."""
+    code = """
+import json
+from google.protobuf import json_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from service.web.grpc.inference_pb2 import DESCRIPTOR
+file = FileDescriptorProto()
+DESCRIPTOR.CopyToProto(file)
+print(json_format.MessageToJson(file))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = json.loads(done.stdout)
+    pool = service_pb2.DESCRIPTOR.pool
+    compared = 0
+
+    def compare(message: dict[str, Any], package: str) -> None:
+        nonlocal compared
+        theirs = pool.FindMessageTypeByName(f"{package}.{message['name']}")
+        for field in message.get("field", []):
+            published = theirs.fields_by_name[field["name"]]
+            assert published.number == field["number"], field
+            assert f"TYPE_{grpc_type(published)}" == field["type"], field
+            compared += 1
+        for inner in message.get("nestedType", []):
+            compare(inner, f"{package}.{message['name']}")
+
+    for message in ours["messageType"]:
+        compare(message, "inference")
+    methods = pool.FindServiceByName(SERVICE).methods_by_name
+    for method in ours["service"][0]["method"]:
+        assert (f".{methods[method['name']].input_type.full_name}") == method["inputType"]
+    assert compared > 100
+
+
+def grpc_type(field: Any) -> str:
+    """The name of a field's type in a descriptor: DOUBLE, FLOAT, …"""
+    return str(next(name for name, value in vars(type(field)).items() if name.startswith("TYPE_") and value == field.type)).removeprefix(
+        "TYPE_"
+    )
