@@ -78,7 +78,7 @@ class Settings(BaseSettings):
 
     keys_file: Path | None = Field(default=None, description="Keys of callers (`attend keys add`): then every route but health wants one.")
     allowed_hosts: str = Field(
-        default="", description="Names that Host may have, with commas; if not set, localhost on loopback, else any."
+        default="", description="Names that Host may have, with commas, or *; if not set, localhost on loopback without keys, else any."
     )
     cors_origins: str = Field(default="", description="Origins of web pages that may call, with commas, or *; none if not set.")
     tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key the server speaks HTTPS.")

@@ -110,6 +110,14 @@ class QKNorm(Part):
     eps: Positive = 1e-6
 
 
+def _admit_null(schema: dict[str, Any]) -> None:
+    """Says in the JSON schema that null is the same as left out, wherever something may be left out."""
+    for name, field in schema["properties"].items():
+        if name not in schema["required"] and {"type": "null"} not in field.get("anyOf", []):
+            words = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+            schema["properties"][name] = {"anyOf": [*(field.get("anyOf") or [field]), {"type": "null"}], **words}
+
+
 class LayerSpec(BaseModel):
     """One multi-head attention layer.
 
@@ -117,7 +125,7 @@ class LayerSpec(BaseModel):
     queries [b, q, num_heads*head_dim], keys [b, k, num_kv_heads*head_dim], values and output in the same way of value_head_dim.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
 
     d_model: Width = Field(description="Width of the queries.", examples=[64])
     num_heads: Width = Field(description="Number of query heads.", examples=[8])
@@ -169,10 +177,11 @@ class LayerSpec(BaseModel):
             filled["seed"] = None
         if str(filled.get("init", "")).startswith("numpy_") or filled.get("projections") is False:
             filled.setdefault("bias", False)
-        if filled.get("softcap") == 0:
+        if filled.get("softcap") == 0 and filled["softcap"] is not False:
             filled["softcap"] = None
-        if isinstance(bias := filled.get("bias"), Mapping) and list(bias.values()) in ([True] * 4, [False] * 4):
-            filled["bias"] = bias["query"]
+        bias = filled.get("bias")
+        if isinstance(bias, Mapping) and set(bias) == set(PROJECTIONS) and all(flag is bias["query"] for flag in bias.values()):
+            filled["bias"] = bias["query"]  # the same in short
         return filled
 
     @model_validator(mode="after")

@@ -5,12 +5,14 @@ SIGSTOP, and a request is held open by not sending the rest of it.
 """
 
 import ast
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +26,7 @@ from live import Server, start_server
 from service.serving.threads import usable_cores
 
 QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
+LATE = 10  # calls that are still sent after readiness has said no
 LONG = "600"  # seconds of drain that no test sees the end of
 PATIENCE = 60.0
 Start = Callable[..., Server]
@@ -228,7 +231,8 @@ def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
             assert counted(pair.url, ATTENDED) == posts + len(documents)
             assert counted(pair.url, "attend_batch_calls_sum") == asked + len(documents)
             assert counted(pair.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
-            assert counted(pair.url, "attend_layers") == 1
+            assert counted(pair.url, "attend_layers") == counted(pair.url, "attend_ready") == 1
+            assert counted(pair.url, "attend_device_memory_bytes") > 100e6  # of both
 
     assert len(documents) == 6
     assert all(document == documents[0] for document in documents)
@@ -369,3 +373,59 @@ def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
         assert client.get("/health/live").headers["connection"] == "close"
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(PATIENCE)
+
+
+def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
+    """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
+    server, callers = start("--drain-seconds", "2"), 6
+    answered: list[int] = []
+    busy = threading.Barrier(callers + 1)
+
+    def call() -> None:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            for number in itertools.count():
+                leaving = client.get("/health/ready").status_code == 503
+                for _ in range(LATE if leaving else 1):
+                    answered.append(client.post("/attend", json=QUERY).status_code)
+                if leaving:
+                    return
+                if number == 5:
+                    busy.wait()
+
+    threads = [threading.Thread(target=call) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    busy.wait()
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+
+    assert server.process.wait(PATIENCE) == 0
+    assert set(answered) == {200}
+    assert len(answered) >= (6 + LATE) * callers
+    steps = ["draining", "stopping", "stopped"]
+    assert [event["event"] for event in server.events if event["event"] in steps] == steps
+    assert sum(event.get("path") == "/attend" and event["status"] == 200 for event in events(server, "request")) == len(answered)
+
+
+def test_several_workers_need_a_folder_to_count_in() -> None:
+    """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
+    script = """
+import os, sys, tempfile
+from service.cli import process
+def nowhere():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+process.tempfile.gettempdir = nowhere
+assert process.shared_folder() == process.SHARED_MEMORY
+process.SHARED_MEMORY = "/nowhere"
+from service.settings import Settings
+import socket
+try:
+    process.serve_processes(Settings(workers=2), 1, socket.create_server(("127.0.0.1", 0)))
+except process.typer.Exit as ended:
+    sys.exit(ended.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "neither $TMPDIR, /tmp nor /nowhere is writable" in done.stderr

@@ -141,6 +141,8 @@ def _show(console: Console, read: Sentence, result: AttendResult, seconds: float
 
 def _show_how(console: Console, read: Sentence, files: _Files) -> None:
     url = f"http://127.0.0.1:{PORT}"
+    size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
+    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) stay; remove them when you are done.", markup=False)
     console.print("\n[bold]Again, by hand[/bold]")
     lines = [f"attend serve --port {PORT}"]
     if files.layer is not None:
@@ -148,5 +150,3 @@ def _show_how(console: Console, read: Sentence, files: _Files) -> None:
     lines.append(f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files.request}')}")
     for line in lines:
         console.print(f"  {line}", markup=False)
-    size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
-    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) stay; remove them when you are done.", markup=False)

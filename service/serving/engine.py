@@ -99,7 +99,7 @@ class Engine:
         folder: LayerFolder | None = None,
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
-        self.pulse = Pulse(scheduler, scheduler.clock)
+        self.pulse = Pulse(scheduler)
         self.shelf = Shelf(catalogue, self.pulse, metrics, folder)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
@@ -108,23 +108,36 @@ class Engine:
         self.statistics: dict[str, Statistics] = {}  # by layer
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
+        self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
         self.easel = Easel(self.clock)
         self.shards: Shards | None = None  # who computes what is too large for this process
 
     @property
     def ready(self) -> bool:
-        """Whether calls are welcome: layers loaded and warm, at least one, memory not short, not about to leave."""
-        return self.started and len(self.catalogue) > 0 and not self.draining and self.scheduler.healthy
+        """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
+        return self.started and not self.draining and self.scheduler.healthy
+
+    @property
+    def serves(self) -> bool:
+        """Ready, and with a layer to call: what the Open Inference Protocol calls a ready server."""
+        return self.ready and len(self.catalogue) > 0
 
     async def answers(self) -> bool:
-        """Whether calls are welcome and the device really computes."""
-        return self.ready and await self.pulse.beats(self.catalogue.all()[0])
+        """Whether calls are welcome and the device really computes; without layers there is nothing to ask it."""
+        layers = self.catalogue.all()
+        return self.ready and (not layers or await self.pulse.beats(layers[0]))
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
         memory = torch.cuda.memory_allocated(self.catalogue.device) if self.catalogue.device.type == "cuda" else resident_bytes()
         self.metrics.sample(self.scheduler.load, self.held_bytes, memory, self.ready)
+
+    def _keep_sampling(self) -> None:
+        """Once a second where others may be asked how this process is; where it is asked itself, it samples then."""
+        if self.metrics.shared:
+            self.sample()
+            self._sampling = asyncio.get_running_loop().call_later(1.0, self._keep_sampling)
 
     @property
     def threads(self) -> int:
@@ -156,6 +169,7 @@ class Engine:
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
+        self._keep_sampling()
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
@@ -278,6 +292,8 @@ class Engine:
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
         self.shelf.close()
         self.scheduler.close()
         self.easel.close()

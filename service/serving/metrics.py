@@ -36,6 +36,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.shared = MULTIPROCESS in os.environ  # whoever of several workers is asked tells of all
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
@@ -82,7 +83,7 @@ class Metrics:
 
     def forget(self, layer: str) -> None:
         """Of a layer that was removed nothing more is told: whoever makes and removes layers must not fill the memory."""
-        if self._by_layer.pop(layer, None) is not None and MULTIPROCESS not in os.environ:
+        if self._by_layer.pop(layer, None) is not None and not self.shared:
             self._calls.remove(layer)
             self._operations.remove(layer)
 
@@ -108,7 +109,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """The Prometheus exposition format. With several workers it is the sum over all of them, whichever is asked."""
-        if MULTIPROCESS not in os.environ:
+        if not self.shared:
             return generate_latest(self.registry)
         everyone = CollectorRegistry()
         MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]  # the library has no annotations

@@ -1,7 +1,6 @@
 """Calls that ask nothing: they warm a layer, tell how fast the device is, and whether it computes at all. Knows no bytes and no HTTP."""
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 
@@ -18,9 +17,9 @@ SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operatio
 class Pulse:
     """What a scheduler's device shows of itself."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], timeout: float = 2.0) -> None:
-        self.scheduler, self.clock = scheduler, clock
-        self.timeout = timeout  # seconds in which a device that works has something to show
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.timeout = 2.0  # seconds in which a device that works has something to show
 
     async def warm(self, layer: HeldLayer) -> None:
         """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
@@ -40,7 +39,7 @@ class Pulse:
 
         A device that is busy shows it by finishing something; an idle one is given a tiny call.
         """
-        if self.clock() - self.scheduler.finished_at <= self.timeout:
+        if self.scheduler.clock() - self.scheduler.finished_at <= self.timeout:
             return True
         if self.scheduler.busy:
             return await self.scheduler.moves(self.timeout)

@@ -302,7 +302,7 @@ def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -
 
 
 def _too_late() -> DeadlinePassed:
-    return DeadlinePassed("the deadline of the caller passed before there was an answer")
+    return DeadlinePassed("the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -95,9 +95,9 @@ class Shelf:
         """Returns once all who share the folder have followed. Raises DeadlinePassed, or NotReady when patience is at its end."""
         if self.folder is None:
             return
-        patience = self.pulse.clock() + PATIENCE
+        patience = self.pulse.scheduler.clock() + PATIENCE
         while behind := await self.aside(self.folder.peers.behind, change):
-            now = self.pulse.clock()
+            now = self.pulse.scheduler.clock()
             if now > min(patience, deadline or patience):
                 what = f"the change is stored, but {behind} of the processes that share the folder have not followed yet"
                 raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)

@@ -120,7 +120,7 @@ def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | N
     from service.web.grpc.server import serving  # an extra brings what it needs
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
-    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, keyring)
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
@@ -141,10 +141,9 @@ def _why_no_statistics(settings: Settings) -> Exception | None:
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
     """The checks at the door; None where there is nothing to check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
-    hosts = names if names or (_local(settings) and settings.uds is None) else None
-    if hosts is None and keyring is None:
-        return None
-    return Guard(hosts, _listed(settings.cors_origins), keyring)
+    browsed = _local(settings) and settings.uds is None and keyring is None  # what a page in this machine's browser could call
+    hosts = names if (names or browsed) and "*" not in names else None
+    return Guard(hosts, _listed(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
 
 def _listed(text: str) -> list[str]:

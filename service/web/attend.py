@@ -56,12 +56,12 @@ def demand_started(engine: Engine) -> None:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def takes(model: str, example: Any, summary: str, binary: bool = False) -> dict[str, Any]:
+def takes(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
     """The OpenAPI part that says what body a route reads itself."""
     content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
     if binary:
         content[SAFETENSORS] = {"schema": BINARY}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def schema(model: str) -> dict[str, str]:

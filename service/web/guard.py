@@ -57,7 +57,7 @@ class Guard:
             self._known.add(host)
 
     def _demand_origin(self, origin: str, host: str) -> None:
-        if origin.partition("://")[2] != host and origin not in self.origins:
+        if origin.partition("://")[2] != host and self.origins.isdisjoint((origin, "*")):
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
 

@@ -953,6 +953,7 @@ def test_law_9_out_of_memory_tries_the_halves(error: Callable[[], BaseException]
         assert_answers([*outcomes[1:3], *outcomes[4:]], [*calls[:2], *calls[3:]])
         assert bench.attention.sizes[1] == 14
         assert bench.attention.sizes.count(5) == 1
+        assert bench.counted("attend_out_of_memory_splits_total") >= 2
         assert max(b for b in bench.attention.sizes[2:] if b != 5) < 14
         assert bench.scheduler.healthy
         assert_answers(await settled(bench.start()), [request(1)])

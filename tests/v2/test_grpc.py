@@ -187,6 +187,15 @@ def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel
         assert caught.value.code() is code
 
 
+def test_every_call_is_counted_and_told(client: Any, v2: httpx.Client, v2_server: Server) -> None:
+    client.is_server_live()
+
+    assert f'attend_requests_total{{endpoint="{SERVICE}/ServerLive",status="OK"}}' in v2.get("/metrics").text
+    assert {"method": f"{SERVICE}/ServerLive", "status": "OK"}.items() <= next(
+        event.items() for event in reversed(v2_server.events) if event.get("method") == f"{SERVICE}/ServerLive"
+    )
+
+
 def test_what_is_not_there_says_so(client: Any) -> None:
     for call in (client.get_trace_settings, client.get_log_settings, client.get_system_shared_memory_status):
         with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
@@ -252,7 +261,7 @@ def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest
 
         def expire() -> None:
             """A call that the server gives up; it has then heard of all that were sent before on this connection."""
-            with pytest.raises(grpc.RpcError, match="deadline of the caller"):
+            with pytest.raises(grpc.RpcError, match="the caller's deadline"):
                 stub.ModelInfer(impatient)
 
         leaving, staying = stub.ModelInfer.future(good), stub.ModelInfer.future(good)

@@ -1,8 +1,9 @@
 """Who gets past the door: keys and scopes on a real server, other people's web pages, CORS, TLS, a Unix socket, a prefix and a proxy."""
 
 import asyncio
-import os
+import json
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -14,15 +15,19 @@ import grpc
 import httpx
 import pytest
 import trustme
+import typer
 from live import Server, start_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typer.testing import CliRunner, Result
 
+from service.cli import keys
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.guard import hostname, scopes_for
 from service.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
 
 SCOPES = ("infer", "admin", "metrics")
+INJECTED = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "10.0.0.7", "ATTEND_SERVICE_HOST": "10.0.0.7"}
 ZEROS = "0" * 64
 SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
 QUERY = {"query": [[0.25] * 64] * 3}
@@ -44,9 +49,11 @@ ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that o
 ]
 
 
-def attend_keys(*arguments: str, file: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service", "keys", *arguments, "--file", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+def attend_keys(*arguments: str, file: Path) -> Result:
+    """The command, in this process: it loads neither torch nor a server."""
+    app = typer.Typer()
+    keys.install(app)
+    return CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
 
 
 class Guarded:
@@ -162,7 +169,7 @@ def test_keys_come_and_go_while_the_server_runs(guarded: Guarded) -> None:
     assert guarded.ask("POST", "/attend", key).status_code == 200
     guarded.file.write_text(good)
 
-    assert attend_keys("remove", "passing", file=guarded.file).returncode == 0
+    assert attend_keys("remove", "passing", file=guarded.file).exit_code == 0
     assert guarded.ask("POST", "/attend", key).status_code == 401
     assert guarded.ask("POST", "/attend", guarded.keys["infer"]).status_code == 200
 
@@ -182,10 +189,10 @@ def test_the_command_refuses_what_makes_no_sense(tmp_path: Path) -> None:
     file = tmp_path / "keys.txt"
     assert "infer, admin, metrics" in attend_keys("add", "one", "--scope", "everything", file=file).stderr
     assert not file.exists()
-    assert attend_keys("add", "one", "--scope", "infer", file=file).returncode == 0
+    assert attend_keys("add", "one", "--scope", "infer", file=file).exit_code == 0
     assert "already" in attend_keys("add", "one", "--scope", "admin", file=file).stderr
     assert "nobody" in attend_keys("remove", "nobody", file=file).stderr
-    assert attend_keys("list", file=tmp_path / "none").returncode == 1
+    assert attend_keys("list", file=tmp_path / "none").exit_code == 1
     assert len(read_keys(file)) == 1
 
 
@@ -198,11 +205,6 @@ def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, line: str) 
     file.write_text(f"# comment\n\n{line}\n")
     with pytest.raises(BadKeys, match=r"line 3: expected"):
         Keyring(file)
-    done = subprocess.run(
-        [sys.executable, "-m", "service", "serve", "--port", "0", "--keys-file", str(file)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> None:
@@ -210,6 +212,9 @@ def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> 
     file = tmp_path / "keys.txt"
     with pytest.raises(BadKeys):
         Keyring(file)
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--keys-file", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     secret, key = make_key("one", ["infer"])
     write_keys(file, [key])
     ring = Keyring(file)
@@ -294,6 +299,20 @@ def test_names_and_origins_can_be_allowed() -> None:
     assert "x-request-id" in theirs.headers["access-control-expose-headers"].lower()
 
 
+def test_everyone_can_be_allowed(tmp_path: Path) -> None:
+    """Any name and any page, where that is said; and with keys any name, since no page has one."""
+    post = {"method": "POST", "url": "/attend", "json": QUERY, "headers": {"Origin": PAGE, "Host": "any.example"}}
+    (answer,) = asked(Settings(allowed_hosts="*", access_log=False), post)
+    assert answer.status_code == 200
+    (answer,) = asked(Settings(allowed_hosts="any.example", cors_origins="*", access_log=False), post)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+    secret, key = make_key("one", ["infer"])
+    write_keys(tmp_path / "keys", [key])
+    post["headers"]["X-API-Key"] = secret
+    (answer,) = asked(Settings(keys_file=tmp_path / "keys", access_log=False), post)
+    assert answer.status_code == 200
+
+
 def test_cors_is_off_unless_listed(http: httpx.Client) -> None:
     """No header, and no answer to a preflight."""
     assert not [name for name in http.get("/layers", headers={"Origin": PAGE}).headers if name.startswith("access-control")]
@@ -333,16 +352,26 @@ def test_https_by_flags(start: Callable[..., Server], tmp_path: Path) -> None:
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(str(key))
     leaf.cert_chain_pems[0].write_to_path(str(chain))
-    server = start("--tls-cert", str(chain), "--tls-key", str(key))
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
     assert server.url.startswith("https://")
     context = ssl.create_default_context()
     authority.configure_trust(context)
     answer = httpx.post(f"{server.url}/attend", json=QUERY, verify=context)
     assert answer.status_code == 200
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+        mute = context.wrap_socket(plain, server_hostname="127.0.0.1")
+        mute.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while 'reason="slow_reply"' not in httpx.get(f"{server.url}/metrics", verify=context).text:
+            pass  # it never reads; the server gives it up
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as other:
+            idle = context.wrap_socket(other, server_hostname="127.0.0.1")  # and one that does not answer a farewell
+            assert server.stop() == 0
+            idle.close()
+        mute.close()
     for flags in (
         ["--tls-cert", str(chain)],
         ["--tls-cert", str(chain), "--tls-key", str(chain)],
-        ["--tls-cert", "none", "--tls-key", "none"],
     ):
         done = subprocess.run([sys.executable, "-m", "service", "serve", "--port", "0", *flags], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
@@ -366,8 +395,12 @@ def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
 
 
 def test_behind_a_proxy(start: Callable[..., Server]) -> None:
-    """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone."""
-    server = start("--root-path", "/ml", "--trusted-proxies", "127.0.0.1", "--access-log")
+    """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone.
+
+    In Kubernetes, too: a Service of the name attend gives every pod ATTEND_PORT=tcp://…, which is no setting; the server says so.
+    """
+    server = start("--root-path", "/ml", "--trusted-proxies", "127.0.0.1", "--access-log", env=INJECTED)
+    assert "ATTEND_PORT" in server.log[0]
     with httpx.Client(base_url=server.url, headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "proxied"}) as client:
         assert client.post("/attend", json=QUERY).status_code == 200
         assert '"/ml/openapi.json"' in client.get("/docs").text.replace("'", '"')
@@ -380,11 +413,3 @@ def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Se
     """Anyone can write a header."""
     http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
     assert server.told("untrusted")["client"] == "127.0.0.1"
-
-
-def test_variables_that_kubernetes_injects_are_no_settings(start: Callable[..., Server]) -> None:
-    """A Service of the name attend gives every pod ATTEND_PORT=tcp://…; the server starts, and says what it ignored."""
-    injected = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "10.0.0.7", "ATTEND_SERVICE_HOST": "10.0.0.7"}
-    server = start(env={**os.environ, **injected})
-    assert "ATTEND_PORT" in server.log[0]
-    assert httpx.get(f"{server.url}/health/ready").status_code == 200

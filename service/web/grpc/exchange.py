@@ -5,7 +5,7 @@ repeated fields; they go back raw. Raw arrays view the message they came in.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # what the fields for several datatypes hold
 
 
 class Exchange:
@@ -108,11 +109,10 @@ def _typed(contents: Any, row: Datatype, shape: tuple[int, ...], at: str) -> Arr
     if row.name not in CONTENTS:
         raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
     demand_known({field.name: field for field, _ in contents.ListFields()}, (CONTENTS[row.name],), at)
-    numbers: Iterable[Any] = getattr(contents, CONTENTS[row.name])
-    count = len(getattr(contents, CONTENTS[row.name]))
-    if count != math.prod(shape):
-        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(count))
-    wide = np.fromiter(numbers, np.dtype({"int_contents": "<i4", "uint_contents": "<u4"}.get(CONTENTS[row.name], row.numpy)), count)
+    numbers = getattr(contents, CONTENTS[row.name])
+    if len(numbers) != math.prod(shape):
+        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(numbers)))
+    wide = np.fromiter(numbers, WIDE.get(CONTENTS[row.name], row.numpy), len(numbers))
     array: Array = wide.astype(row.numpy)
     if row.kind == "int" and (array != wide).any():
         raise InvalidRequest.where(at, f"values of {row.name}", "others")

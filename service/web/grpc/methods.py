@@ -33,7 +33,7 @@ class Methods:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
-        return messages.ServerReadyResponse(ready=self.engine.ready)
+        return messages.ServerReadyResponse(ready=self.engine.serves)
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Of a model that is not there, too: it is not ready."""

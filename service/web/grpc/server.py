@@ -34,7 +34,7 @@ log = structlog.get_logger("attend")
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, offer: Offer, address: str, largest: int, grace: float, keyring: Keyring | None = None
+    engine: Engine, offer: Offer, address: str, largest: int, grace: float, log_requests: bool, keyring: Keyring | None = None
 ) -> AsyncIterator[None]:
     """Listens while the block runs; then takes no more calls, and gives those it has taken `grace` seconds.
 
@@ -42,7 +42,7 @@ async def serving(
     """
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", largest), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), keyring)),)
+        (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), log_requests, keyring)),)
     )
     health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
     names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -74,27 +74,28 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library ha
     async def _follow(self) -> None:
         state = health_pb2.HealthCheckResponse
         for name in ("", SERVICE.full_name):
-            await self.set(name, state.SERVING if self.engine.ready else state.NOT_SERVING)
+            await self.set(name, state.SERVING if self.engine.serves else state.NOT_SERVING)
 
 
-def _handlers(engine: Engine, methods: Methods, keyring: Keyring | None) -> dict[str, Any]:
+def _handlers(engine: Engine, methods: Methods, log_requests: bool, keyring: Keyring | None) -> dict[str, Any]:
     """Method name -> gRPC's handler. ModelInfer's messages stay bytes here."""
     handlers = {}
     for name, method in SERVICE.methods_by_name.items():
         words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
         raw = name == "ModelInfer"
         handlers[name] = grpc.unary_unary_rpc_method_handler(
-            _answered(engine, name, getattr(methods, words), keyring),
+            _answered(engine, name, getattr(methods, words), log_requests, keyring),
             request_deserializer=None if raw else GetMessageClass(method.input_type).FromString,
             response_serializer=None if raw else GetMessageClass(method.output_type).SerializeToString,
         )
     return handlers
 
 
-def _answered(engine: Engine, name: str, method: Method, keyring: Keyring | None) -> Method:
-    """The method with what surrounds every call: its count, its code, and the net under unforeseen exceptions."""
+def _answered(engine: Engine, name: str, method: Method, log_requests: bool, keyring: Keyring | None) -> Method:
+    """The method with what surrounds every call: its key, its count, its log line, its code, and the net under unforeseen exceptions."""
 
     async def answer(request: Any, context: Any) -> Any:
+        started = engine.clock()
         code, detail, trailing = grpc.StatusCode.CANCELLED, "", list[tuple[str, str]]()  # until it is known better
         try:
             if keyring is not None:
@@ -117,6 +118,9 @@ def _answered(engine: Engine, name: str, method: Method, keyring: Keyring | None
             engine.metrics.answered(f"{SERVICE.full_name}/{name}", code.name)
             if code is grpc.StatusCode.CANCELLED:
                 engine.metrics.failed("CallerGone")
+            if log_requests:
+                milliseconds = round((engine.clock() - started) * 1e3, 3)
+                log.info("request", method=f"{SERVICE.full_name}/{name}", status=code.name, ms=milliseconds, detail=detail[:200])
         return await context.abort(code, detail, tuple(trailing))
 
     return answer

@@ -41,7 +41,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         tags=["v2"],
         response_class=Response,
         responses=refusals(400, 403, 404, 409, 413, 503),
-        openapi_extra=takes("LoadRequest", LOAD, "A seeded layer."),
+        openapi_extra=takes("LoadRequest", LOAD, "A seeded layer.", required=False),
     )
     async def load(name: str, request: Request) -> Response:
         """Makes or replaces a layer by the LayerSpec in `parameters.config`; it serves when the reply comes."""

@@ -32,7 +32,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
 
     def health(response: Response, good: bool) -> Health:
         response.status_code = 200 if good else 503
-        return Health(live=True, ready=engine.ready, error=None if engine.ready else "not ready")
+        return Health(live=True, ready=engine.serves, error=None if engine.serves else "not ready")
 
     @app.get("/v2/health/live", **V2, response_model=Health)
     async def live(response: Response) -> Health:
@@ -42,7 +42,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
         """Every layer is loaded and warm, and there is one."""
-        return health(response, engine.ready)
+        return health(response, engine.serves)
 
     @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
     async def all_statistics() -> Statistics:

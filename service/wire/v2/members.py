@@ -59,7 +59,7 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
 
 
 def seconds_of(parameters: Mapping[str, Any]) -> float | None:
-    """The parameter `timeout`, microseconds on the wire; None where there is none, or 0. Checks `priority`, of which there is one level."""
+    """The parameter `timeout`, microseconds on the wire; None where there is none, or 0. Checks `priority`, too: there is one level."""
     for name in ("timeout", "priority"):
         value = parameters.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**64:

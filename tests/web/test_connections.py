@@ -1,0 +1,294 @@
+"""Callers who stall, who speak no HTTP, who leave early, and who come a thousand at a time; on a real server with real sockets.
+
+Nothing waits for a time to pass: the server ends what it ends, and the test reads until it has. The clock of the watch is driven by hand.
+"""
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+from live import Server, start_server
+from uvicorn.server import ServerState
+
+from service.web.connections import LEAST, Connection, Watch
+
+BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
+HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+PATIENCE = 60.0
+MANY = 1000
+
+
+@pytest.fixture(scope="module")
+def brisk() -> Iterator[Server]:
+    """A server of little patience."""
+    server = start_server("--client-timeout", "0.5")
+    yield server
+    assert server.stop() == 0
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    pieces = []
+    while piece := connection.recv(1 << 16):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def counted(server: Server, reason: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith(f'attend_failures_total{{reason="{reason}"}}')]
+    return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+
+def refusal(answer: bytes) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/problem+json" in head
+    assert b"connection: close" in head
+    document: dict[str, Any] = json.loads(body)
+    assert head.startswith(b"HTTP/1.1 %d " % document["status"])
+    return document
+
+
+@pytest.mark.parametrize(
+    ("sent", "due"),
+    [(b"POST /att", "headers"), (HEAD % len(BODY), "body"), (HEAD % len(BODY) + BODY[:-1], "body"), (b"\r\n", "headers")],
+    ids=["half a line", "no body", "half a body", "an empty line"],
+)
+def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str) -> None:
+    """With 408, which names the setting; counted by what was due."""
+    before = counted(brisk, f"slow_{due}")
+    with connect(brisk) as connection:
+        connection.sendall(sent)
+        document = refusal(everything(connection))
+    assert document["status"] == 408
+    assert "client_timeout" in document["detail"]
+    assert due in document["detail"]
+    assert counted(brisk, f"slow_{due}") == before + 1
+
+
+def test_who_says_nothing_is_hung_up_on(brisk: Server) -> None:
+    """A connection opened ahead of its first request is closed without a word."""
+    with connect(brisk) as connection:
+        assert everything(connection) == b""
+
+
+def test_a_byte_at_a_time_is_too_slow(brisk: Server) -> None:
+    """Each byte is progress, but not enough of it."""
+    connection = connect(brisk)
+    connection.settimeout(0.05)
+    answer, drops = b"", iter(HEAD % 10**6 + b" " * 10**6)
+    while not answer:
+        connection.send(bytes([next(drops)]))
+        try:
+            answer = connection.recv(1 << 16)
+        except TimeoutError:
+            continue
+    connection.close()
+    assert refusal(answer)["status"] == 408
+
+
+def test_who_never_reads_is_cut_off(brisk: Server) -> None:
+    """A reply of megabytes that nobody takes does not stay in memory for ever."""
+    before = counted(brisk, "slow_reply")
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", int(brisk.url.rpartition(":")[2])))
+        connection.sendall(HEAD % len(body) + body)
+        while counted(brisk, "slow_reply") == before:
+            pass
+        with suppress(ConnectionError):
+            head, _, came = everything(connection).partition(b"\r\n\r\n")
+            assert len(came) < int(head.partition(b"content-length: ")[2].split()[0])
+
+
+def test_who_leaves_early_is_counted(brisk: Server) -> None:
+    """Half a body, and gone: nobody is answered, nothing is held."""
+    before = counted(brisk, "CallerGone")
+    with connect(brisk) as connection:
+        connection.sendall(HEAD % len(BODY) + BODY[:-1])
+    while counted(brisk, "CallerGone") == before:
+        pass
+    assert "attend_held_body_bytes 0.0" in httpx.get(f"{brisk.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
+    """As a problem document, like every other refusal."""
+    before = counted(brisk, "malformed_http")
+    with connect(brisk) as connection:
+        connection.sendall(sent)
+        assert refusal(everything(connection))["status"] == 400
+    assert counted(brisk, "malformed_http") == before + 1
+
+
+def test_a_thousand_connections_at_once(server: Server) -> None:
+    """All open before the first asks; all are answered, and answered alike."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MANY)), hard))
+    port = int(server.url.rpartition(":")[2])
+
+    async def ask(everyone: asyncio.Barrier) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await everyone.wait()
+        writer.write((HEAD % len(BODY)).replace(b"Host", b"Connection: close\r\nHost") + BODY)
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        return answer.partition(b"\r\n\r\n")[2]
+
+    async def test() -> list[bytes]:
+        everyone = asyncio.Barrier(MANY)
+        return await asyncio.gather(*(ask(everyone) for _ in range(MANY)))
+
+    outputs = np.array([json.loads(answer)["output"] for answer in asyncio.run(test())])
+    assert outputs.shape == (MANY, 3, 64)
+    np.testing.assert_allclose(outputs, outputs[:1].repeat(MANY, 0), rtol=0, atol=1e-6 * np.abs(outputs).max())
+
+
+class Transport:
+    """What a connection does to its socket."""
+
+    def __init__(self) -> None:
+        self.unsent, self.closed, self.written = 0, False, b""
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def pause_reading(self) -> None: ...
+
+    resume_reading = pause_reading
+
+
+class Loop:
+    """A clock, and the one timer that the watch keeps."""
+
+    def __init__(self) -> None:
+        self.now, self.due = 0.0, lambda: None
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, _: float, callback: Any, *arguments: Any) -> None:
+        self.due = lambda: callback(*arguments)
+
+    def pass_time(self, seconds: float) -> None:
+        """So much time at once, and then the timer."""
+        self.now += seconds
+        self.due()
+
+    def create_task(self, coroutine: Any) -> Any:
+        coroutine.close()
+        return asyncio.get_running_loop().create_future()
+
+
+def watched(patience: float = 10.0) -> tuple[Connection, Transport, Loop]:
+    """A connection without a socket, its clock at 0."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    loop, transport = Loop(), Transport()
+    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
+    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), ServerState(), {}, loop)
+    connection.connection_made(transport)
+    return connection, transport, loop
+
+
+def test_steady_progress_is_enough() -> None:
+    """A large body may take for ever, so long as so much of it comes each time; and then no longer."""
+
+    async def test() -> None:
+        connection, transport, loop = watched()
+        connection.data_received(HEAD % 10**9)
+        for _ in range(100):
+            connection.data_received(b" " * LEAST)
+            connection.flow.resume_reading()  # as the application does that takes what comes
+            for _ in range(9):
+                loop.pass_time(1.0)
+        assert not transport.closed
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+
+    asyncio.run(test())
+
+
+def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
+    """What counts is what leaves the buffer."""
+
+    async def test() -> None:
+        _, transport, loop = watched()
+        transport.unsent = 100 * LEAST
+        while transport.unsent > LEAST:
+            for _ in range(9):
+                loop.pass_time(1.0)
+            transport.unsent -= LEAST
+        assert not transport.closed
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+        assert transport.written == b""  # a reply was under way
+
+    asyncio.run(test())
+
+
+def test_a_clock_that_jumps_cuts_nobody_off() -> None:
+    """A server that was stopped for an hour, or whose loop was busy, blames nobody for it."""
+
+    async def test() -> None:
+        connection, transport, loop = watched()
+        connection.data_received(b"POST /att")
+        for _ in range(4):
+            loop.pass_time(3600.0)
+        assert not transport.closed
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+
+    asyncio.run(test())
+
+
+def test_a_body_that_the_server_does_not_take_is_not_the_callers_fault() -> None:
+    """While reading is paused nothing is due."""
+
+    async def test() -> None:
+        connection, transport, loop = watched()
+        connection.data_received(HEAD % 10**6)
+        connection.flow.read_paused = True
+        for _ in range(100):
+            loop.pass_time(1.0)
+        assert not transport.closed
+
+    asyncio.run(test())
