@@ -8,17 +8,14 @@
 # BASE may be any image with python3 (3.11 or later), its venv module, and pip.
 ARG BASE=python:3.12-slim
 
-# What to install, as two lists that change with pyproject.toml's dependencies alone: neither its other lines nor the
-# sources cost a new installation of torch.
+# Which torch is wanted, in a file that changes with that alone: neither the other lines of pyproject.toml nor the sources cost a new
+# installation of torch. All else is locked.
 FROM ${BASE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml ./
 RUN python3 -c 'import tomllib; \
-    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    wanted = project["dependencies"] + project["optional-dependencies"]["serve"]; \
-    torch = [item for item in wanted if item.startswith("torch")]; \
-    open("torch.txt", "w").write("\n".join(torch)); \
-    open("others.txt", "w").write("\n".join(item for item in wanted if item not in torch))'
+    wanted = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["serve"]; \
+    open("torch.txt", "w").write("\n".join(item for item in wanted if item.startswith("torch")))'
 
 # A virtual environment without pip in it: nothing is installed once the image is made.
 FROM ${BASE} AS dependencies
@@ -31,8 +28,8 @@ RUN pip install --index-url "$TORCH_INDEX" -r /requirements/torch.txt \
     && rm -rf /opt/attend/lib/python3*/site-packages/torch/include \
               /opt/attend/lib/python3*/site-packages/torch/test \
               /opt/attend/lib/python3*/site-packages/torch/bin/*[Tt]est*
-COPY --from=requirements /requirements/others.txt /requirements/
-RUN pip install -r /requirements/others.txt
+COPY deploy/requirements.txt /requirements/
+RUN pip install --no-deps --require-hashes -r /requirements/requirements.txt
 
 # The project goes beside the environment, to be a small layer of its own in the image: a release is no new gigabyte.
 FROM dependencies AS project

@@ -32,7 +32,8 @@ def draw_pictures(folder: Path) -> None:
         backend.put_layer("minilm-layer-0", read.spec, read.weights)
         fields = {"layer": "minilm-layer-0", "query": read.vectors, "tokens": {"query": read.tokens}}
         for name, figure in PICTURES.items():
-            (folder / name).write_bytes(backend.figure(calls.figure(fields, {**figure, "format": "png", "dpi": 96}).body or b""))
+            call = calls.figure(fields, {**figure, "format": "png", "dpi": 96})
+            (folder / name).write_bytes(backend.figure(call.in_json().body or b""))
     finally:
         backend.close()
 

@@ -18,7 +18,10 @@
     │   ├── OutOfMemory           it passed admission, and the memory was not there
     │   └── StorageFull           the disk has no room for the layer
     ├── CallerGone                the caller hung up; counted, and nobody is left to answer
-    └── ServiceFault              ours to mend; the caller learns an id, the log the cause
+    ├── ServiceFault              ours to mend; the caller learns an id, the log the cause
+    ├── Unreachable               only a client raises it: nothing answers there, or the connection broke
+    │   └── TimedOut              the answer did not come in time
+    └── BadReply                  only a client raises it: an answer came, and it is none that this service gives
 
 Every refusal carries `Problem`s: where (a JSON pointer), what was expected, what came.
 """
@@ -131,3 +134,15 @@ class CallerGone(AttendError):
 
 class ServiceFault(AttendError):
     title = "internal error"
+
+
+class Unreachable(AttendError):
+    title = "no answer"
+
+
+class TimedOut(Unreachable):
+    title = "timed out"
+
+
+class BadReply(AttendError):
+    title = "reply not understood"

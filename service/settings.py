@@ -92,6 +92,13 @@ class Settings(BaseSettings):
     ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which the device must finish something to be called ready.")
     telemetry: bool = Field(default=False, description="Traces and metrics by OTLP, as OTEL_… variables say (extra `otel`).")
 
+    replicas: int = Field(default=4, ge=1, description="Under Ray Serve: most replicas that autoscaling starts.")
+    replica_cpus: float = Field(default=1.0, gt=0, description="Under Ray Serve: cores of a replica, or a fraction of one.")
+    replica_gpus: float = Field(default=0.0, ge=0, description="Under Ray Serve: GPUs of a replica, or a fraction of one.")
+    shards: int = Field(
+        default=0, ge=0, description="Under Ray Serve: actors that share the keys of a call too large for one process; none at 0."
+    )
+
     log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
     access_log: bool = Field(default=True, description="One log line per request.")
@@ -132,8 +139,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
         ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name)
         if ours and name.removeprefix(PREFIX).lower() not in known:
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
-    from_file = _file(config, known) if config else {}
-    in_environment = {name for name in known if f"{PREFIX}{name.upper()}" in os.environ.keys() - set(injected_variables())}
+    from_file, in_environment = _file(config, known) if config else {}, _in_environment()
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
@@ -141,6 +147,20 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     except ValidationError as error:
         raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
     return settings
+
+
+def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
+    """Where the value of every setting comes from: its flag, its variable, the file, or "default"."""
+    from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
+    origins = dict.fromkeys(Settings.model_fields, "default")
+    origins |= {name: str(config) for name in from_file}
+    origins |= {name: f"{PREFIX}{name.upper()}" for name in in_environment}
+    return origins | {name: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
+
+
+def _in_environment() -> set[str]:
+    injected = set(injected_variables())
+    return {name for name in Settings.model_fields if f"{PREFIX}{name.upper()}" in os.environ.keys() - injected}
 
 
 def injected_variables() -> list[str]:

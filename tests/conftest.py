@@ -1,10 +1,13 @@
 """Fixtures that every room's tests share."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import httpx
 import pytest
 from live import Server, start_server
+
+collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": FLOOR_1 | {"wire"},
     "web": FLOOR_1 | {"wire", "serving", "settings"},
     "cli": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings"},
-    "deploy": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings"},
+    "deploy": FLOOR_1 | {"wire", "attention", "serving", "client", "web", "settings", "cli"},
 }
 THIRD_PARTIES: dict[str, set[str]] = {
     "errors": set(),

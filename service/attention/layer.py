@@ -162,7 +162,7 @@ class MultiHeadAttention:
             if PER_HEAD & wanted:
                 made.put("head_outputs", rows, _weighted(weights, value, call.masks).to(self.dtype))
             if "attention_weights" in wanted:
-                for name, tensor in _selection(weights, call).items():
+                for name, tensor in selection(weights, call).items():
                     made.put(name, rows, tensor)
         return made.tensors
 
@@ -318,7 +318,7 @@ def _log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return total if sinks is None else torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks))
 
 
-def _selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
+def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
     """The weights as asked for: averaged over heads, or the largest of each row with their keys."""
     if call.average:
         weights = weights.mean(1)

@@ -12,9 +12,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 
 def main() -> None:
     """The entry point."""
-    from service.cli import bench, check, demo, figure, heads, infer, keys, layers, openapi, serve
+    from service.cli import bench, check, config, demo, figure, heads, infer, keys, layers, openapi, serve
 
-    for command in (serve, demo, infer, heads, figure, layers, keys, check, bench, openapi):
+    for command in (serve, demo, infer, heads, figure, layers, keys, config, check, bench, openapi):
         command.install(app)
     app()
 

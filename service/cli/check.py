@@ -1,10 +1,8 @@
 """`attend check`: the service, or someone's own attention, against the reference in NumPy float64."""
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,16 +12,22 @@ from rich.progress import track
 from rich.table import Table
 
 from service.cli.backend import Backend, open_backend
-from service.cli.exits import complain, reported
+from service.cli.exits import reported
 from service.cli.flags import Config, Url, with_settings
+from service.cli.modules import check_module, convention
 from service.cli.trials import Worst, try_cases
 
 EPILOG = """Examples: attend check --cases 1000
 
 attend check --url http://127.0.0.1:8000 --seed 7
 
-attend check --module my_package:MyAttention --with mask_means=block"""
-Cases = Annotated[int, typer.Option(min=1, help="How many random layers and requests.")]
+attend check --module my_package:MyAttention --with mask_means=block --cases 70"""
+Cases = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How many random layers and requests (200), or calls of a --module (7, one of each kind).", show_default=False
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random cases; the same seed asks the same.")]
 Only = Annotated[int | None, typer.Option("--case", min=0, help="This case alone, by its number.", show_default=False)]
 Modules = Annotated[
@@ -34,6 +38,7 @@ Told = Annotated[
     list[str] | None,
     typer.Option("--with", metavar="NAME=VALUE", help="What cannot be told by looking at it, e.g. mask_means=block. Repeatable."),
 ]
+CASES = 200
 
 
 def install(app: typer.Typer) -> None:
@@ -43,7 +48,7 @@ def install(app: typer.Typer) -> None:
 
 def check(
     url: Url = None,
-    cases: Cases = 200,
+    cases: Cases = None,
     seed: Seed = 0,
     case: Only = None,
     module: Modules = None,
@@ -57,14 +62,14 @@ def check(
     the mistake that explains it. Exit code 1 where something is beyond rounding.
     """
     if module:
-        if url:
-            raise typer.BadParameter("--module is checked in this process; leave --url out")
-        agree = [_check_module(name, seed, _convention(told or [])) for name in module]
+        if url or case is not None or config:
+            raise typer.BadParameter("--module is checked in this process, as a whole; leave --url, --case and --config out")
+        agree = [check_module(name, seed, cases or 1, convention(told or [])) for name in module]
         raise typer.Exit(0 if all(agree) else 1)
     if told:
         raise typer.BadParameter("--with says how a --module is called; there is none")
     with reported("check"), open_backend(url, config, flags) as backend:
-        worst = _check_service(backend, seed, range(cases) if case is None else [case])
+        worst = _check_service(backend, seed, range(cases or CASES) if case is None else [case])
     console = Console()
     _show(console, worst)
     if not worst.agrees:
@@ -100,47 +105,3 @@ def _described(worst: Worst) -> str:
     fields = (f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in trial.case.request.items())
     layer = f"d_model {spec.d_model}, {spec.num_heads} heads, {spec.init}, {spec.dtype}"
     return f"{finding.name} {error}, in case {trial.number} ({layer}): {', '.join(fields)}"
-
-
-def _convention(told: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON where it reads as JSON, else text."""
-    options: dict[str, Any] = {}
-    for pair in told:
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise typer.BadParameter(f"expected NAME=VALUE, got {pair!r}", param_hint="--with")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
-
-
-def _check_module(name: str, seed: int, options: dict[str, Any]) -> bool:
-    """Whether it agrees; prints the report, or why there is none."""
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a module beside the caller is found
-    from service.attention.agreement import compare
-
-    agreement = _compared(name, lambda: compare(name, seed=seed, **options))
-    console = Console()
-    table = Table("case", "largest error", "allowed there", "", title=name, title_justify="left")
-    for result in agreement.results:
-        verdict = "agrees" if result.error <= result.tolerance else "[bold red]WRONG"
-        row = ["", "", f"not run: {result.skipped}"] if result.skipped else [f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict]
-        table.add_row(result.case, *row)
-    console.print(table)
-    console.print(str(agreement.first or "agrees with the reference"), soft_wrap=True, highlight=False, markup=False)
-    return bool(agreement.agrees)
-
-
-def _compared(name: str, compare: Callable[[], Any]) -> Any:
-    """The comparison; ends the command with a message where the target cannot be loaded, made or understood."""
-    try:
-        return compare()
-    except ImportError as error:
-        complain("check", f"cannot import {name}: {error}", "Run this where `python -c 'import …'` finds it, or install it.")
-    except (ValueError, TypeError) as error:
-        complain("check", f"{name}: {error}", "Pass an option that it names as --with NAME=VALUE.")
-    except Exception as error:
-        complain("check", f"{name} could not be made: {type(error).__name__}: {error}")
-    raise typer.Exit(2)

@@ -112,8 +112,8 @@ def _write(read: Sentence, folder: Path) -> _Files:
 def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, float]:
     """The answer, and the seconds it took from here to the server and back, on a connection that is open."""
     if files.layer is not None:
-        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes()))
-    call = calls.Call("POST", "/attend", files.request.read_bytes())
+        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes(), repeat="unbegun"))
+    call = calls.Call("POST", "/attend", files.request.read_bytes(), calls.read_attend)
     client.send(call)
     started = time.perf_counter()
     response = client.send(call)
@@ -141,6 +141,8 @@ def _show(console: Console, read: Sentence, result: AttendResult, seconds: float
 
 def _show_how(console: Console, read: Sentence, files: _Files) -> None:
     url = f"http://127.0.0.1:{PORT}"
+    size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
+    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) stay; remove them when you are done.", markup=False)
     console.print("\n[bold]Again, by hand[/bold]")
     lines = [f"attend serve --port {PORT}"]
     if files.layer is not None:

@@ -87,7 +87,7 @@ def _ask(backend: Backend, name: str, case: Case) -> list[Finding]:
         layer = backend.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
             return [wrong("weights", f"others than {case.spec.init} draws from seed {case.spec.seed}")]
-        call = calls.attend({**case.request, "layer": name, "outputs": OUTPUTS})
+        call = calls.attend({**case.request, "layer": name, "outputs": OUTPUTS}).in_json()
         response = backend.attend(call.body or b"")
         result = read_result(response.body, response.headers)
     except (InvalidRequest, ServiceFault, MalformedBody, BadReply) as error:

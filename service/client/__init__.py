@@ -4,12 +4,26 @@
         result = client.attend(query, causal=True)
         result.output, result.attention_weights
 
-`merge` joins the answers of several services, each of which holds some of the keys. Loads neither torch nor fastapi.
+`AsyncClient` is the same with `async with` and `await`. `merge` joins the answers of several services, each of which holds some of the
+keys. `service.client.remote` has a torch module that computes here; nothing else loads torch, and nothing fastapi.
 """
 
+from service.client.async_client import AsyncClient
 from service.client.client import Client
-from service.client.failures import BadReply, TimedOut, Unreachable
 from service.client.merge import merge
 from service.client.result import AnalysisResult, AttendResult, TopWeights
+from service.client.retries import Retries
+from service.errors import BadReply, TimedOut, Unreachable
 
-__all__ = ["AnalysisResult", "AttendResult", "BadReply", "Client", "TimedOut", "TopWeights", "Unreachable", "merge"]
+__all__ = [
+    "AnalysisResult",
+    "AsyncClient",
+    "AttendResult",
+    "BadReply",
+    "Client",
+    "Retries",
+    "TimedOut",
+    "TopWeights",
+    "Unreachable",
+    "merge",
+]

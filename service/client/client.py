@@ -1,29 +1,37 @@
-"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`."""
+"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`,
+when it is said again in `retries.py`. `AsyncClient` is the same for code that does not wait, method by method.
+"""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 from numpy.typing import ArrayLike
 
-from service import __version__
 from service.client import calls
 from service.client.calls import Call
-from service.client.failures import Unreachable, connection_failure, refusal
+from service.client.connection import options
+from service.client.failures import connection_failure
 from service.client.result import AnalysisResult, AttendResult
+from service.client.retries import Outcome, Retries
+from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LayerDocument, Plan
 from service.wire.safetensors_form import read_tensors
+
+T = TypeVar("T")
 
 
 class Client:
     """One server, over connections that are kept open. May be shared by threads.
 
     Every method raises what the server raised, from the tree in `service.errors` with its problems (`at`, `expected`, `got`), and
-    `Unreachable` or its kind `TimedOut` where no answer came.
+    `Unreachable` or its kind `TimedOut` where no answer came. What failed on the way, or found a full queue, is sent again as `retries`
+    says; a change of layers only where the first one was surely not begun.
     """
 
     def __init__(
@@ -31,14 +39,20 @@ class Client:
         base_url: str = "http://127.0.0.1:8000",
         *,
         timeout: float | None = 60.0,
+        api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retries: Retries | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`timeout` is in seconds, None waits for ever; `headers` go with every call; `transport` is httpx's, for tests and proxies."""
-        self.base_url = base_url
-        given = {"User-Agent": f"attend/{__version__}", **(headers or {})}
+        """`timeout` is in seconds, None waits for ever: for each answer, and after it nothing is sent again.
+
+        `api_key` is sent as Bearer; `headers` go with every call; `Retries(times=0)` sends everything once; `transport` is httpx's, for
+        tests and proxies.
+        """
+        self.base_url, self.timeout, self.retries = base_url, timeout, retries or Retries()
+        self._binary = True  # until something on the way takes JSON alone
         try:
-            self._http = httpx.Client(base_url=base_url, timeout=timeout, headers=given, transport=transport)
+            self._http = httpx.Client(**options(base_url, timeout, api_key, headers), transport=transport)
         except httpx.InvalidURL as error:
             raise connection_failure(error, base_url) from None
 
@@ -51,13 +65,12 @@ class Client:
         layer: str = "default",
         **fields: Any,
     ) -> AttendResult:
-        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, nested lists, or anything numpy takes.
+        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch's tensors, nested lists.
 
         `fields` are those of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`; None is
         the same as left out. Arrays come back in the layer's dtype, or the one `reply={"datatype": …}` names.
         """
-        call = calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields})
-        return calls.read_attend(self.send(call))
+        return self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}))
 
     def analysis(
         self,
@@ -74,8 +87,7 @@ class Client:
         `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. What is not defined is NaN; an
         index that is not there is -1.
         """
-        call = calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
-        return calls.read_analysis(self.send(call))
+        return self.ask(calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields}))
 
     def plan(
         self,
@@ -87,8 +99,7 @@ class Client:
         **fields: Any,
     ) -> Plan:
         """What `attend` with the same arguments would reply, cost, and whether it is admitted. `{"shape": [2, 9, 64]}` is a tensor too."""
-        call = calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields})
-        return calls.read_plan(self.send(call))
+        return self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}))
 
     def figure(
         self,
@@ -108,20 +119,19 @@ class Client:
         `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` are its words.
         """
         asked = {"kind": kind, "format": format, **(figure or {})}
-        call = calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked)
-        return self.send(call).content
+        return self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked))
 
     def layers(self) -> list[LayerDocument]:
         """The layers that the server holds."""
-        return calls.read_layers(self.send(Call("GET", "/layers")))
+        return self.ask(calls.layers())
 
     def layer(self, name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
-        return calls.read_layer(self.send(Call("GET", calls.layer_path(name))))
+        return self.ask(calls.layer(name))
 
     def put_layer(self, name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, ArrayLike] | None = None) -> LayerDocument:
         """Makes or replaces a layer: drawn by the spec's `init` and `seed`, or with these weights under their canonical names."""
-        return calls.read_layer(self.send(calls.put_layer(name, spec, weights)))
+        return self.ask(calls.put_layer(name, spec, weights))
 
     def put_layer_file(
         self,
@@ -138,11 +148,11 @@ class Client:
         not tell, `spec` what tensors cannot tell (`{"num_heads": 12}`).
         """
         body = file if isinstance(file, bytes) else Path(file).read_bytes()
-        return calls.read_layer(self.send(calls.put_layer_file(name, body, layout, prefix, spec)))
+        return self.ask(calls.put_layer_file(name, body, layout, prefix, spec))
 
     def layer_file(self, name: str) -> bytes:
         """A layer as safetensors: its weights under their canonical names, its spec in the metadata."""
-        return self.send(calls.layer_file(name)).content
+        return self.ask(calls.layer_file(name))
 
     def layer_weights(self, name: str) -> dict[str, Array]:
         """A layer's weights by canonical name, in its dtype; read-only, over the memory of the reply."""
@@ -150,28 +160,43 @@ class Client:
 
     def delete_layer(self, name: str) -> None:
         """Removes a layer."""
-        self.send(Call("DELETE", calls.layer_path(name)))
+        self.ask(calls.delete_layer(name))
 
     def ready(self) -> bool:
         """Whether a server answers there and has loaded its layers."""
         try:
-            response = self._exchange(Call("GET", "/health/ready"))
+            return calls.read_ready(self._exchange(calls.ready()))
         except Unreachable:
             return False
-        if response.status_code not in (200, 503):
-            raise refusal(response)
-        return response.status_code == 200
 
-    def send(self, call: Call) -> httpx.Response:
+    def ask(self, call: Call[T]) -> T:
+        """Sends a call and reads its answer; in JSON where what it was written in is not taken."""
+        if call.plain is None:
+            return call.read(self.send(call))
+        if self._binary:
+            try:
+                return call.read(self.send(call))
+            except (UnsupportedMediaType, NotAcceptable):
+                self._binary = False
+        return self.ask(call.in_json())
+
+    def send(self, call: Call[Any]) -> httpx.Response:
         """Sends any call. Raises the refusal where the response is one."""
         return calls.checked(self._exchange(call))
 
-    def _exchange(self, call: Call) -> httpx.Response:
-        headers = {} if call.body is None else {"Content-Type": call.media}
+    def _exchange(self, call: Call[Any]) -> httpx.Response:
+        attempts = self.retries.begin(call, self.timeout)
+        while (pause := attempts.pause(outcome := self._once(call))) is not None:
+            time.sleep(pause)
+        if isinstance(outcome, Exception):
+            raise connection_failure(outcome, self.base_url) from outcome
+        return outcome
+
+    def _once(self, call: Call[Any]) -> Outcome:
         try:
-            return self._http.request(call.method, call.path, content=call.body, headers=headers)
+            return self._http.request(call.method, call.path, content=call.body, headers=call.headers)
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            raise connection_failure(error, self.base_url) from error
+            return error
 
     def close(self) -> None:
         """Closes the connections."""

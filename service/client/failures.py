@@ -1,4 +1,4 @@
-"""What went wrong, as exceptions: the server's refusals raised again as the classes they were, and what only a caller can meet.
+"""What went wrong, as exceptions: the server's refusals raised again as the classes they were, and a broken connection as one of ours.
 
 A refusal is told by the title of its problem document, which names one class of the tree in `service/errors.py`. What comes without
 such a document (a proxy's page, a path that is not there) is told by its status. Pure: reads a response, sends nothing.
@@ -8,7 +8,19 @@ from collections.abc import Iterator
 
 import httpx
 
-from service.errors import AttendError, CapacityError, InvalidRequest, MalformedBody, Overloaded, Problem, RequestError, ServiceFault
+from service.errors import (
+    AttendError,
+    BadReply,
+    CapacityError,
+    InvalidRequest,
+    MalformedBody,
+    Overloaded,
+    Problem,
+    RequestError,
+    ServiceFault,
+    TimedOut,
+    Unreachable,
+)
 from service.wire.answer import decode_document
 from service.wire.documents import ProblemDocument
 from service.wire.refusals import validate
@@ -23,25 +35,7 @@ def _tree(root: type[AttendError]) -> Iterator[type[AttendError]]:
         yield from _tree(kind)
 
 
-CLASSES = {kind.title: kind for kind in _tree(AttendError)}  # those of the server: the classes below stand in no document
-
-
-class Unreachable(AttendError):
-    """Nothing answers there, or the connection broke."""
-
-    title = "no answer"
-
-
-class TimedOut(Unreachable):
-    """The answer did not come in time."""
-
-    title = "timed out"
-
-
-class BadReply(AttendError):
-    """An answer came, and it is not one that this service gives."""
-
-    title = "reply not understood"
+CLASSES = {kind.title: kind for kind in _tree(AttendError)}
 
 
 def refusal(response: httpx.Response) -> AttendError:

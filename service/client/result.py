@@ -1,4 +1,4 @@
-"""What a client gets back: the outputs by name as arrays, and what the reply says around them. Knows no HTTP but two headers' names."""
+"""What a client gets back: the outputs by name as arrays, and what the reply says around them. Knows no HTTP but a few headers' names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.tensors import Array
-from service.wire.answer import decode_metrics, decode_reply
+from service.wire.answer import decode_binary_reply, decode_metrics, decode_reply
 from service.wire.documents import LayerReference
+from service.wire.negotiation import SAFETENSORS
 
 _PHASE = re.compile(r"([\w-]+);dur=([0-9.]+)")
 
@@ -77,8 +78,9 @@ def read_metrics(body: bytes) -> AnalysisResult:
 
 
 def read_result(body: bytes, headers: Mapping[str, str]) -> AttendResult:
-    """The result that a reply to POST /attend holds. Raises MalformedBody where it is none."""
-    reply = decode_reply(body)
+    """The result that a reply to POST /attend holds, in the form that `headers` name. Raises from RequestError where it is none."""
+    binary = headers.get("content-type", "").startswith(SAFETENSORS)
+    reply = decode_binary_reply(body) if binary else decode_reply(body)
     tensors = {name: TopWeights(**tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
     timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
     layer = LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])

@@ -16,3 +16,4 @@ class Bound:
     layer: HeldLayer
     call: Call
     cost: Cost
+    in_parts: bool = False  # too large for this process: others compute it, each some of the keys

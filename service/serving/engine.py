@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from service.attention.call import Result
-from service.errors import InvalidRequest, Overloaded, Problem
+from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem, TooLarge
 from service.serving import analysis, cost
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit, masked_rows
@@ -31,7 +31,8 @@ from service.serving.folder import LayerFolder
 from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
-from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.scheduler import Outcome, QueueLimits, Scheduler
+from service.serving.shards import Shards, cut, join, refusals, share
 from service.serving.shelf import Shelf
 from service.serving.sketch import Sketch, sketch
 from service.serving.statistics import Statistics
@@ -110,6 +111,7 @@ class Engine:
         self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
         self.easel = Easel(self.clock)
+        self.shards: Shards | None = None  # who computes what is too large for this process
 
     @property
     def ready(self) -> bool:
@@ -204,7 +206,7 @@ class Engine:
         bound = await self._aside(self._bound, asked, document) if large else self._bound(asked, document)
         phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
         try:
-            outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+            outcome = await self._computed(bound, asked)
             phases.queue, phases.compute = outcome.queue, outcome.compute
             encoding = self.clock()
             large = bound.cost.reply_bytes > ON_THE_LOOP
@@ -244,7 +246,7 @@ class Engine:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
         request, layer = await self._aside(self._fitted, asked, None, True)
         predicted = predict(request, layer.spec)
-        problems = cost.admit(predicted, self.limits)
+        problems, _ = self._refusals(request, predicted)
         outputs = {}
         for name, shape in predicted.outputs.items():
             datatype = _datatype(name, request, layer.spec)
@@ -323,10 +325,29 @@ class Engine:
     def _bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> "Bound":
         request, layer = self._fitted(asked, document)
         predicted = predict(request, layer.spec)
-        cost.check(predicted, self.limits)
+        problems, in_parts = self._refusals(request, predicted)
+        if problems:
+            raise TooLarge(problems=problems)
         call = bind(request, layer.spec)
         call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
-        return Bound(request, layer, call, predicted)
+        return Bound(request, layer, call, predicted, in_parts)
+
+    def _refusals(self, request: AttendRequest, predicted: cost.Cost) -> tuple[list[Problem], bool]:
+        whole = isinstance(request, AnalysisRequest)  # metrics see all keys of a row at once
+        return refusals(request, predicted, self.limits, 0 if self.shards is None or whole else self.shards.count)
+
+    async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
+        """The call's outcome: of this process's device, or of all shards together."""
+        if self.shards is None or not bound.in_parts:
+            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+        started, parts = self.clock(), cut(bound.call, self.shards.count)
+        try:
+            async with asyncio.timeout(None if asked.deadline is None else asked.deadline - started):
+                results = await self.shards.compute(bound.layer, parts, share(bound.cost, len(parts)))
+        except TimeoutError:
+            raise DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer") from None
+        result = await self._aside(join, bound.layer.attention, bound.call, results)
+        return Outcome(result, 0.0, self.clock() - started, 1)
 
     def _sketched(self, asked: Asked) -> Sketch:
         request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))

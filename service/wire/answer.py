@@ -1,4 +1,4 @@
-"""Reply bytes -> arrays: what a client does with what `reply.py` wrote, in any of its three forms.
+"""Reply bytes -> arrays: what a client does with what the server wrote, in JSON's three forms or in safetensors.
 
 The forms with a shape give the very array that was sent. Nested lists say no datatype: their numbers become float64, keys int64. Words and
 nulls among numbers become the floats they stand for. Here a number costs a Python object, but for base64: whoever minds asks for that.
@@ -16,6 +16,7 @@ from service.tensors import DATATYPES, Array, datatype_of
 from service.wire.analysis import WHOLE
 from service.wire.refusals import pointer
 from service.wire.reply import Reply
+from service.wire.safetensors_form import read_tensors
 
 HEAD = ("layer", "fully_masked_rows")
 
@@ -34,13 +35,30 @@ def decode_document(body: bytes) -> dict[str, Any]:
 def decode_reply(body: bytes) -> Reply:
     """The reply to POST /attend. Raises MalformedBody where it is none."""
     document = decode_document(body)
+    return _reply(document, {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD})
+
+
+def decode_binary_reply(body: bytes) -> Reply:
+    """The same in safetensors. Raises MalformedBody, InvalidRequest or TooLarge where it is none."""
+    arrays, metadata = read_tensors(body)
+    tensors: dict[str, Any] = {}
+    for name, array in arrays.items():
+        output, _, part = name.partition(".")
+        writable = array.copy()
+        if part:
+            tensors.setdefault(output, {})[part] = writable
+        else:
+            tensors[output] = writable
+    return _reply(decode_document(metadata.get("reply", "").encode()), tensors)
+
+
+def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
     for name in HEAD:
-        if name not in document:
+        if name not in head:
             raise MalformedBody.where(pointer([name]), "a reply to POST /attend", "nothing")
-    tensors = {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD}
     numbers = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
     names = [datatype_of(array).name for array in numbers if array.dtype != np.int64]
-    return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), names[0] if names else "FP64", tensors)
+    return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
 
 
 def decode_metrics(body: bytes) -> Reply:

@@ -1,8 +1,8 @@
-"""A request as Python has it -> the JSON body that carries it: what a client sends. `json_form.py` reads it at the other end.
+"""A request as Python has it -> the body that carries it, JSON or safetensors: what a client sends. The forms beside this read it again.
 
-Small tensors go as nested lists, which people can read on the way; larger ones, and those that lists cannot say (no elements, NaN,
-infinities), as base64, which is exact and fast. Either way every number arrives as it left. What a request may hold is not judged here:
-the server does that, with the place. Only what JSON could not carry, or would carry as something else, is refused.
+In JSON small tensors go as nested lists, which people can read on the way; larger ones, and those that lists cannot say (no elements,
+NaN, infinities), as base64, which is exact and fast. In every form each number arrives as it left. What a request may hold is not judged
+here: the server does that, with the place. Only what could not be carried, or would arrive as something else, is refused.
 """
 
 import binascii
@@ -14,9 +14,10 @@ import numpy as np
 import orjson
 
 from service.errors import InvalidRequest
-from service.tensors import BY_NUMPY, Array, little_endian, raw
+from service.tensors import BY_NUMPY, DATATYPES, Array, little_endian, raw
 from service.wire.arrays import Kind
 from service.wire.refusals import pointer
+from service.wire.safetensors_form import write_tensors
 
 READABLE = 4096  # bytes of a tensor up to which it goes as nested lists
 
@@ -27,7 +28,24 @@ def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> byte
     `kinds` maps the members that are tensors to their kind; "weights/*" names every member of the mapping `weights`. A tensor is whatever
     numpy makes an array of, or a mapping in one of the wire's own forms. Raises InvalidRequest where JSON cannot carry a field.
     """
-    document = {name: _member(name, value, kinds) for name, value in fields.items() if value is not None}
+    return _written({name: _member(name, value, kinds) for name, value in fields.items() if value is not None})
+
+
+def encode_tensors(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
+    """The safetensors body of the same fields: tensors under their names, all else as JSON in the metadata entry `request`.
+
+    A tensor that comes as a mapping in one of JSON's own forms stays there. Raises InvalidRequest as `encode_request` does.
+    """
+    tensors, others = {}, {}
+    for name, value in fields.items():
+        if name in kinds and value is not None and not isinstance(value, Mapping):
+            tensors[name] = _array(value, kinds[name], pointer([name]))
+        elif value is not None:
+            others[name] = _member(name, value, kinds)
+    return b"".join(write_tensors(tensors, {"request": _written(others).decode()}))
+
+
+def _written(document: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
@@ -71,11 +89,18 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
 
 def _array(value: Any, kind: Kind, at: str) -> Array:
     try:
-        array = np.asarray(value)
+        array = _of_torch(value) if hasattr(value, "detach") else np.asarray(value)
         if kind == "bias" and array.dtype.kind == "U":  # "-inf" among the numbers of a list
             array = array.astype(np.float64)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidRequest.where(at, "a tensor", f"something that makes no array ({error})") from None
     if array.dtype.newbyteorder("<") not in BY_NUMPY:
         raise InvalidRequest.where(at, "numbers", f"elements of type {array.dtype}")
+    return array
+
+
+def _of_torch(tensor: Any) -> Array:
+    """A tensor of torch as an array, from any device, out of any graph. numpy's own way knows no bfloat16; float32 holds all of them."""
+    tensor = tensor.detach().cpu()
+    array: Array = tensor.float().numpy().astype(DATATYPES["BF16"].numpy) if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
     return array

@@ -168,6 +168,10 @@ MODULE = """
             heads = e / e.sum(-1, keepdims=True) @ v
             return heads.swapaxes(1, 2).reshape(query.shape) @ self.w_o
 
+    class Raises(Unscaled):
+        def __call__(self, query):
+            raise KeyError("rope")
+
     class Broken(torch.nn.Module):
         def __init__(self, d_model, num_heads):
             raise OSError("no weights here")
@@ -186,7 +190,8 @@ def check_module(package, *arguments: str):
 
 def test_a_right_module_agrees(package):
     done = check_module(package, "--module", "theirs:Right")
-    assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference\n")
+    assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference in 7 calls\n")
+    assert check_module(package, "--module", "theirs:Right", "--cases", "15").stdout.endswith(b"in 21 calls\n")
 
 
 def test_a_wrong_module_is_shown_its_first_disagreement(package):
@@ -196,6 +201,14 @@ def test_a_wrong_module_is_shown_its_first_disagreement(package):
     assert "first disagreement: no mask, output[0, 0, 0]: expected " in shown
     assert "hint: this is what comes out when the scores are not divided by sqrt(head_dim)" in shown
     assert shown.count("agrees with the reference") == 1
+
+
+def test_what_a_module_raises_is_told_in_its_own_words(package):
+    done = check_module(package, "--module", "theirs:Raises", "--seed", "5")
+    shown = done.stdout.decode()
+    assert done.returncode == 1 and "RAISED" in shown and "inf" not in shown
+    assert "expected an answer, got it raised KeyError: 'rope'; called with query" in shown
+    assert "again: attend check --module theirs:Raises --seed 5" in shown
 
 
 def test_what_is_told_reaches_the_comparison(package):
@@ -211,9 +224,11 @@ def test_what_is_told_reaches_the_comparison(package):
         (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
         (["--module", "theirs"], "expected my_package.my_module:MyAttention, got 'theirs'"),
         (["--module", "theirs:Broken"], "could not be made: OSError: no weights here"),
-        (["--module", "theirs:Right", "--with", "colour=red"], "colour"),
+        (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among mask_means, "),
+        (["--module", "theirs:Right", "--with", "=red"], "expected NAME=VALUE, got '=red'"),
+        (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),
         (["--module", "theirs:Right", "--with", "colour"], "expected NAME=VALUE, got 'colour'"),
-        (["--module", "theirs:Right", "--url", "http://127.0.0.1:1"], "leave --url out"),
+        (["--module", "theirs:Right", "--url", "http://127.0.0.1:1"], "leave --url, --case"),
         (["--with", "mask_means=block"], "there is none"),
         (["--cases", "0"], "--cases"),
     ],

@@ -9,8 +9,9 @@ import pytest
 from command import run_attend
 
 from service import __version__
+from service.settings import Settings
 
-COMMANDS = ["serve", "demo", "infer", "layers", "check", "bench", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "layers", "config", "check", "bench", "openapi", "version"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
@@ -82,3 +83,26 @@ def test_openapi_is_what_a_server_answers(http, tmp_path):
 def test_openapi_into_a_place_that_is_none(tmp_path):
     done = run_attend("openapi", "-o", str(tmp_path / "no" / "openapi.json"))
     assert done.returncode == 1 and b"cannot write" in done.stderr
+
+
+def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
+    """A flag wins over the environment, which wins over the file."""
+    config = tmp_path / "attend.toml"
+    config.write_text("port = 1\nseed = 1\nhost = '::1'\n[layers.more]\nd_model = 4\nnum_heads = 2\n")
+    env = {**WIDE, "ATTEND_PORT": "2", "ATTEND_SEED": "2", "ATTEND_MAX_DEPTH": "32"}
+    arguments = ["config", "--config", str(config), "--port", "3"]
+    told = json.loads(run_attend(*arguments, "--json", env=env).stdout)
+    assert list(told) == list(Settings.model_fields)
+    assert told["port"] == {"value": 3, "source": "--port"}
+    assert told["seed"] == {"value": 2, "source": "ATTEND_SEED"}
+    assert told["max_depth"] == {"value": 32, "source": "ATTEND_MAX_DEPTH"}
+    assert told["host"] == {"value": "::1", "source": str(config)}
+    assert told["layers"]["source"] == str(config) and told["layers"]["value"]["more"]["num_heads"] == 2
+    assert told["workers"] == {"value": 1, "source": "default"}
+    shown = run_attend(*arguments, env=env).stdout.decode()
+    assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
+
+
+def test_config_says_what_is_wrong():
+    done = run_attend("config", env={**WIDE, "ATTEND_PORT": "many"})
+    assert done.returncode == 2 and done.stderr.startswith(b"attend config: ATTEND_PORT: ")

@@ -5,7 +5,7 @@ absolute error in a score into a relative one in a weight.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,19 @@ RELATIVE = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One trial: the largest error of any output and what was allowed, or why it was not run."""
+    """One trial: the largest error of any output and what was allowed, or why it was not run, or what the target raised."""
 
     case: str
     error: float = 0.0
     tolerance: float = 0.0
     skipped: str | None = None
+    raised: str | None = None
 
     def __str__(self) -> str:
         if self.skipped is not None:
             return f"{self.case:<28} not run: {self.skipped}"
+        if self.raised is not None:
+            return f"{self.case:<28} {self.raised}"
         verdict = "agrees" if self.error <= self.tolerance else "DISAGREES"
         return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {verdict}"
 
@@ -76,6 +79,10 @@ def compare(target: Any, *, seed: int = 0, **options: Any) -> Agreement:
     Options are the fields of `Convention`. ValueError: how to make or call the target, or to read its weights, cannot be told; it says what
     to pass. TypeError: no such option.
     """
+    known = [field.name for field in fields(Convention)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"expected an option among {', '.join(known)}, got {name!r}")
     mine = prepare(load_target(target) if isinstance(target, str) else target, Convention(**options), seed)
     results: list[CaseResult] = []
     first: Disagreement | None = None
@@ -130,7 +137,7 @@ def _hold(mine: Target, trial: Trial) -> tuple[CaseResult, Disagreement | None]:
         answer = mine.caller.ask(trial)
     except CallFailed as failure:
         hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if trial.kind != "plain" else None
-        return CaseResult(trial.name, np.inf), Disagreement(trial.name, "output", "an answer", str(failure), hint=hint)
+        return CaseResult(trial.name, np.inf, raised=str(failure)), Disagreement(trial.name, "output", "an answer", str(failure), hint=hint)
     dtype = max((mine.caller.dtype, answer.dtype), key=lambda name: RELATIVE.get(name, 0.0))
     relative = mine.caller.convention.tolerance
     outputs = [_Output("output", reference.output, answer.output, tolerance(reference.output, reference, dtype, relative))]

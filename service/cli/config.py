@@ -1,0 +1,44 @@
+"""`attend config`: every setting a server here would have, its value, and where that comes from.
+
+No setting is a secret: keys and certificates stand in files, and only the path of a file is a setting.
+"""
+
+import json
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from service.cli.exits import reported
+from service.cli.flags import AsJson, Config, with_settings
+from service.settings import Settings, read_settings, sources
+
+EPILOG = """Examples: attend config --config attend.toml
+
+ATTEND_PORT=9000 attend config --json"""
+
+
+def install(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(epilog=EPILOG)(with_settings(config, Settings.model_fields))
+
+
+def config(config: Config = None, as_json: AsJson = False, **flags: Any) -> None:
+    """Show every setting that `attend serve` would have with the same flags, environment and file: its value and its source.
+
+    Exit code 2 where a setting does not exist or has no sensible value, which the message names.
+    """
+    with reported("config"):
+        settings = read_settings(flags, config)
+    values, origins = settings.model_dump(mode="json"), sources(flags, config)
+    if as_json:
+        document = {name: {"value": values[name], "source": origins[name]} for name in values}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return
+    table = Table("setting", "value", "source")
+    for name, value in values.items():
+        shown = "" if value in (None, {}) else value if isinstance(value, str) else json.dumps(value)
+        table.add_row(name, shown, "" if origins[name] == "default" else origins[name])
+    Console(markup=False, highlight=False).print(table)

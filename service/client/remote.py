@@ -1,0 +1,162 @@
+"""RemoteMultiheadAttention: a torch module that is called as `nn.MultiheadAttention` is, and computes in a service.
+
+    attention = RemoteMultiheadAttention(client, "default", batch_first=True)      # was: nn.MultiheadAttention(64, 8, batch_first=True)
+    output, weights = attention(x, x, x, key_padding_mask=padding)
+
+The weights live in the service, so the module has no parameters; gradients go through it to query, key and value, asked of the service
+in a second call. Masks mean what they mean in torch (True = blocked) and are translated here. No other module of the client loads torch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from service.client.client import Client
+from service.errors import InvalidRequest
+from service.tensors import DATATYPES, Array
+
+SEEDS = 2**32  # of dropout
+
+
+class RemoteMultiheadAttention(nn.Module):
+    """The call signature and return shapes of `nn.MultiheadAttention` over a layer of a service.
+
+    Differs where torch leaves no choice: a row whose keys are all masked gives zero weights, not NaN; the weights returned and masks of
+    floats carry no gradient. Raises what `Client` raises.
+    """
+
+    def __init__(self, client: Client, layer: str = "default", *, batch_first: bool = False, dropout: float = 0.0) -> None:
+        """`batch_first` as in torch: [b, n, width] rather than [n, b, width]; `dropout` on the weights, while training."""
+        super().__init__()
+        self.client, self.layer = client, layer
+        self.batch_first, self.dropout = batch_first, dropout
+
+    @classmethod
+    def copy_of(cls, module: nn.MultiheadAttention, client: Client, layer: str) -> "RemoteMultiheadAttention":
+        """A local module's weights put into the service under the name `layer`, and the remote module in its place.
+
+        Raises InvalidRequest for `add_bias_kv` and `add_zero_attn`, which no layer of the service has.
+        """
+        if module.bias_k is not None or module.add_zero_attn:
+            raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one that adds keys of its own")
+        spec, weights = _described(module)
+        client.put_layer(layer, spec, weights)
+        remote = cls(client, layer, batch_first=module.batch_first, dropout=module.dropout)
+        return remote.train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`output` and, where needed, the weights [b, q, k] or per head [b, h, q, k]; without b for an unbatched query.
+
+        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it.
+        """
+        if is_causal and attn_mask is None:
+            raise InvalidRequest.where("/attn_mask", "an attn_mask beside the hint is_causal", "none")
+        turned = query.ndim == 3 and not self.batch_first
+        batch = None if query.ndim == 2 else query.shape[1 if turned else 0]
+        if is_causal and key_padding_mask is None and not need_weights:  # as torch does: the hint then stands for the mask
+            fields: dict[str, Any] = {"causal": True, "query_offset": 0}
+        else:
+            fields = masks(key_padding_mask, attn_mask, batch)
+        if self.training and self.dropout:
+            fields["dropout"] = {"p": self.dropout, "seed": int(torch.randint(SEEDS, ()))}
+        fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
+        chosen = {"select": {"average": True}} if need_weights and average_attn_weights else {}
+        inputs = tuple(x.transpose(0, 1) if turned else x for x in (query, query if key is query else key, value))
+        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]
+        return output.transpose(0, 1) if turned else output, weights[0] if need_weights else None
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer!r} at {self.client.base_url}, batch_first={self.batch_first}, dropout={self.dropout}"
+
+
+class _Attend(torch.autograd.Function):
+    """One call forward, and one back for the gradients that are needed; nothing is kept in the service between them."""
+
+    @staticmethod
+    def forward(ctx: Any, client: Client, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        result = client.attend(*inputs, **{**fields, **chosen})
+        made = tuple(_tensor(array).to(inputs[0]) for array in result.values())
+        ctx.client, ctx.fields = client, fields
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*made[1:])
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        names = ("query_gradient", "key_gradient", "value_gradient")
+        needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
+        asked = {**ctx.fields, "outputs": [name for name in names if needed[name]], "output_gradient": gradient}
+        result = ctx.client.attend(*ctx.saved_tensors, **asked)
+        made = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))
+        return None, None, None, *made
+
+
+def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int | None) -> dict[str, Any]:
+    """torch's masks as fields of a request: of booleans True = blocked, of floats added to the scores.
+
+    `key_padding_mask` is [b, k] (or [k]), `attn_mask` [q, k] or [b * h, q, k] (or [h, q, k]). Both of floats go together into one bias.
+    """
+    fields: dict[str, Any] = {}
+    added: list[Array] = []
+    for name, mask, block in (("key_padding_mask", key_padding_mask, "block_keys"), ("attn_mask", attn_mask, "block_mask")):
+        if mask is None:
+            continue
+        if mask.requires_grad:
+            raise InvalidRequest.where(f"/{name}", "a mask without gradient", "one that requires a gradient")
+        if name == "attn_mask" and mask.ndim == 3 and batch is not None:
+            mask = mask.view(batch, -1, *mask.shape[1:])  # [b, h, q, k]
+        if mask.dtype == torch.bool:
+            fields[block] = mask
+        else:
+            keyed = name == "key_padding_mask"
+            added.append(_array(mask[..., None, :] if keyed and batch is None else mask[:, None, None, :] if keyed else mask))
+    if added:
+        fields["bias"] = added[0] if len(added) == 1 else sum(added[1:], added[0])
+    return fields
+
+
+def _described(module: nn.MultiheadAttention) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The spec and the canonical weights of a local module."""
+    names = ("query", "key", "value")
+    if module.in_proj_weight is not None:
+        matrices = dict(zip(names, module.in_proj_weight.chunk(3), strict=True))
+    else:
+        matrices = dict(zip(names, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), strict=True))
+    weights = {f"{name}.weight": matrix for name, matrix in matrices.items()} | {"output.weight": module.out_proj.weight}
+    if module.in_proj_bias is not None:
+        weights |= {f"{name}.bias": bias for name, bias in zip(names, module.in_proj_bias.chunk(3), strict=True)}
+        weights["output.bias"] = module.out_proj.bias
+    spec = {
+        "d_model": module.embed_dim,
+        "num_heads": module.num_heads,
+        "key_dim": module.kdim,
+        "value_dim": module.vdim,
+        "bias": module.in_proj_bias is not None,
+        "dtype": str(module.out_proj.weight.dtype).removeprefix("torch."),
+    }
+    return spec, weights
+
+
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.detach().cpu().double().numpy()
+    return array
+
+
+def _tensor(array: Array) -> Tensor:
+    if array.dtype == DATATYPES["BF16"].numpy:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

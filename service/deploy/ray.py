@@ -1,0 +1,158 @@
+"""The application on Ray Serve: `serve run service.deploy.ray:app`. The same settings, from the same ATTEND_… variables.
+
+Replicas are `web/app.py`'s application as it is, behind Ray's proxy; what SIGTERM does to a process, Ray does to a replica: no new calls,
+those accepted are answered, the end. With `shards`, a call too large for one replica is cut along its keys among that many actors, each
+with the layers, and joined in the replica that took it: see `serving/shards.py`. An actor or a node that leaves costs its part again.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.attention.call import Call, Result
+from service.cli.logs import configure_logs
+from service.errors import AttendError, CapacityError, LayerConflict, NotReady
+from service.serving.catalogue import HeldLayer
+from service.serving.cost import Cost
+from service.serving.shards import without_sinks
+from service.settings import Settings, read_settings
+from service.web.app import create_app, create_engine
+
+ATTEMPTS = 5  # at one part, over actors that leave in the middle of it
+PAUSE = 0.2  # seconds between them, times their number
+
+
+@serve.deployment
+@serve.ingress()
+class Attend:
+    """A replica: the application of these settings."""
+
+    def __init__(self, settings: Settings, shards: DeploymentHandle | None = None) -> None:
+        _prepare(settings)
+        self._app = create_app(_among_others(settings))
+        self._engine = self._app.state.engine
+        if shards is not None:
+            self._engine.shards = RayShards(shards, settings.shards)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return _Pickled(self._app)
+
+    async def check_health(self) -> None:
+        """Asked by Ray, which replaces a replica that raises."""
+        if not await self._engine.answers():
+            raise NotReady("the layers could not be loaded, or the device does not answer")
+
+
+@serve.deployment
+class Shard:
+    """An actor that holds the layers and computes parts of calls, one at a time."""
+
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+        _prepare(settings)
+        self._engine = create_engine(settings)
+        await self._engine.start(settings.all_layers())
+        self._layers: dict[str, HeldLayer] = {}  # as parts need them, by fingerprint
+
+    async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
+        """The result of a part. Raises LayerConflict where the layer of that name is another one here."""
+        layer = self._layers.get(fingerprint)
+        if layer is None:
+            held = self._engine.catalogue.find(name)
+            if held.fingerprint != fingerprint:
+                raise LayerConflict(f'the layer "{name}" is another one on a shard')
+            attention = without_sinks(held.attention)
+            layer = self._layers[fingerprint] = HeldLayer(held.name, attention.spec, fingerprint, attention, held.gain)
+        return (await self._engine.scheduler.submit(layer, part, cost)).result
+
+    async def check_health(self) -> None:
+        if not await self._engine.answers():
+            raise NotReady("the device does not answer")
+
+
+class RayShards:
+    """The actors as the engine knows them: each part goes to one that is free, and to another where that one leaves."""
+
+    def __init__(self, handle: DeploymentHandle, count: int) -> None:
+        self.handle, self.count = handle, count
+
+    async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
+        """The result of each part. Raises what a shard raised, or CapacityError where none is left to ask."""
+        return await asyncio.gather(*(self._one(layer, part, cost) for part in parts))
+
+    async def _one(self, layer: HeldLayer, part: Call, cost: Cost) -> Result:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                result: Result = await self.handle.compute.remote(layer.name, layer.fingerprint, part, cost)
+                return result
+            except (RayError, RayServeException) as error:
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, AttendError):
+                    raise cause from None
+                last = error
+                await asyncio.sleep(PAUSE * attempt)
+        raise CapacityError("the shards that would share this call have left; others are being started") from last
+
+
+class _Pickled:
+    """The application as Ray's proxy can have it: its messages travel between processes, and views of memory do not.
+
+    The proxy gives every reply the id of its request, which is the one that it handed to us: ours would be there twice.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def copied(message: Message) -> None:
+            if isinstance(message.get("body"), memoryview):
+                message = {**message, "body": bytes(message["body"])}
+            elif message["type"] == "http.response.start":
+                message = {**message, "headers": [pair for pair in message["headers"] if pair[0] != b"x-request-id"]}
+            await send(message)
+
+        await self.app(scope, receive, copied)
+
+
+def build(settings: Settings) -> serve.Application:
+    """The Serve application of these settings."""
+    resources = {"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus}
+    leaving = settings.drain_seconds + settings.shutdown_seconds
+    shards = None
+    if settings.shards > 1:
+        shards = Shard.options(  # type: ignore[attr-defined]
+            num_replicas=settings.shards, max_ongoing_requests=1, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
+        ).bind(settings)
+    scaling = {"min_replicas": min(2, settings.replicas), "max_replicas": settings.replicas, "target_ongoing_requests": 8}
+    application: serve.Application = Attend.options(  # type: ignore[attr-defined]
+        autoscaling_config=scaling, max_ongoing_requests=1000, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
+    ).bind(settings, shards)
+    return application
+
+
+def _among_others(settings: Settings) -> Settings:
+    """The settings as one of several processes has them, behind a proxy that whoever reaches it can use."""
+    given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0"}
+    return settings.model_copy(update=given)
+
+
+def _prepare(settings: Settings) -> None:
+    """What `attend serve` does to a process before it serves."""
+    threads = settings.threads or max(1, int(settings.replica_cpus))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    configure_logs(settings.log_format, settings.log_level)
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, made when Ray asks for it: whoever imports this module for its classes has no settings read."""
+    if name == "app":
+        return build(read_settings({}))
+    raise AttributeError(name)

@@ -1,0 +1,193 @@
+"""RemoteMultiheadAttention beside a local `nn.MultiheadAttention` of the same seed: outputs, weights and gradients."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from service.client import Client
+from service.client.remote import RemoteMultiheadAttention
+from service.errors import InvalidRequest
+
+WIDTH, HEADS, B, Q, K = 14, 2, 3, 5, 7
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with Client(server.url) as client:
+        for dtype in ("float32", "float64", "bfloat16"):
+            client.put_layer(dtype, {"d_model": WIDTH, "num_heads": HEADS, "init": "torch_mha", "seed": SEED, "dtype": dtype})
+        client.put_layer(
+            "dims",
+            {"d_model": WIDTH, "num_heads": HEADS, "key_dim": 6, "value_dim": 10, "init": "torch_mha", "seed": SEED, "dtype": "float64"},
+        )
+        yield client
+        for layer in client.layers():
+            if layer.name != "default":
+                client.delete_layer(layer.name)
+
+
+def local(dtype=torch.float64, **options):
+    """The very module whose numbers the layer has: drawn in float32, then cast."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return nn.MultiheadAttention(WIDTH, HEADS, **options).to(dtype)
+
+
+def inputs(batch_first, batched=True, widths=(WIDTH, WIDTH, WIDTH), dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        torch.randn((B, n, width), generator=generator, dtype=torch.float64).to(dtype) for n, width in zip((Q, K, K), widths, strict=True)
+    ]
+    if not batched:
+        return [x[0] for x in made]
+    return made if batch_first else [x.transpose(0, 1) for x in made]
+
+
+PADDING = torch.zeros(B, K, dtype=torch.bool)
+PADDING[0, 4:] = PADDING[2, :1] = True
+BLOCKED = torch.triu(torch.ones(Q, K, dtype=torch.bool), 2)
+PER_HEAD = torch.rand(B * HEADS, Q, K, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+MASKS = {
+    "none": {},
+    "padding": {"key_padding_mask": PADDING},
+    "padding added": {"key_padding_mask": torch.where(PADDING, -torch.inf, 0.25).double()},
+    "blocked": {"attn_mask": BLOCKED},
+    "added": {"attn_mask": PER_HEAD[0]},
+    "added per head": {"attn_mask": PER_HEAD},
+    "blocked per head": {"attn_mask": PER_HEAD > 0.8},
+    "blocked and padding": {"attn_mask": BLOCKED, "key_padding_mask": PADDING},
+    "both added": {"attn_mask": PER_HEAD, "key_padding_mask": torch.where(PADDING, -torch.inf, 0.0).double()},
+    "causal hint": {"attn_mask": torch.triu(torch.ones(Q, K, dtype=torch.bool), 1), "is_causal": True},
+}
+
+
+def agree(remote, there, arguments, fields):
+    """Outputs and weights of both, and what flows back to each input."""
+    mine, theirs = ([x.detach().clone().requires_grad_() for x in arguments] for _ in range(2))
+    got, expected = remote(*mine, **fields), there(*theirs, **fields)
+    assert (got[1] is None) == (expected[1] is None)
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    direction = torch.linspace(-1, 1, expected[0].numel(), dtype=torch.float64).reshape(expected[0].shape)
+    flows = zip(torch.autograd.grad(got[0], mine, direction), torch.autograd.grad(expected[0], theirs, direction), strict=True)
+    for a, b in flows:
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_every_mask_means_what_it_means_in_torch(client, batch_first, mask):
+    remote = RemoteMultiheadAttention(client, "float64", batch_first=batch_first)
+    there = local(batch_first=batch_first)
+    for need, average in ((True, True), (True, False), (False, True)):
+        fields = {**MASKS[mask], "need_weights": need, "average_attn_weights": average}
+        agree(remote, there, inputs(batch_first), fields)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "padding added", "blocked", "added", "added per head", "both added"])
+def test_an_unbatched_query(client, mask):
+    fields = {name: x[0] if name == "key_padding_mask" else x[:HEADS] if x.ndim == 3 else x for name, x in MASKS[mask].items()}
+    remote = RemoteMultiheadAttention(client, "float64")
+    for average in (True, False):
+        agree(remote, local(), inputs(True, batched=False), {**fields, "average_attn_weights": average})
+
+
+def test_widths_of_their_own(client):
+    remote = RemoteMultiheadAttention(client, "dims", batch_first=True)
+    agree(remote, local(kdim=6, vdim=10, batch_first=True), inputs(True, widths=(WIDTH, 6, 10)), {})
+
+
+def test_self_attention_adds_up_what_flows_back(client):
+    x = inputs(True)[0]
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    RemoteMultiheadAttention(client, "float64", batch_first=True)(mine, mine, mine)[0].square().sum().backward()
+    local(batch_first=True)(theirs, theirs, theirs)[0].square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences(client):
+    remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
+    arguments = [x[:1, :2].requires_grad_() for x in inputs(True)]
+    assert torch.autograd.gradcheck(lambda *x: remote(*x, need_weights=False)[0], arguments, fast_mode=True)
+
+
+def test_only_the_gradients_that_are_needed_are_asked_for(client):
+    query, key, value = inputs(True)
+    value.requires_grad_()
+    output, weights = RemoteMultiheadAttention(client, "float64", batch_first=True)(query, key, value)
+    output.sum().backward()
+    assert value.grad is not None and query.grad is None and not weights.requires_grad
+
+
+def test_dtypes_are_those_of_the_query(client):
+    for dtype, layer in itertools.product((torch.float32, torch.float64, torch.bfloat16), ("float32", "bfloat16")):
+        remote = RemoteMultiheadAttention(client, layer, batch_first=True)
+        output, weights = remote(*inputs(True, dtype=dtype))
+        assert output.dtype == weights.dtype == dtype
+        expected = local(torch.float32, batch_first=True)(*inputs(True, dtype=torch.float32))[0]
+        torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}], ids=str)
+def test_a_local_module_is_swapped_in_one_line(client, options):
+    there = local(batch_first=True, **options)
+    remote = RemoteMultiheadAttention.copy_of(there, client, "copied")
+    widths = (WIDTH, options.get("kdim", WIDTH), options.get("vdim", WIDTH))
+    agree(remote, there, inputs(True, widths=widths), {"average_attn_weights": False})
+    assert not list(remote.parameters()) and "copied" in repr(remote)
+
+
+def test_dropout_drops_while_training_and_the_same_on_the_way_back(client):
+    remote = RemoteMultiheadAttention(client, "float64", batch_first=True, dropout=0.5)
+    query, key, value = inputs(True)
+    value.requires_grad_()
+    output, weights = remote(query, key, value, average_attn_weights=False)
+    assert 0.2 < (weights == 0).double().mean() < 0.8
+    gradient = torch.autograd.grad(output.sum(), value)[0]
+    untouched = (weights == 0).all(dim=2)  # [b, h, k]: no query of the head attends to the key
+    assert (gradient[untouched.all(dim=1)] == 0).all() and (gradient != 0).any()
+    assert not torch.equal(remote(query, key, value)[0], output)
+    remote.eval()
+    torch.testing.assert_close(remote(query, key, value)[0], local(batch_first=True).eval()(query, key, value)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_rows_without_a_key_have_zero_weights(client):
+    output, weights = RemoteMultiheadAttention(client, "float64", batch_first=True)(
+        *inputs(True), key_padding_mask=torch.ones(B, K, dtype=torch.bool)
+    )
+    assert (weights == 0).all() and torch.equal(output, local().out_proj.bias.expand_as(output))
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"is_causal": True}, "/attn_mask"),
+        ({"attn_mask": torch.zeros(Q, K, requires_grad=True)}, "/attn_mask"),
+        ({"key_padding_mask": torch.zeros(B, K, requires_grad=True)}, "/key_padding_mask"),
+        ({"attn_mask": torch.zeros(Q, K + 1, dtype=torch.bool)}, "/block_mask"),
+    ],
+)
+def test_what_cannot_be_said_is_refused(client, fields, at):
+    with pytest.raises(InvalidRequest) as refused:
+        RemoteMultiheadAttention(client, "float64", batch_first=True)(*inputs(True), **fields)
+    assert refused.value.problems[0].at == at
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_keys_of_a_modules_own_are_refused(client, options):
+    with pytest.raises(InvalidRequest, match="add_bias_kv"):
+        RemoteMultiheadAttention.copy_of(local(**options), client, "refused")
+
+
+def test_one_call_forward_and_one_back(server):
+    sent = []
+    with Client(server.url) as client:
+        client._http.event_hooks["request"] = [sent.append]
+        x = torch.tensor(np.ones((1, 3, 64)), requires_grad=True)
+        RemoteMultiheadAttention(client, batch_first=True)(x, x, x)[0].sum().backward()
+    assert [request.url.path for request in sent] == ["/attend", "/attend"]

@@ -1,0 +1,142 @@
+"""What is sent again and what never is: the policy on its own with a clock and a die of one's own, and both clients over a counted wire."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import httpx
+import numpy as np
+import pytest
+
+from service.client import AsyncClient, Client, Retries, Unreachable, calls
+from service.client.retries import Attempts, retry_after
+from service.errors import AttendError, NotReady, Overloaded, ServiceFault
+from service.web.failures import problem
+
+QUERY = np.ones((2, 3, 6), np.float32)
+ATTEND, PUT, DELETE = calls.attend({"query": QUERY}), calls.put_layer("x", {"d_model": 6, "num_heads": 2}, None), calls.delete_layer("x")
+REFUSED = httpx.ConnectError("refused")
+BROKEN = httpx.ReadError("reset")
+SLOW = httpx.ReadTimeout("slow")
+
+
+def ours(kind, status, **headers):
+    return httpx.Response(
+        status, content=problem(status, kind.title, "", "id"), headers={"content-type": "application/problem+json", **headers}
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "outcome", "again"),
+    [
+        (ATTEND, REFUSED, True),
+        (ATTEND, BROKEN, True),
+        (ATTEND, httpx.RemoteProtocolError("hung up"), True),
+        (ATTEND, SLOW, False),
+        (ATTEND, httpx.UnsupportedProtocol("ftp"), False),
+        (ATTEND, ours(ServiceFault, 500), False),
+        (PUT, httpx.Response(500), False),
+        *((ATTEND, httpx.Response(status), again) for status, again in ((429, True), (502, True), (503, True), (504, False), (500, True))),
+        *((ATTEND, httpx.Response(status), False) for status in (200, 400, 404, 413, 422, 507)),
+        *(
+            (call, outcome, again)
+            for call in (PUT, DELETE)
+            for outcome, again in (
+                (REFUSED, True),
+                (BROKEN, False),
+                (httpx.RemoteProtocolError("hung up"), False),
+                (SLOW, False),
+                (httpx.Response(503), False),
+                (httpx.Response(502), False),
+                (ours(NotReady, 503), True),
+                (ours(Overloaded, 429), True),
+            )
+        ),
+        (calls.ready(), REFUSED, False),
+        (calls.ready(), httpx.Response(503), False),
+    ],
+)
+def test_only_what_cannot_double_a_change_is_sent_again(call, outcome, again):
+    assert (Retries().begin(call, None).pause(outcome) is not None) == again
+
+
+def test_waits_grow_twofold_up_to_a_bound_and_end():
+    attempts = Attempts(Retries(times=5, first=0.1, longest=0.5), ATTEND, None, draw=lambda: 1.0)
+    assert [attempts.pause(BROKEN) for _ in range(6)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]
+
+
+def test_waits_are_drawn_from_nothing_up_to_the_bound():
+    draws = iter([0.0, 0.5])
+    attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: next(draws))
+    assert [attempts.pause(BROKEN), attempts.pause(BROKEN)] == [0.0, 0.1]
+
+
+def test_retry_after_is_the_least_wait():
+    attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: 0.5)
+    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "7"})) == pytest.approx(7.05)
+
+
+def test_retry_after_may_be_a_date_or_nonsense():
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
+    assert 90 < retry_after(httpx.Response(503, headers={"Retry-After": soon})) <= 100
+    assert retry_after(httpx.Response(503, headers={"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"})) == 0
+    assert retry_after(httpx.Response(503, headers={"Retry-After": "soon"})) == 0
+
+
+def test_nobody_waits_beyond_their_patience():
+    now = [0.0]
+    attempts = Attempts(Retries(), ATTEND, 10.0, clock=lambda: now[0], draw=lambda: 0.0)
+    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "9"})) == 9
+    now[0] = 2.0
+    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "9"})) is None
+
+
+def answering(kind, *answers):
+    """A client of that kind over a wire that gives these answers, the last for ever; and what was sent."""
+    sent = []
+
+    def handle(request):
+        sent.append(request)
+        answer = answers[min(len(sent), len(answers)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+    async def handle_async(request):
+        return handle(request)
+
+    transport = httpx.MockTransport(handle if kind is Client else handle_async)
+    return kind(transport=transport, retries=Retries(times=3, first=0.0)), sent
+
+
+def layers_of(client):
+    """What `client.layers()` gives, whichever kind it is."""
+    found = client.layers()
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
+
+
+@KINDS
+def test_a_call_that_failed_twice_succeeds(kind):
+    client, sent = answering(kind, BROKEN, ours(NotReady, 503), httpx.Response(200, json={"layers": []}))
+    assert layers_of(client) == [] and len(sent) == 3
+
+
+@KINDS
+@pytest.mark.parametrize(("failure", "raised"), [(BROKEN, Unreachable), (ours(NotReady, 503), NotReady)])
+def test_attempts_end_in_the_last_failure(kind, failure, raised):
+    client, sent = answering(kind, failure)
+    with pytest.raises(raised):
+        layers_of(client)
+    assert len(sent) == 4
+
+
+@KINDS
+def test_a_change_that_may_have_been_made_is_not_made_again(kind):
+    client, sent = answering(kind, BROKEN)
+    with pytest.raises(AttendError):
+        made = client.delete_layer("x")
+        asyncio.run(made)
+    assert len(sent) == 1

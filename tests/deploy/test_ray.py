@@ -1,0 +1,160 @@
+"""The application on a real Ray cluster of several nodes on this machine: the same answers, and nothing lost when parts of it leave."""
+
+import os
+import secrets
+import socket
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+
+from service import errors
+from service.client import Client, Retries
+from service.settings import Settings
+
+with warnings.catch_warnings():  # Ray's warnings are Ray's
+    warnings.simplefilter("ignore")
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from service.deploy.ray import build
+
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+
+LIMIT = 6 << 20  # bytes: what the long calls below are predicted to take, less than twice
+SETTINGS = {"replica_cpus": 0.5, "replicas": 2, "shards": 3, "access_log": False, "drain_seconds": 0.0, "shutdown_seconds": 5}
+RNG = np.random.default_rng(0)
+SHORT = RNG.standard_normal((2, 5, 64)).astype(np.float32)
+LONG = RNG.standard_normal((1, 701, 64)).astype(np.float32)
+WHERE = {"keys": RNG.random((1, 701)) < 0.2, "bias": RNG.standard_normal((701, 701)).astype(np.float32)}
+LONG_CALLS = {
+    "causal": {"causal": True},
+    "a window": {"window": {"left": 300, "right": 2}},
+    "masks and a bias": {"block_keys": WHERE["keys"], "bias": WHERE["bias"]},
+    "lengths": {"valid_lens": [250], "fully_masked": "uniform"},
+    "an offset": {"key": LONG[:, :600], "query_offset": -101, "causal": True},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    made.leaver = made.add_node(num_cpus=2)
+    made.wait_for_nodes()
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    serve.shutdown()
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    serve.run(build(Settings(**SETTINGS, max_memory_bytes=LIMIT)), name="attend")
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with Client(url, retries=Retries(times=30, longest=2.0), timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def embedded(server):
+    with Client(server.url) as client:
+        yield client
+
+
+def replicas(name):
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in found if f"#{name}#" in actor["name"] and "REPLICA" in actor["name"]]
+
+
+def same(got, expected):
+    assert list(got) == list(expected) and got.layer == expected.layer and got.fully_masked_rows == expected.fully_masked_rows
+    for name in got:
+        assert got[name].dtype == expected[name].dtype
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-6 * np.abs(expected[name]).max())
+
+
+def test_answers_errors_ids_and_metrics_are_those_of_one_process(client, embedded, url):
+    same(client.attend(SHORT, causal=True), embedded.attend(SHORT, causal=True))
+    for ask in (lambda c: c.attend(SHORT[..., :5]), lambda c: c.layer("none"), lambda c: c.attend(SHORT, scale="x")):
+        refused = []
+        for asked in (client, embedded):
+            with pytest.raises(errors.RequestError) as refusal:
+                ask(asked)
+            refused.append(refusal.value)
+        assert type(refused[0]) is type(refused[1]) and refused[0].problems == refused[1].problems
+    answer = httpx.post(f"{url}/attend", json={"query": [[0] * 63]}, headers={"X-Request-Id": "mine-7"})
+    assert answer.status_code == 422 and answer.json()["request_id"] == "mine-7"
+    assert answer.headers.get_list("x-request-id") == ["mine-7"]
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "attend_requests_total{" in httpx.get(f"{url}/metrics").text
+    assert client.ready() and client.layers() == embedded.layers()
+    with pytest.raises(errors.RequestError):
+        client.put_layer("mine", {"d_model": 4, "num_heads": 2})
+
+
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_a_call_too_large_for_one_process_is_answered_by_several(client, embedded, name):
+    fields = {
+        "outputs": ["output", "attention_weights", "log_sum_exp"],
+        "select": {"queries": [700, 3], "heads": [5, 0]},
+        **LONG_CALLS[name],
+    }
+    plan = client.plan(LONG, **fields)
+    assert plan.admitted and plan.memory_bytes > LIMIT
+    same(client.attend(LONG, **fields), embedded.attend(LONG, **fields))
+
+
+def test_what_is_too_large_for_all_is_refused_as_everywhere(client):
+    with pytest.raises(errors.TooLarge, match="max_memory_bytes"):
+        client.attend(np.zeros((1, 9001, 64), np.float32), outputs=["output"])
+
+
+def under_load(client, embedded, happens):
+    """Calls of both sizes from four threads while `happens()`, and some after it: every one is answered, and right."""
+    expected = {"short": embedded.attend(SHORT), "long": embedded.attend(LONG, outputs=["output"], causal=True)}
+    over = threading.Event()
+
+    def ask(number):
+        count = 0
+        while not over.is_set() or count < 3:
+            same(client.attend(SHORT), expected["short"])
+            if number == 0:
+                same(client.attend(LONG, outputs=["output"], causal=True), expected["long"])
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, number) for number in range(4)]
+        try:
+            happens()
+        finally:
+            over.set()
+        assert all(done.result() >= 3 for done in asking)
+
+
+def test_replicas_and_shards_that_are_killed_lose_nothing(client, embedded):
+    def kill():
+        for name in ("Attend", "Shard"):
+            victim = replicas(name)[0]
+            ray.kill(ray.get_actor(victim, namespace="serve"))
+
+    under_load(client, embedded, kill)
+
+
+def test_a_node_that_leaves_is_survived(client, embedded, cluster):
+    under_load(client, embedded, lambda: cluster.remove_node(cluster.leaver))
+    assert client.ready()

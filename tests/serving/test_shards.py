@@ -1,0 +1,183 @@
+"""A call cut along its keys and joined again is the call: random layers and masks, every output, beside the same layer alone.
+
+Without the network: what travels is the same `Call` and `Result`.
+"""
+
+import asyncio
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from service.attention.cases import FEATURES, random_case
+from service.errors import DeadlinePassed, OutOfMemory, TooLarge
+from service.serving.bind import bind
+from service.serving.catalogue import Catalogue
+from service.serving.cost import ServingLimits, predict
+from service.serving.engine import Asked, open_engine
+from service.serving.shards import cut, join, refusals, share, without_sinks
+from service.spec import LayerSpec
+from service.wire.documents import AttendRequest, Select
+from service.wire.limits import WireLimits
+
+OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
+OUTPUTS += ["head_outputs", "concatenated"]
+WHOLE = [feature for feature in FEATURES if feature != "dropout"]
+CATALOGUE = Catalogue(torch.device("cpu"), ServingLimits())
+SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
+
+
+def compute(layer, call, shards):
+    attention = without_sinks(layer.attention)
+    return join(layer.attention, call, [attention(part) for part in cut(call, shards)])
+
+
+def close(expected, got, tolerance):
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    finite = torch.isfinite(expected)
+    assert torch.equal(got[~finite], expected[~finite])
+    largest = expected[finite].abs().max().item() if finite.any() else 0.0
+    assert torch.allclose(got[finite], expected[finite], rtol=0, atol=tolerance * max(largest, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_call_in_parts_is_the_call(dtype):
+    rng = np.random.default_rng(5)
+    for number in range(48):
+        case = random_case(rng, features=WHOLE, dtype=dtype)
+        layer = CATALOGUE.make("x", case.spec, case.weights)
+        select = SELECTIONS[number % len(SELECTIONS)]
+        request = AttendRequest(**case.request, outputs=OUTPUTS, select=None if select is None else Select(**select))
+        call = bind(request, case.spec)
+        expected = layer.attention(call)
+        scores = expected.tensors["scores"]
+        largest = scores[torch.isfinite(scores)].abs().max().item() if torch.isfinite(scores).any() else 0.0
+        tolerance = 1e-12 if dtype == "float64" else 1e-6 * max(1.0, largest)  # an error in a score is a relative one in a weight
+        for shards in (2, 64):
+            got = compute(layer, call, shards)
+            assert got.tensors.keys() == expected.tensors.keys()
+            assert got.fully_masked_rows == expected.fully_masked_rows
+            for name in expected.tensors:
+                if name != "keys":  # of equal weights another may come first by a rounding
+                    close(expected.tensors[name], got.tensors[name], tolerance)
+            if select is not None and "top_k" in select:
+                weights = layer.attention(replace(call, top_k=None)).tensors["attention_weights"]
+                close(expected.tensors["values"], weights.gather(-1, got.tensors["keys"]), tolerance)
+
+
+@pytest.mark.parametrize("outputs", [["output"], ["attention_weights"], ["log_sum_exp"], ["value_projection"], ["concatenated", "scores"]])
+def test_parts_compute_only_what_is_asked_for(outputs):
+    layer = CATALOGUE.make("x", LayerSpec(d_model=6, num_heads=2))
+    call = bind(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
+    assert compute(layer, call, 3).tensors.keys() == set(outputs)
+    parts = cut(call, 3)
+    assert [part.key.shape[1] for part in parts] == [2, 2, 3]
+    assert all(("head_outputs" in part.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
+
+
+def test_a_part_travels_without_the_keys_of_the_others():
+    """Pickled, as between machines."""
+    layer = CATALOGUE.make("x", LayerSpec(d_model=6, num_heads=2))
+    request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
+    call = bind(request, layer.spec)
+    whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
+    assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in cut(call, 5))
+
+
+# --- through the engine ------------------------------------------------------------------------------------------------------------------
+
+SPEC = LayerSpec(d_model=12, num_heads=3, seed=4, sinks=True, rope={})
+BODY = {"query": np.random.default_rng(0).standard_normal((2, 41, 12)).tolist(), "causal": True, "select": {"queries": [40, 3]}}
+
+
+class Here:
+    """Shards of this very process."""
+
+    def __init__(self, count, error=None, wait=0.0):
+        self.count, self.error, self.wait, self.calls = count, error, wait, []
+
+    async def compute(self, layer, parts, cost):
+        self.calls.append((parts, cost))
+        await asyncio.sleep(self.wait)
+        if self.error:
+            raise self.error
+        return [without_sinks(layer.attention)(part) for part in parts]
+
+
+def ask(shards, limits=None, deadline=None, **fields):
+    """The reply's document, or the error, of an engine with these shards and limits."""
+
+    async def run():
+        engine = open_engine("cpu", WireLimits(), limits or ServingLimits())
+        try:
+            await engine.start({"default": SPEC})
+            engine.shards = shards
+            body = orjson.dumps({**BODY, **fields})
+            until = None if deadline is None else engine.clock() + deadline
+            answer = await engine.attend(Asked(body, deadline=until))
+            plan = await engine.plan(Asked(body))
+            return orjson.loads(b"".join(answer.pieces)), plan
+        finally:
+            engine.close()
+
+    return asyncio.run(run())
+
+
+def cost_of(**fields):
+    return predict(AttendRequest(**{**BODY, **fields}), SPEC)
+
+
+HALF = {
+    "memory": lambda: ServingLimits(memory_bytes=cost_of().memory_bytes * 2 // 3),
+    "operations": lambda: ServingLimits(operations=cost_of().operations * 2 // 3),
+    "pairs": lambda: ServingLimits(pairs=cost_of().pairs * 2 // 3),
+}
+
+
+@pytest.mark.parametrize("limit", HALF)
+def test_only_what_one_process_does_not_take_goes_to_shards(limit):
+    (expected, _), shards = ask(None), Here(2)
+    (small, _) = ask(shards)
+    assert small == expected and not shards.calls
+    large, plan = ask(shards, HALF[limit]())
+    assert len(shards.calls) == 1 and plan.admitted
+    assert large.keys() == expected.keys() and large["layer"] == expected["layer"]
+    for name in ("output", "attention_weights"):
+        np.testing.assert_allclose(large[name], expected[name], rtol=0, atol=1e-6 * np.abs(expected[name]).max())
+
+
+@pytest.mark.parametrize("shards", [None, Here(0), Here(1)])
+def test_without_shards_the_limit_is_the_limit(shards):
+    with pytest.raises(TooLarge, match="max_memory_bytes"):
+        ask(shards, HALF["memory"]())
+
+
+@pytest.mark.parametrize("fields", [{"dropout": {"p": 0.1, "seed": 1}}, {"output_gradient": BODY["query"], "outputs": ["query_gradient"]}])
+def test_what_cannot_be_cut_is_not(fields):
+    fields = {**fields, "select": None}
+    limits = ServingLimits(operations=cost_of(**fields).operations * 2 // 3)
+    with pytest.raises(TooLarge, match="max_operations"):
+        ask(Here(2), limits, **fields)
+
+
+def test_what_is_too_much_for_all_shards_is_refused():
+    limits = ServingLimits(operations=cost_of().operations // 3)
+    assert ask(Here(4), limits)
+    with pytest.raises(TooLarge, match="max_operations"):
+        ask(Here(2), limits)
+    problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(scores=10), 64)
+    assert problems and not in_parts, "weights come together in one place"
+    assert share(cost_of(), 2).operations == -(-cost_of().operations // 2)
+
+
+def test_a_deadline_ends_the_wait_for_shards():
+    with pytest.raises(DeadlinePassed):
+        ask(Here(2, wait=30), HALF["memory"](), deadline=0.05)
+
+
+def test_what_a_shard_raises_reaches_the_caller():
+    with pytest.raises(OutOfMemory):
+        ask(Here(2, error=OutOfMemory()), HALF["memory"]())

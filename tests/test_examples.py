@@ -1,0 +1,44 @@
+"""docs/examples.md: every block is run as it stands against a server, in the languages that this machine has; all print the same."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parent.parent / "docs" / "examples.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+TOOLS = {"sh": "bash", "python": sys.executable, "js": "node", "go": "go"}
+ENDINGS = {"sh": "sh", "python": "py", "js": "mjs", "go": "go"}
+HERE = [(language, code) for language, code in BLOCKS if shutil.which(TOOLS[language])]
+
+
+def run(language, code, folder):
+    path = folder / f"example.{ENDINGS[language]}"
+    path.write_text(code)
+    command = [TOOLS[language], *(["run"] if language == "go" else []), str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("language", "code"), HERE, ids=[f"{language}{i}" for i, (language, _) in enumerate(HERE)])
+def test_an_example_runs_and_prints_what_the_page_says(server, http, tmp_path, language, code):
+    done = run(language, code.replace("http://127.0.0.1:8000", server.url), tmp_path)
+    assert done.returncode == 0, done.stderr
+    if "copy_of" in code:
+        assert done.stdout == "True torch.Size([2, 5, 64])\n"
+        assert http.delete("/layers/mine").status_code == 204
+        return
+    first, second, third = (float(number) for number in re.findall(r"[\d.]+", done.stdout)[2:5])
+    assert json.loads("[" + ", ".join(re.findall(r"\d+", done.stdout)[:2]) + "]") == [3, 64]
+    assert abs(first + second - 1) < 1e-3 and third == 0
+
+
+def test_every_language_is_shown():
+    assert [language for language, _ in BLOCKS] == ["sh", "python", "python", "js", "go"]
+
+
+def test_what_can_be_run_anywhere_was_run():
+    assert {"sh", "python"} <= {language for language, _ in HERE}

@@ -1,0 +1,90 @@
+"""The manifests under deploy/: core kinds against Kubernetes' own schemas, and what they say against what the server does."""
+
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from service.settings import PREFIX, Settings, read_settings
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+DOCUMENTS = {path.relative_to(DEPLOY).as_posix(): yaml.safe_load(path.read_text()) for path in sorted(DEPLOY.rglob("*.yaml"))}
+FOREIGN = {"ServiceMonitor", "InferenceService"}  # kinds of operators, which Kubernetes' schemas do not know
+CORE = [name for name, document in DOCUMENTS.items() if document["kind"] not in FOREIGN]
+
+
+def pods():
+    deployment = DOCUMENTS["kubernetes/deployment.yaml"]["spec"]["template"]["spec"]
+    return {"Deployment": deployment, "InferenceService": DOCUMENTS["kserve/inferenceservice.yaml"]["spec"]["predictor"]}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_it_is_what_kubernetes_takes(name):
+    kubernetes_validate.validate(DOCUMENTS[name], kubernetes_validate.latest_version(), strict=True)
+
+
+def test_that_check_can_fail():
+    wrong = {**DOCUMENTS["kubernetes/service.yaml"], "spec": {"ports": [{"port": "http"}]}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_everything_one_expects_is_there():
+    kinds = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget", "Service"}
+    assert {document["kind"] for document in DOCUMENTS.values()} == kinds | FOREIGN
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_a_pod_has_no_more_than_it_needs(kind):
+    pod = pods()[kind]
+    container = pod["containers"][0]
+    context = {**pod.get("securityContext", {}), **container["securityContext"]}
+    assert pod["enableServiceLinks"] is False and pod["automountServiceAccountToken"] is False
+    assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"] and context["capabilities"] == {"drop": ["ALL"]}
+    assert context["runAsUser"] == 10001, "the image's own user"
+    assert container["resources"].keys() == {"requests", "limits"}
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_its_environment_is_made_of_settings(kind, monkeypatch):
+    for variable in pods()[kind]["containers"][0]["env"]:
+        assert variable["name"].startswith(PREFIX)
+        monkeypatch.setenv(variable["name"], variable["value"])
+    settings = read_settings({})
+    assert settings.log_format == "json"
+
+
+def test_the_grace_period_is_longer_than_leaving_takes():
+    pod = pods()["Deployment"]
+    drain = float(next(v["value"] for v in pod["containers"][0]["env"] if v["name"] == "ATTEND_DRAIN_SECONDS"))
+    assert pod["terminationGracePeriodSeconds"] > drain + Settings.model_fields["shutdown_seconds"].default
+
+
+def test_the_settings_are_settings_of_layers(tmp_path):
+    text = DOCUMENTS["kubernetes/settings.yaml"]["data"]["attend.toml"]
+    assert set(tomllib.loads(text)) <= set(Settings.model_fields)
+    (tmp_path / "attend.toml").write_text(text)
+    assert list(read_settings({}, tmp_path / "attend.toml").all_layers()) == ["default", "encoder"]
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_what_is_probed_is_served(kind, http):
+    container = pods()[kind]["containers"][0]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if probe in container:
+            assert http.get(container[probe]["httpGet"]["path"]).status_code == 200, probe
+
+
+def test_the_autoscaler_and_the_monitor_read_metrics_that_are_there(http):
+    scaled = DOCUMENTS["kubernetes/autoscaler.yaml"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    path = DOCUMENTS["kubernetes/monitor.yaml"]["spec"]["endpoints"][0]["path"]
+    assert f"\n{scaled} " in http.get(path).text
+
+
+def test_everything_selects_the_same_pods():
+    labels = DOCUMENTS["kubernetes/deployment.yaml"]["spec"]["template"]["metadata"]["labels"]
+    for name, field in (("deployment", "selector"), ("disruption", "selector"), ("monitor", "selector"), ("network", "podSelector")):
+        assert DOCUMENTS[f"kubernetes/{name}.yaml"]["spec"][field]["matchLabels"] == labels
+    assert DOCUMENTS["kubernetes/service.yaml"]["spec"]["selector"] == labels
