@@ -24,7 +24,7 @@ from service.wire.documents import LayerDocument
 from service.wire.negotiation import SAFETENSORS
 
 if TYPE_CHECKING:
-    from service.serving.engine import Answer  # which loads torch
+    from service.serving.exchange import Answer  # which loads torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class EngineBackend:
         import torch
 
         from service.cli.logs import configure_logs
-        from service.serving.engine import Asked
+        from service.serving.exchange import Asked
         from service.web.app import create_engine
 
         torch.set_num_threads(threads)

@@ -96,7 +96,9 @@ def _path(spec: LayerSpec, media: str, device: str) -> Callable[[bytes], object]
 
     from service.serving.batches import Entry
     from service.serving.cost import ServingLimits
-    from service.serving.engine import Asked, _written, open_engine
+    from service.serving.engine import open_engine
+    from service.serving.exchange import Asked
+    from service.serving.replying import written
     from service.serving.scheduler import compute
     from service.wire.limits import WireLimits
 
@@ -108,11 +110,11 @@ def _path(spec: LayerSpec, media: str, device: str) -> Callable[[bytes], object]
 
     def answer(body: bytes) -> object:
         asked = Asked(body, media, reply_form=media)
-        bound = engine._bound(asked)
+        bound = engine.decoder.bound(asked)
         [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], engine.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        return _written(bound, outcome.result, asked)
+        return written(bound, outcome.result, asked)
 
     return answer
 

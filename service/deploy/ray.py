@@ -40,7 +40,7 @@ class Attend:
         self._app = create_app(_among_others(settings))
         self._engine = self._app.state.engine
         if shards is not None:
-            self._engine.shards = RayShards(shards, settings.shards)
+            self._engine.cut_among(RayShards(shards, settings.shards))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return _Pickled(self._app)

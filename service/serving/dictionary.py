@@ -8,7 +8,8 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.catalogue import HeldLayer
-from service.serving.engine import Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Asked
 from service.serving.words import NoModel, Sentence, hash_words, read_minilm
 from service.spec import fingerprint
 from service.wire.documents import LayerReference

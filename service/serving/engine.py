@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,71 +18,37 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.attention.call import Result
-from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem, TooLarge
-from service.serving import analysis, cost
+from service.errors import DeadlinePassed, Overloaded, Problem
+from service.serving import cost
 from service.serving.batches import BatchLimits
-from service.serving.bind import bind, fit, masked_rows
 from service.serving.bound import Bound
-from service.serving.catalogue import Catalogue, HeldLayer, numpy_of
+from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.decoding import Decoder, predict
 from service.serving.easel import Easel
+from service.serving.exchange import Answer, Asked
 from service.serving.folder import LayerFolder
-from service.serving.loading import Source, given_weights, read_layer_file, write_layer_file
+from service.serving.loading import Source, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
+from service.serving.replying import plan_of, refuse_empty, written
 from service.serving.scheduler import Outcome, QueueLimits, Scheduler
-from service.serving.shards import Shards, cut, join, refusals, share
+from service.serving.shards import Shards, cut, join, share
 from service.serving.shelf import Shelf
-from service.serving.sketch import Sketch, sketch
 from service.serving.statistics import Statistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
-from service.tensors import DATATYPES, Array
+from service.tensors import Array
 from service.wire.analysis import AnalysisRequest
-from service.wire.arrays import Kind
-from service.wire.compression import pack, unpack
-from service.wire.documents import AttendRequest, Document, LayerReference, Plan, PlannedTensor, PutLayer, Refusal
-from service.wire.figure import FigureRequest
-from service.wire.forms import FORMS, Form
+from service.wire.compression import pack
+from service.wire.documents import AttendRequest, Document, Plan
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.refusals import validate
-from service.wire.reply import Buffer, Reply
+from service.wire.reply import Buffer
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
 STATM = Path("/proc/self/statm")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
-
-
-@dataclass(slots=True)
-class Asked:
-    """What came over the wire: bytes, what form they have, what form the reply shall have, and how long the caller waits."""
-
-    body: bytes
-    form: str = JSON
-    coding: str = ""
-    reply_form: str = JSON
-    reply_coding: str = ""
-    deadline: float | None = None
-    gone: Callable[[], bool] = lambda: False
-    own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
-
-    def take_body(self) -> bytes:
-        """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
-        body, self.body = self.body, b""
-        return body
-
-
-@dataclass(slots=True)
-class Answer:
-    """A reply's bytes in pieces, how long each phase took, and what the log says of the call."""
-
-    pieces: list[Buffer]
-    phases: Phases
-    about: dict[str, Any] = field(default_factory=dict)
-    media_type: str = ""  # where it is not the form that was asked for
 
 
 class Engine:
@@ -111,6 +76,7 @@ class Engine:
         self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
         self.easel = Easel(self.clock)
+        self.decoder = Decoder(catalogue, wire_limits, limits)
         self.shards: Shards | None = None  # who computes what is too large for this process
 
     @property
@@ -203,14 +169,14 @@ class Engine:
     async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside(self._bound, asked, document) if large else self._bound(asked, document)
+        bound = await self._aside(self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
         phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
         try:
             outcome = await self._computed(bound, asked)
             phases.queue, phases.compute = outcome.queue, outcome.compute
             encoding = self.clock()
             large = bound.cost.reply_bytes > ON_THE_LOOP
-            pieces = await self._aside(_written, bound, outcome.result, asked) if large else _written(bound, outcome.result, asked)
+            pieces = await self._aside(written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
         except BaseException:  # a caller who has gone among them
             statistics.failed(self.clock() - started)
             raise
@@ -225,7 +191,7 @@ class Engine:
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketched = await self._aside(self._sketched, asked)
+        sketched = await self._aside(self.decoder.sketched, asked)
         bound, phases = sketched.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
         phases.queue, phases.compute = outcome.queue, outcome.compute
@@ -244,33 +210,18 @@ class Engine:
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self._fitted, asked, None, True)
+        request, layer = await self._aside(self.decoder.fitted, asked, None, True)
         predicted = predict(request, layer.spec)
-        problems, _ = self._refusals(request, predicted)
-        outputs = {}
-        for name, shape in predicted.outputs.items():
-            datatype = _datatype(name, request, layer.spec)
-            size = DATATYPES[datatype].size
-            for length in shape:
-                size *= length
-            outputs[name] = PlannedTensor(shape=list(shape), datatype=datatype, bytes=size)
-        return Plan(
-            layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),
-            outputs=outputs,
-            operations=predicted.operations,
-            memory_bytes=predicted.memory_bytes,
-            reply_bytes=predicted.reply_bytes,
-            admitted=not problems,
-            refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
-        )
+        problems, _ = self.decoder.refusals(request, predicted)
+        return plan_of(request, layer, predicted, problems)
 
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(name, partial(self._layer_read, asked, source or Source()), asked.deadline)
+        return await self.shelf.put(name, partial(self.decoder.layer, asked, source or Source()), asked.deadline)
 
     async def read(self, asked: Asked, model: type[D]) -> D:
         """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
-        return validate(model, await self._aside(self._parsed, asked, model.tensors))
+        return await self._aside(self.decoder.document, asked, model)
 
     async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
         """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
@@ -284,6 +235,10 @@ class Engine:
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
         return await self._aside(write_layer_file, self.catalogue.find(name))
+
+    def cut_among(self, shards: Shards) -> None:
+        """From now on calls that are too large for this process are cut, and computed there."""
+        self.shards, self.decoder.parts = shards, shards.count
 
     def statistics_of(self, name: str) -> Statistics:
         """What has been counted of the calls to a layer that is held."""
@@ -299,43 +254,6 @@ class Engine:
         self.easel.close()
         self._threads.shutdown()
 
-    def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
-        form, limits = asked.own or FORMS[asked.form], self.wire_limits
-        return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
-
-    def _layer_read(self, asked: Asked, source: Source) -> tuple[LayerSpec, Mapping[str, Array] | None]:
-        if asked.form == SAFETENSORS:
-            return read_layer_file(unpack(asked.take_body(), asked.coding, self.wire_limits.layer_bytes), source)
-        for name in ("layout", "prefix", "spec"):
-            if getattr(source, name) is not None:
-                raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", asked.form)
-        document = validate(PutLayer, self._parsed(asked, PutLayer.tensors))
-        return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
-
-    def _fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
-        """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
-        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
-        request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
-        layer = self.catalogue.find(request.layer)
-        fit(request, layer.spec)
-        if isinstance(request, AnalysisRequest):
-            analysis.fit(request, layer.spec)
-        return request, layer
-
-    def _bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> "Bound":
-        request, layer = self._fitted(asked, document)
-        predicted = predict(request, layer.spec)
-        problems, in_parts = self._refusals(request, predicted)
-        if problems:
-            raise TooLarge(problems=problems)
-        call = bind(request, layer.spec)
-        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
-        return Bound(request, layer, call, predicted, in_parts)
-
-    def _refusals(self, request: AttendRequest, predicted: cost.Cost) -> tuple[list[Problem], bool]:
-        whole = isinstance(request, AnalysisRequest)  # metrics see all keys of a row at once
-        return refusals(request, predicted, self.limits, 0 if self.shards is None or whole else self.shards.count)
-
     async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
         if self.shards is None or not bound.in_parts:
@@ -349,12 +267,6 @@ class Engine:
         result = await self._aside(join, bound.layer.attention, bound.call, results)
         return Outcome(result, 0.0, self.clock() - started, 1)
 
-    def _sketched(self, asked: Asked) -> Sketch:
-        request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
-        layer = self.catalogue.find(request.layer)
-        fit(request, layer.spec)
-        return sketch(request, layer, asked.reply_form, self.limits)
-
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -366,45 +278,6 @@ def resident_bytes() -> int:
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _written(bound: Bound, result: Result, asked: Asked) -> list[Buffer]:
-    """The reply's bytes. Raises InvalidRequest where the caller wanted an error for rows without keys or numbers that are not finite."""
-    refuse_empty(bound, result)
-    form = asked.own or FORMS[asked.reply_form]
-    pieces = form.encode(reply_of(bound.request, bound.layer, result), bound.request.reply)
-    return pack(pieces, asked.reply_coding) if asked.reply_coding else pieces
-
-
-def refuse_empty(bound: Bound, result: Result) -> None:
-    """Raises InvalidRequest where a row has no key and the caller wanted to be told so."""
-    if bound.call.fully_masked == "error" and (first := result.first_empty()):
-        raise masked_rows(first)
-
-
-def predict(request: AttendRequest, spec: LayerSpec) -> cost.Cost:
-    """The cost of a request that fits the layer."""
-    if not isinstance(request, AnalysisRequest):
-        return cost.predict(request, spec)
-    plain = request.model_copy(update={"outputs": ["output"], "select": None})
-    return analysis.predict(request, spec, cost.predict(plain, spec))
-
-
-def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
-    kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
-    return kind or cost.wire_datatype(name, request.reply.datatype, spec)
-
-
-def reply_of(request: AttendRequest, layer: HeldLayer, result: Result) -> Reply:
-    """The result under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
-    if isinstance(request, AnalysisRequest):
-        return analysis.reply_of(request, layer, result)
-    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
-    tensors: dict[str, Any] = {}
-    for name in request.outputs:
-        tensors[name] = {part: arrays[part] for part in ("keys", "values")} if name not in arrays else arrays[name]
-    datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
-    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 
 def open_engine(

@@ -11,7 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.types import Receive, Scope, Send
 
 from service.errors import NotReady
-from service.serving.engine import Answer, Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Answer, Asked
 from service.web.examples import ANALYSIS, ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
 from service.web.reading import read

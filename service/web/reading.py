@@ -7,7 +7,8 @@ from typing import Any
 from starlette.types import Receive, Scope
 
 from service.errors import CallerGone, InvalidRequest, MalformedBody, TooLarge
-from service.serving.engine import Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Asked
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 

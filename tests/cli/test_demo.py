@@ -159,6 +159,7 @@ def test_an_interrupted_demo_leaves_no_server_behind():
     code = """if True:
         import os, signal
         from service.cli.child import child_server
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background is born deaf to it
         try:
             with child_server() as url:
                 print(url, flush=True)

@@ -27,7 +27,8 @@ from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
 from service.serving import scheduler
 from service.serving.cost import ServingLimits
-from service.serving.engine import Asked, open_engine
+from service.serving.engine import open_engine
+from service.serving.exchange import Asked
 from service.spec import LayerSpec
 from service.wire.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
 from service.wire.limits import WireLimits

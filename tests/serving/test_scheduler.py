@@ -24,7 +24,8 @@ from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.cost import Cost, ServingLimits, predict
-from service.serving.engine import Asked, open_engine
+from service.serving.engine import open_engine
+from service.serving.exchange import Asked
 from service.serving.metrics import Metrics
 from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, Outcome, QueueLimits, Scheduler
 from service.settings import Settings

@@ -17,7 +17,8 @@ from service.errors import DeadlinePassed, OutOfMemory, TooLarge
 from service.serving.bind import bind
 from service.serving.catalogue import Catalogue
 from service.serving.cost import ServingLimits, predict
-from service.serving.engine import Asked, open_engine
+from service.serving.engine import open_engine
+from service.serving.exchange import Asked
 from service.serving.shards import cut, join, refusals, share, without_sinks
 from service.spec import LayerSpec
 from service.wire.documents import AttendRequest, Select
@@ -114,7 +115,8 @@ def ask(shards, limits=None, deadline=None, **fields):
         engine = open_engine("cpu", WireLimits(), limits or ServingLimits())
         try:
             await engine.start({"default": SPEC})
-            engine.shards = shards
+            if shards is not None:
+                engine.cut_among(shards)
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else engine.clock() + deadline
             answer = await engine.attend(Asked(body, deadline=until))

@@ -11,7 +11,8 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from service.errors import LayerNotFound
-from service.serving.engine import Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Asked
 from service.web.attend import demand_started
 from service.web.grpc import inference_pb2 as messages
 from service.web.grpc.exchange import Exchange, demand_version, values_of

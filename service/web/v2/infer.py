@@ -12,7 +12,8 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from service.errors import LayerNotFound
-from service.serving.engine import Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Asked
 from service.web.attend import demand_started, send_answer
 from service.web.reading import read_as
 from service.wire.forms import Form

@@ -6,7 +6,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from service.errors import InvalidRequest, TooLarge
-from service.serving.engine import Asked, Engine
+from service.serving.engine import Engine
+from service.serving.exchange import Asked
 from service.web.attend import demand_started, takes
 from service.web.examples import LOAD
 from service.web.layers import demand_name

@@ -1,0 +1,97 @@
+"""Bytes -> requests, layers, and calls that nothing can be wrong with any more: decode, validate, fit, admit, bind.
+
+Pure but for the catalogue, which tells the layers; run on the event loop for small bodies, off it for large ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from service.errors import InvalidRequest, Problem, TooLarge
+from service.serving import analysis, cost
+from service.serving.bind import bind, fit
+from service.serving.bound import Bound
+from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.exchange import Asked
+from service.serving.loading import Source, given_weights, read_layer_file
+from service.serving.shards import refusals
+from service.serving.sketch import Sketch, sketch
+from service.spec import LayerSpec
+from service.tensors import Array
+from service.wire.analysis import AnalysisRequest
+from service.wire.arrays import Kind
+from service.wire.compression import unpack
+from service.wire.documents import AttendRequest, Document, PutLayer
+from service.wire.figure import FigureRequest
+from service.wire.forms import FORMS
+from service.wire.limits import WireLimits
+from service.wire.negotiation import SAFETENSORS
+from service.wire.refusals import validate
+
+D = TypeVar("D", bound=Document)
+
+
+class Decoder:
+    """What bodies are read by: the layers there are, and the limits. Every method raises InvalidRequest and its kin."""
+
+    def __init__(self, catalogue: Catalogue, wire_limits: WireLimits, limits: cost.ServingLimits) -> None:
+        self.catalogue, self.wire_limits, self.limits = catalogue, wire_limits, limits
+        self.parts = 0  # into which a call too large for this process may be cut
+
+    def document(self, asked: Asked, model: type[D]) -> D:
+        """The body as a document of that model."""
+        return validate(model, self._parsed(asked, model.tensors))
+
+    def layer(self, asked: Asked, source: Source) -> tuple[LayerSpec, Mapping[str, Array] | None]:
+        """Spec and weights; None for weights that are to be drawn."""
+        if asked.form == SAFETENSORS:
+            return read_layer_file(unpack(asked.take_body(), asked.coding, self.wire_limits.layer_bytes), source)
+        for name in ("layout", "prefix", "spec"):
+            if getattr(source, name) is not None:
+                raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", asked.form)
+        document = self.document(asked, PutLayer)
+        return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
+
+    def fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
+        """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
+        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
+        request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
+        layer = self.catalogue.find(request.layer)
+        fit(request, layer.spec)
+        if isinstance(request, AnalysisRequest):
+            analysis.fit(request, layer.spec)
+        return request, layer
+
+    def bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> Bound:
+        """The call of a request that fits its layer and is admitted."""
+        request, layer = self.fitted(asked, document)
+        predicted = predict(request, layer.spec)
+        problems, in_parts = self.refusals(request, predicted)
+        if problems:
+            raise TooLarge(problems=problems)
+        call = bind(request, layer.spec)
+        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        return Bound(request, layer, call, predicted, in_parts)
+
+    def refusals(self, request: AttendRequest, predicted: cost.Cost) -> tuple[list[Problem], bool]:
+        """Why the request is not taken, none if it is; and whether it is to be cut among shards."""
+        whole = isinstance(request, AnalysisRequest)  # metrics see all keys of a row at once
+        return refusals(request, predicted, self.limits, 0 if whole else self.parts)
+
+    def sketched(self, asked: Asked) -> Sketch:
+        """A picture's call, and how it is to be drawn."""
+        request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
+        layer = self.catalogue.find(request.layer)
+        fit(request, layer.spec)
+        return sketch(request, layer, asked.reply_form, self.limits)
+
+    def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
+        form, limits = asked.own or FORMS[asked.form], self.wire_limits
+        return form.parse(unpack(asked.take_body(), asked.coding, limits.body_bytes), kinds, limits, shapes_alone)
+
+
+def predict(request: AttendRequest, spec: LayerSpec) -> cost.Cost:
+    """The cost of a request that fits the layer."""
+    if not isinstance(request, AnalysisRequest):
+        return cost.predict(request, spec)
+    plain = request.model_copy(update={"outputs": ["output"], "select": None})
+    return analysis.predict(request, spec, cost.predict(plain, spec))

@@ -1,0 +1,39 @@
+"""What the engine is asked, and what it answers: bytes and what belongs to them. Knows no HTTP."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.serving.metrics import Phases
+from service.wire.forms import Form
+from service.wire.negotiation import JSON
+from service.wire.reply import Buffer
+
+
+@dataclass(slots=True)
+class Asked:
+    """What came over the wire: bytes, what form they have, what form the reply shall have, and how long the caller waits."""
+
+    body: bytes
+    form: str = JSON
+    coding: str = ""
+    reply_form: str = JSON
+    reply_coding: str = ""
+    deadline: float | None = None
+    gone: Callable[[], bool] = lambda: False
+    own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
+
+    def take_body(self) -> bytes:
+        """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
+        body, self.body = self.body, b""
+        return body
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply's bytes in pieces, how long each phase took, and what the log says of the call."""
+
+    pieces: list[Buffer]
+    phases: Phases
+    about: dict[str, Any] = field(default_factory=dict)
+    media_type: str = ""  # where it is not the form that was asked for
