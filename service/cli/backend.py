@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from service.serving.exchange import Answer  # which loads torch
 
 
+API_KEY = "ATTEND_API_KEY"  # the variable that holds the key for --url
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """A reply as it came, with the headers a client reads (names in lower case)."""
@@ -125,7 +128,9 @@ class EngineBackend:
         self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
     ) -> LayerDocument:
         from service.serving.loading import Source
+        from service.web.layers import demand_name
 
+        demand_name(name)
         source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
         layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(file, SAFETENSORS), source))
         return layer.document()
@@ -147,7 +152,7 @@ def open_backend(url: str | None, config: Path | None, flags: Mapping[str, Any])
     if url is not None:
         if useless := given({**flags, "config": config}):
             raise typer.BadParameter(f"{', '.join(useless)} would set up a layer in this process; with --url the server has its own")
-        with Client(url) as client:
+        with Client(url, api_key=os.environ.get(API_KEY)) as client:
             yield ServerBackend(client)
         return
     settings = read_settings(dict(flags), config)

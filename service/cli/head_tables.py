@@ -10,6 +10,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
+from service.attention.figures.words import printable
 from service.tensors import Array
 from service.wire.analysis import SHAPES
 
@@ -118,7 +119,7 @@ def _links(links: Mapping[str, Any]) -> Table:
 def _end(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")
-    return f"{words[h][n]}({at})" if words else str(at)
+    return f"{printable(words[h][n] or '')}({at})" if words else str(at)
 
 
 def _order(order: Mapping[str, Array]) -> Table:

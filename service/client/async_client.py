@@ -17,7 +17,7 @@ from service.client.calls import Call
 from service.client.connection import options
 from service.client.failures import connection_failure
 from service.client.result import AnalysisResult, AttendResult
-from service.client.retries import Outcome, Retries
+from service.client.retries import Outcome, Retries, as_retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -37,11 +37,11 @@ class AsyncClient:
         timeout: float | None = 60.0,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
-        retries: Retries | None = None,
+        retries: Retries | int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """As those of `Client`."""
-        self.base_url, self.timeout, self.retries = base_url, timeout, retries or Retries()
+        self.base_url, self.timeout, self.retries = base_url, timeout, as_retries(retries)
         self._binary = True
         try:
             self._http = httpx.AsyncClient(**options(base_url, timeout, api_key, headers), transport=transport)

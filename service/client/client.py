@@ -16,7 +16,7 @@ from service.client.calls import Call
 from service.client.connection import options
 from service.client.failures import connection_failure
 from service.client.result import AnalysisResult, AttendResult
-from service.client.retries import Outcome, Retries
+from service.client.retries import Outcome, Retries, as_retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -41,7 +41,7 @@ class Client:
         timeout: float | None = 60.0,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
-        retries: Retries | None = None,
+        retries: Retries | int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`timeout` is in seconds, None waits for ever: for each answer, and after it nothing is sent again.
@@ -49,7 +49,7 @@ class Client:
         `api_key` is sent as Bearer; `headers` go with every call; `Retries(times=0)` sends everything once; `transport` is httpx's, for
         tests and proxies.
         """
-        self.base_url, self.timeout, self.retries = base_url, timeout, retries or Retries()
+        self.base_url, self.timeout, self.retries = base_url, timeout, as_retries(retries)
         self._binary = True  # until something on the way takes JSON alone
         try:
             self._http = httpx.Client(**options(base_url, timeout, api_key, headers), transport=transport)

@@ -15,5 +15,5 @@ def options(base_url: str, timeout: float | None, api_key: str | None, headers: 
     """The keyword arguments of `httpx.Client` and `httpx.AsyncClient`."""
     given = {"User-Agent": f"attend/{__version__}", **(headers or {})}
     if api_key is not None:
-        given["Authorization"] = f"Bearer {api_key}"
+        given["Authorization"] = f"Bearer {api_key.strip()}"  # a file that holds a key ends in a newline
     return {"base_url": base_url, "timeout": timeout, "headers": given, "limits": LIMITS}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from service.client.client import Client
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, LayerConflict
 from service.tensors import DATATYPES, Array
 
 SEEDS = 2**32  # of dropout
@@ -89,7 +89,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, client: Client, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
         result = client.attend(*inputs, **{**fields, **chosen})
         made = tuple(_tensor(array).to(inputs[0]) for array in result.values())
-        ctx.client, ctx.fields = client, fields
+        ctx.client, ctx.fields, ctx.layer = client, fields, result.layer
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*made[1:])
         return made
@@ -101,6 +101,8 @@ class _Attend(torch.autograd.Function):
         needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
         asked = {**ctx.fields, "outputs": [name for name in names if needed[name]], "output_gradient": gradient}
         result = ctx.client.attend(*ctx.saved_tensors, **asked)
+        if result.layer != ctx.layer:
+            raise LayerConflict(f'the layer "{ctx.layer.name}" was replaced between the call and its gradients')
         made = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))
         return None, None, None, *made
 

@@ -37,6 +37,11 @@ class Retries:
         return Attempts(self, call, patience)
 
 
+def as_retries(said: Retries | int | None) -> Retries:
+    """What a caller says of retries: nothing, how many, or all of it."""
+    return said if isinstance(said, Retries) else Retries() if said is None else Retries(times=int(said))
+
+
 @dataclass(slots=True)
 class Attempts:
     """One call, sent as often as it takes."""

@@ -120,7 +120,8 @@ def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | N
     from service.web.grpc.server import serving  # an extra brings what it needs
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
-    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring)
+    tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring, tls)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

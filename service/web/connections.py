@@ -19,6 +19,7 @@ from service.web.failures import PROBLEM_JSON, problem
 
 FAREWELL = 1.0  # seconds
 BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info
+LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
 LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patience
 
 
@@ -58,6 +59,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._heard = 0
+        self._head = 0  # bytes that came while the headers of a request were not whole
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
         self.watch.start(self.loop, self.connections)
@@ -65,6 +67,19 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._heard += len(data)
         super().data_received(data)
+        if self._head >= 0:
+            self._head += len(data)
+            if self._head > LONGEST_HEAD and not self.transport.is_closing():
+                self.watch.refused("long_headers")
+                self._refuse(431, "headers too large", f"expected headers of at most {LONGEST_HEAD} bytes, got more")
+
+    def on_headers_complete(self) -> None:
+        self._head = -1
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
 
     def look(self, now: float) -> None:
         """Cuts the connection off where what is due from the other side has not moved for too long."""

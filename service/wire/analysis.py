@@ -83,7 +83,9 @@ DEFAULT: tuple[Metric, ...] = (
 class AnalysisOptions(Document):
     """What the metrics may be told."""
 
-    local_window: Annotated[int, Field(ge=1, strict=True)] = Field(default=2, description="Keys at most this far away are local.")
+    local_window: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = Field(
+        default=2, description="Keys at most this far away are local."
+    )
     top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Strongest links per head.")
     mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="What keys_for_mass counts the keys of.")
     query_lens: Index | list[Index] | None = Field(

@@ -58,6 +58,15 @@ def test_errors_say_what_to_do(arguments: tuple[str, ...], said: str) -> None:
     assert said in done.stderr.decode()
 
 
+def test_words_are_no_commands_to_the_terminal(tmp_path: Path) -> None:
+    """What has no shape of its own is written out."""
+    file = tmp_path / "words.json"
+    file.write_text(json.dumps({"query": [[0, 0]], "tokens": {"query": ["a\x1b[31mred"]}}))
+    done = run_attend("heads", str(file), "--d-model", "2", "--num-heads", "1", "--metrics", "strongest_links")
+    assert done.returncode == 0
+    assert b"a\\x1b[31mred" in done.stdout and b"\x1b" not in done.stdout
+
+
 def test_a_refusal_is_told_with_its_place() -> None:
     """As every command tells it."""
     done = run_attend("heads", "-", *TINY, "--metrics", "induction_score", stdin=json.dumps({**BODY, "tokens": None}).encode())

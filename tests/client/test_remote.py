@@ -9,7 +9,7 @@ from torch import nn
 
 from service.client import Client
 from service.client.remote import RemoteMultiheadAttention
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, LayerConflict
 
 WIDTH, HEADS, B, Q, K = 14, 2, 3, 5, 7
 SEED = 11
@@ -114,6 +114,17 @@ def test_gradients_are_those_of_finite_differences(client):
     remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
     arguments = [x[:1, :2].requires_grad_() for x in inputs(True)]
     assert torch.autograd.gradcheck(lambda *x: remote(*x, need_weights=False)[0], arguments, fast_mode=True)
+
+
+def test_a_layer_replaced_before_its_gradients_is_noticed(client):
+    """Gradients of other weights than those of the output would be wrong, and nobody would see."""
+    client.put_layer("moving", {"d_model": 6, "num_heads": 2, "seed": 1})
+    query = torch.randn(2, 3, 6, requires_grad=True)
+    output, _ = RemoteMultiheadAttention(client, "moving", batch_first=True)(query, query, query)
+    client.put_layer("moving", {"d_model": 6, "num_heads": 2, "seed": 2})
+    with pytest.raises(LayerConflict, match="replaced"):
+        output.sum().backward()
+    client.delete_layer("moving")
 
 
 def test_only_the_gradients_that_are_needed_are_asked_for(client):

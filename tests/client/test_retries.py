@@ -60,6 +60,12 @@ def test_only_what_cannot_double_a_change_is_sent_again(call, outcome, again):
     assert (Retries().begin(call, None).pause(outcome) is not None) == again
 
 
+@pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])
+def test_a_number_of_retries_is_enough(said, times):
+    with Client("http://127.0.0.1:9", retries=said) as client:
+        assert client.retries.times == times
+
+
 def test_waits_grow_twofold_up_to_a_bound_and_end():
     attempts = Attempts(Retries(times=5, first=0.1, longest=0.5), ATTEND, None, draw=lambda: 1.0)
     assert [attempts.pause(BROKEN) for _ in range(6)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]

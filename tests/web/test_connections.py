@@ -143,6 +143,20 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     assert counted(brisk, "malformed_http") == before + 1
 
 
+@pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
+def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
+    """Whoever sends them holds no more than some of them: keeping on costs the sender his connection."""
+    before = counted(server, "long_headers")
+    with connect(server) as connection, suppress(ConnectionError):
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX: ")
+        for _ in range(1000):
+            connection.sendall(b"a" * 4096 + end)
+        raise AssertionError("four megabytes of headers were taken")
+    assert counted(server, "long_headers") == before + 1
+    long = httpx.get(f"{server.url}/health/live", headers={"X": "a" * 20_000})
+    assert long.status_code == 200
+
+
 def test_a_thousand_connections_at_once(server: Server) -> None:
     """All open before the first asks; all are answered, and answered alike."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,11 +35,19 @@ log = structlog.get_logger("attend")
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, offer: Offer, address: str, largest: int, grace: float, log_requests: bool, keyring: Keyring | None = None
+    engine: Engine,
+    offer: Offer,
+    address: str,
+    largest: int,
+    grace: float,
+    log_requests: bool,
+    keyring: Keyring | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> AsyncIterator[None]:
     """Listens while the block runs; then takes no more calls, and gives those it has taken `grace` seconds.
 
-    Messages may have `largest` bytes. With a `keyring` a call brings its key as over HTTP, in the metadata.
+    Messages may have `largest` bytes. With a `keyring` a call brings its key as over HTTP, in the metadata;
+    with `tls`, a certificate's file and its key's, only TLS is spoken.
     """
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", largest), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers(
@@ -47,7 +56,11 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
     names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    port = server.add_insecure_port(address)
+    if tls is None:
+        port = server.add_insecure_port(address)
+    else:
+        certificate, key = (path.read_bytes() for path in tls)
+        port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
     log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
     try:
