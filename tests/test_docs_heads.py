@@ -1,14 +1,18 @@
 """The examples of docs/heads.md print what is shown below them."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from live import Server
+from matplotlib.image import imread
 
-PAGE = (Path(__file__).parent.parent / "docs" / "heads.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "heads.md").read_text()
 EXAMPLES = re.findall(r"## ([^\n]*)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -25,3 +29,15 @@ def test_an_example_prints_what_is_shown(server: Server, code: str, shown: str) 
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
+
+
+def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
+    """Pixel for pixel, but for what another version of the fonts' renderer makes of letters; and each is on the page."""
+    runpy.run_path(str(DOCS / "draw_examples.py"))["draw_examples"](tmp_path)
+
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(re.findall(r"\(heads/([\w-]+\.png)\)", PAGE))
+    for name in drawn:
+        ours, committed = imread(tmp_path / name), imread(DOCS / "heads" / name)
+        assert ours.shape == committed.shape
+        assert (np.abs(ours - committed) > 0.02).any(-1).mean() < 0.02
