@@ -59,26 +59,28 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._heard = 0
-        self._head = 0  # bytes that came while the headers of a request were not whole
+        self._head = 0  # bytes of pieces in which the headers of a request neither began nor ended
+        self._headed = self._turned = False  # whether the headers are whole, or have just begun or ended
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
         self.watch.start(self.loop, self.connections)
 
     def data_received(self, data: bytes) -> None:
         self._heard += len(data)
+        self._turned = False
         super().data_received(data)
-        if self._head >= 0:
+        if not self._headed and not self._turned:
             self._head += len(data)
             if self._head > LONGEST_HEAD and not self.transport.is_closing():
                 self.watch.refused("long_headers")
                 self._refuse(431, "headers too large", f"expected headers of at most {LONGEST_HEAD} bytes, got more")
 
     def on_headers_complete(self) -> None:
-        self._head = -1
+        self._head, self._headed, self._turned = 0, True, True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._head = 0
+        self._head, self._headed, self._turned = 0, False, True
         super().on_message_complete()
 
     def look(self, now: float) -> None:
