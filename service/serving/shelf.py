@@ -63,15 +63,17 @@ class Shelf:
         return layer, new
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
-        """Raises LayerNotFound, LayerConflict, or as `_followed` does."""
+        """Raises LayerNotFound, LayerConflict, or as `_followed` does. A file that holds no layer goes as well."""
         self._demand_own(name)
         change = 0
         async with self._changing:
-            self.catalogue.find(name)
+            if name not in self._stamps:
+                self.catalogue.find(name)
             if self.folder is not None:
                 change = await self.aside(self.folder.remove, name)
                 self._stamps.pop(name, None)
-            self._drop(name)
+            if name in self.catalogue:
+                self._drop(name)
         await self._followed(change, deadline)
 
     def leave_peers(self) -> None:

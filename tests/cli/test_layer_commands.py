@@ -80,6 +80,14 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
+def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None:
+    """It holds no layer, and stands in the way of nothing but a clean log."""
+    (tmp_path / "torn.safetensors").write_bytes(checkpoint.read_bytes()[:100])
+    done = run_attend("layers", "remove", "torn", "--layers-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "torn.safetensors").exists()
+
+
 def test_a_server_without_its_folder_says_so(checkpoint: Path) -> None:
     """Before it listens; where a file stands in the way, for one."""
     done = run_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))

@@ -87,7 +87,7 @@ def _moved(output_square: Tensor, along: Tensor, square: Tensor) -> dict[str, Te
     new_square = (output_square + 2 * along + square).clamp(min=0)
     return {
         "relative_change": (square.clamp(min=0) / output_square).sqrt(),
-        "cosine": ((output_square + along) / (output_square * new_square).sqrt()).clamp(-1, 1),
+        "cosine": ((output_square + along) / (output_square.sqrt() * new_square.sqrt())).clamp(-1, 1),
     }
 
 
