@@ -10,7 +10,6 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
-from service.attention.figures.words import printable
 from service.tensors import Array
 from service.wire.analysis import SHAPES
 
@@ -117,6 +116,8 @@ def _links(links: Mapping[str, Any]) -> Table:
 
 
 def _end(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
+    from service.attention.figures.words import printable  # whose room loads torch, which a command does late
+
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")
     return f"{printable(words[h][n] or '')}({at})" if words else str(at)
