@@ -79,7 +79,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
         words.get("key"),
         direction,
     )
-    return replace(call, question=question)
+    return replace(call, question=question, heads=None, queries=None)  # what is selected of the weights is not asked for here
 
 
 def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.layer import MultiHeadAttention, selection
+from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
+from service.attention.selection import selection
 from service.errors import Problem
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost, ServingLimits, admit

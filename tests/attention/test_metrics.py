@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from service.attention import blocks
 from service.attention.analysis.links import StrongestLinks, largest
 from service.attention.analysis.measure import OF_WEIGHTS, measure
 from service.attention.analysis.question import Question
@@ -154,8 +155,6 @@ def test_a_long_sequence_is_read_in_blocks() -> None:
 
 def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every metric is the same whether rows come one at a time or all at once."""
-    from service.attention import layer as layer_module
-
     rng = np.random.default_rng(8)
     layer = layer_of(d_model=12, num_heads=6, num_kv_heads=2, dtype="float64")
     x = torch.from_numpy(rng.standard_normal((2, N, 12)))
@@ -164,7 +163,7 @@ def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     call = Call(x, x, x, masks, 2**-0.5, frozenset(), question=Question(names, query_words=WORDS, key_words=WORDS))
     whole = measure(layer, call).tensors
 
-    monkeypatch.setattr(layer_module, "BLOCK", 1)
+    monkeypatch.setattr(blocks, "BLOCK", 1)
     pieces = measure(layer, call).tensors
 
     assert set(whole) == set(pieces)

@@ -4,7 +4,7 @@ The weights come a block of query rows at a time and pass every metric that read
 the layer itself, which may make them without weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from service.attention.analysis import between, importance, values
 from service.attention.analysis.links import StrongestLinks
 from service.attention.analysis.rows import ROW_METRICS, Block, read_block
 from service.attention.analysis.single import SingleHead, merged
+from service.attention.blocks import row_blocks
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import open_keys
@@ -27,7 +28,10 @@ OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_abl
 
 @torch.inference_mode()
 def measure(layer: MultiHeadAttention, call: Call) -> Result:
-    """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices."""
+    """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
+
+    The call selects no weights and drops none.
+    """
     assert call.question is not None
     question = call.question
     query, key, value = layer.project(call)
@@ -96,11 +100,18 @@ def _read_weights(
     return made
 
 
-def _blocks(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> Iterator[Block]:
+def _blocks(
+    layer: MultiHeadAttention,
+    call: Call,
+    projected: Projected,
+    empty: Tensor | None,
+    real: Tensor,
+    rows: Iterable[slice] | None = None,
+) -> Iterator[Block]:
     assert call.question is not None
     first_key = real.to(torch.int8).argmax(-1)  # the first that is open
-    for rows, weights in layer.weigh(call, projected[0], projected[1]):
-        yield read_block(rows, weights, call.masks, empty, first_key, call.question)
+    for some, weights, visible in layer.weigh(call, projected[0], projected[1], rows):
+        yield read_block(some, weights, visible, call.masks.positions, empty, first_key, call.question)
 
 
 def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> dict[str, Tensor]:
@@ -109,8 +120,10 @@ def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected,
     none = None if empty is None else empty.all(1, keepdim=True)
     single = SingleHead()
     wide = (one[0], one[1], one[2])
-    many = _blocks(layer, call, projected, empty, real)
-    for block, of_many in zip(_blocks(layer, alone, wide, none, real), many, strict=True):
+    batch, heads, num_queries, _ = projected[0].shape
+    rows = tuple(row_blocks(batch * heads * call.masks.num_keys, num_queries))
+    many = _blocks(layer, call, projected, empty, real, rows)
+    for block, of_many in zip(_blocks(layer, alone, wide, none, real, rows), many, strict=True):
         single.read(block, of_many, one[2])
     plain = replace(call, outputs=frozenset({"output"}), question=None)
     output = layer(plain).tensors["output"]

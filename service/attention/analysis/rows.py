@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.analysis.question import Question
-from service.attention.masks import Masks
 
 ROUNDING = 1e-6  # by which a sum of weights may fall short of the mass that it is meant to hold
 
@@ -38,8 +37,12 @@ class Block:
         return values.double().masked_fill(~self.counts, torch.nan)
 
 
-def read_block(rows: slice, weights: Tensor, masks: Masks, empty: Tensor | None, first_key: Tensor, question: Question) -> Block:
-    """The block of these weights [b, h, rows, k]; `empty` [b, h, q] are rows without a key, `first_key` [b|1] is no padding."""
+def read_block(
+    rows: slice, weights: Tensor, seen: Tensor | None, positions: Tensor, empty: Tensor | None, first_key: Tensor, question: Question
+) -> Block:
+    """The block of these weights [b, h, rows, k] and of who may see whom; `positions` [b|1, q] are of all queries, as is `empty` [b, h, q],
+    the rows without a key; `first_key` [b|1] is no padding.
+    """
     total = weights.sum(-1)
     counts = total > 0
     if empty is not None:
@@ -49,7 +52,7 @@ def read_block(rows: slice, weights: Tensor, masks: Masks, empty: Tensor | None,
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(rows, weights, shares, counts, masks.visible(rows), masks.positions[:, rows], first_key)
+    return Block(rows, weights, shares, counts, seen, positions[:, rows], first_key)
 
 
 def entropy(block: Block, question: Question) -> Tensor:

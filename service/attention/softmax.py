@@ -1,0 +1,48 @@
+"""Scores -> weights, and weights -> what they make of values. A blocked key has exactly no influence, and a row without keys is no error.
+
+Pure functions; the sink, where there is one, is a score beside every row that takes its share and has no value.
+"""
+
+import torch
+from torch import Tensor
+
+from service.attention.call import Call
+from service.attention.masks import Masks
+
+
+def softmax(call: Call, scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """[batch, heads, rows, keys], with sinks [heads, 1]; a row without keys gets zeros, or 1/k where the caller wants that."""
+    empty = scores.amax(-1, keepdim=True) == -torch.inf if call.masks.blocks and scores.shape[-1] else None
+    if empty is not None:
+        empty = empty if empty.any() else None
+    if empty is not None:
+        scores = scores.masked_fill(empty, 0)  # -inf throughout has no softmax, nor a derivative
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        beside = sinks[..., None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+    if empty is not None:
+        weights = weights.masked_fill(empty, 1 / scores.shape[-1] if call.fully_masked == "uniform" else 0)
+    return weights
+
+
+def weighted(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
+    """Weights times values, where a weight of 0 means no contribution even from a value of NaN or infinity."""
+    batch, heads, rows, keys = weights.shape
+    kv = value.shape[1]
+    shared = weights.reshape(batch * kv, heads // kv * rows, keys)  # heads that share values, as more rows
+    value = value.flatten(0, 1)
+    if masks.blocks and not torch.isfinite(value).all():
+        finite = torch.isfinite(value)
+        spoilt = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
+        summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(spoilt, torch.nan)
+    else:
+        summed = torch.bmm(shared, value)
+    return summed.view(batch, heads, rows, value.shape[2])
+
+
+def log_sum_exp(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of each row, the sink among the terms; -inf for a row without keys, which a sink does not fill."""
+    total = torch.logsumexp(scores, -1)
+    return total if sinks is None else torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks))
