@@ -6,6 +6,7 @@ leave any set. True always means "may attend". Knows nothing of scores.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -46,6 +47,12 @@ class Masks:
         rest = self.sets or self.bias is not None or self.lengths is not None or self.left is not None
         return self.aligned and self.right == 0 and not rest
 
+    @property
+    def _own_keys_seen(self) -> bool:
+        """Whether every query stands at a key that it may see, by causality and windows alone."""
+        plain = self.aligned and self.lengths is None and not self.sets
+        return plain and min(0 if self.left is None else self.left, 0 if self.right is None else self.right) >= 0
+
     def same_keys(self) -> slice | None:
         """The keys that every row sees, where all see the same first ones and nothing else is asked: they need no mask, only a cut."""
         if self.lengths is None or self.sets or self.bias is not None or self.left is not None or self.right is not None:
@@ -67,27 +74,27 @@ class Masks:
         """bool [b|1, h|1, rows|1, keys|1] for these rows and keys; None if nothing blocks anything."""
         keys = keys or slice(0, self.num_keys)
         seen = self._sets(rows, keys)
-        if self.intervals:
-            first, last = self.interval(rows)
-            j = torch.arange(keys.start, keys.stop, device=self.positions.device)
-            inside = j <= last[:, None, :, None]
-            if self.left is not None:
-                inside &= j >= first[:, None, :, None]
-            seen = inside if seen is None else seen & inside
+        if not self.intervals:
+            return seen
+        j, at = torch.arange(keys.start, keys.stop, device=self.positions.device), self.positions[:, rows]
+        if self.right is not None:
+            seen = _both(seen, j <= (at + self.right)[:, None, :, None])
+        if self.left is not None:
+            seen = _both(seen, j >= (at - self.left)[:, None, :, None])
+        if self.lengths is not None:
+            n = self.lengths if self.lengths.shape[1] == 1 else self.lengths[:, rows]
+            seen = _both(seen, j < n[:, None, :, None])
         return seen
 
     def _sets(self, rows: slice, keys: slice) -> Tensor | None:
-        parts = []
+        parts: list[Tensor] = []
         if self.pairs is not None:
             parts.append(_cut(self.pairs, rows, keys))
         if self.keys is not None:
             parts.append(self.keys[:, None, None, keys] if self.keys.shape[1] > 1 else self.keys[:, None, None])
         if self.bias is not None and self.bias_blocks:
             parts.append(_cut(self.bias, rows, keys) != -torch.inf)
-        seen: Tensor | None = None
-        for part in parts:
-            seen = part if seen is None else seen & part
-        return seen
+        return reduce(_both, parts, None)
 
     def added(self, rows: slice, keys: slice) -> Tensor | None:
         """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
@@ -96,7 +103,7 @@ class Masks:
     def empty_rows(self, block: int) -> Tensor | None:
         """bool [b|1, h|1, q]: rows that no key is left for; None if there can be none. Takes [block, k] memory at most."""
         q = self.positions.shape[1]
-        if not self.blocks and self.num_keys:
+        if self.num_keys and (not self.blocks or self._own_keys_seen):
             return None
         if not self.sets:
             first, last = self.interval(slice(0, q))
@@ -124,6 +131,10 @@ class Masks:
             bias=cut(cut(self.bias, 1, heads_at), 2, rows_at),
             lengths=cut(self.lengths, 1, rows_at),
         )
+
+
+def _both(seen: Tensor | None, part: Tensor) -> Tensor:
+    return part if seen is None else seen & part
 
 
 def _cut(tensor: Tensor, rows: slice, keys: slice) -> Tensor:

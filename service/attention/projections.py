@@ -51,10 +51,8 @@ class Projections:
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, and turned by RoPE."""
-        spec, kv = self.spec, self.spec.num_kv_heads
-        shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
-        projected = self._projected(call) if spec.projections else (call.query, call.key, call.value)
-        query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
+        spec = self.spec
+        query, key, value = self._split(call)
         if spec.qk_norm is not None:
             query, key = (self._norm(x, f"{name}_norm.weight") for name, x in (("query", query), ("key", key)))
         if spec.rope is not None:
@@ -62,13 +60,24 @@ class Projections:
             key = rotate(key, torch.arange(key.shape[2], device=key.device)[None], spec.rope)
         return query, key, value
 
+    def _split(self, call: Call) -> tuple[Tensor, ...]:
+        """Projected and split into heads, [batch, heads, n, …]: one product where inputs are the same and weights side by side."""
+        spec, kv = self.spec, self.spec.num_kv_heads
+        shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
+        if call.query is call.key is call.value and "query+key+value.weight" in self.weights:
+            together = self._linear(call.query, "query+key+value")
+            if shapes[0] == shapes[1] == shapes[2]:
+                return together.view(*together.shape[:2], 3, *shapes[0]).permute(2, 0, 3, 1, 4).unbind(0)
+            projected = torch.split(together, [heads * width for heads, width in shapes], -1)
+        else:
+            projected = self._projected(call) if spec.projections else (call.query, call.key, call.value)
+        return tuple(x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
+
     def _projected(self, call: Call) -> tuple[Tensor, ...]:
-        """One product where the inputs are the same and their weights lie side by side."""
-        widths = [self.weights[f"{name}.weight"].shape[0] for name in PROJECTIONS[:3]]
+        """Query, key and value side by side, [batch, n, heads * …]; one product for keys and values where their inputs are the same."""
         if call.value is call.key and "key+value.weight" in self.weights:
-            if call.key is call.query and "query+key+value.weight" in self.weights:
-                return torch.split(self._linear(call.query, "query+key+value"), widths, -1)
-            return (self._linear(call.query, "query"), *torch.split(self._linear(call.key, "key+value"), widths[1:], -1))
+            widths = [self.weights[f"{name}.weight"].shape[0] for name in PROJECTIONS[1:3]]
+            return (self._linear(call.query, "query"), *torch.split(self._linear(call.key, "key+value"), widths, -1))
         return tuple(self._linear(x, name) for name, x in zip(PROJECTIONS, (call.query, call.key, call.value), strict=False))
 
     def _norm(self, x: Tensor, weight: str) -> Tensor:
