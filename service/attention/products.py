@@ -19,12 +19,15 @@ LARGEST = 1 << 27  # multiplications of one trial, some milliseconds; of a weigh
 ADVANTAGE = 0.9  # the other must take less than this share of F.linear's time
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-_threshold: dict[tuple[torch.Size, int], float] = {}  # weight's shape and threads -> rows from which oneDNN is taken
+_threshold: dict[tuple[torch.Size, int], float] = {}  # weight's shape and threads -> rows of an item from which oneDNN is taken
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b for x [..., in] and W [out, in]."""
-    rows = x.numel() // max(1, x.shape[-1])
+    """x W^T + b for x [..., n, in] and W [out, in].
+
+    The rows that decide are those of one item: how many items are computed together must not choose another product for any of them.
+    """
+    rows = x.shape[-2]
     if rows >= ROWS[0] and rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf) and _applies(x, weight):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)

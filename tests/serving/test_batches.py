@@ -562,7 +562,7 @@ def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: 
 def test_law_7_holds_at_ordinary_widths(
     outputs: list[str], number: int, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums of hundreds of terms, and stacking that carries a call from one product to the other: still 1e-6 of the largest."""
+    """Sums of hundreds of terms by either product, and stacking that must not carry a call from one to the other: 1e-6 of the largest."""
     threads(number)
     spec = LayerSpec(d_model=512, num_heads=8)
     layer = CATALOGUE.make("wide", spec)
@@ -570,7 +570,7 @@ def test_law_7_holds_at_ordinary_widths(
     lengths = (np.array([3]), np.array([64, 1]), np.array([17, 64, 0]))
     calls = [bound(layer, query=rng.standard_normal((len(n), 64, 512)), valid_lens=n, causal=True, outputs=outputs)[0] for n in lengths]
     shapes = {weight.shape for name, weight in layer.attention.weights.items() if name.endswith(".weight")}
-    for threshold in (1, 100, 10**9):
+    for threshold in (1, 100, 10**9):  # of 64 rows: one way, one that stacking would cross, the other way
         monkeypatch.setattr(products, "_threshold", {(shape, torch.get_num_threads()): threshold for shape in shapes})
         together = split(layer.attention(stack(calls)), [len(n) for n in lengths])
         for i, call in enumerate(calls):
