@@ -57,15 +57,13 @@ def fit(request: AttendRequest, spec: LayerSpec) -> None:
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     """The call, on the CPU. Raises InvalidRequest where a number is not finite in the layer's dtype."""
-    batched = request.batched
-    query = _numbers("query", request.query, spec, batched)
-    key = query if request.key is None else _numbers("key", request.key, spec, batched)
-    value = key if request.value is None else _numbers("value", request.value, spec, batched)
+    query, key, value = sequences(request.query, request.key, request.value, spec)
     select = request.select
     head_scale = None
     if request.head_scale is not None:
         head_scale = _numbers("head_scale", request.head_scale, spec, True)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
+    gradient = request.output_gradient
     softcap = spec.softcap if request.softcap is None else request.softcap
     return Call(
         query=query,
@@ -83,8 +81,16 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         average=bool(select and select.average),
         top_k=select.top_k if select else None,
         reproducible=request.reproducible,
-        output_gradient=None if request.output_gradient is None else _numbers("output_gradient", request.output_gradient, spec, batched),
+        output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
     )
+
+
+def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value as a call has them, batched; a key left out is the query itself, a value the key."""
+    batched = query.ndim == 3
+    queries = _numbers("query", query, spec, batched)
+    keys = queries if key is None else _numbers("key", key, spec, batched)
+    return queries, keys, keys if value is None else _numbers("value", value, spec, batched)
 
 
 def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:

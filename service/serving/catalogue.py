@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,7 @@ from service.attention.layer import MultiHeadAttention
 from service.errors import InvalidRequest, LayerNotFound, Problem, TooLarge
 from service.serving.bind import cast
 from service.serving.cost import ServingLimits
+from service.serving.prepared import PreparedRequests
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
 from service.wire.documents import LayerDocument
@@ -26,6 +27,7 @@ class HeldLayer:
     fingerprint: str
     attention: MultiHeadAttention
     gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
+    prepared: PreparedRequests = field(default_factory=PreparedRequests, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
         """Its weights by canonical name, on the CPU."""
@@ -53,6 +55,9 @@ class Catalogue:
 
     def __contains__(self, name: str) -> bool:
         return name in self._layers
+
+    def get(self, name: str) -> HeldLayer | None:
+        return self._layers.get(name)
 
     def find(self, name: str) -> HeldLayer:
         """The layer of that name. Raises LayerNotFound with the names there are."""

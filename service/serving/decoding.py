@@ -3,7 +3,7 @@
 Pure but for the catalogue, which tells the layers; run on the event loop for small bodies, off it for large ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 from service.errors import InvalidRequest, Problem, TooLarge
@@ -13,6 +13,7 @@ from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.exchange import Asked
 from service.serving.loading import Source, given_weights, read_layer_file
+from service.serving.prepared import shape_of
 from service.serving.shards import refusals
 from service.serving.sketch import Sketch, sketch
 from service.spec import LayerSpec
@@ -28,6 +29,7 @@ from service.wire.negotiation import SAFETENSORS
 from service.wire.refusals import validate
 
 D = TypeVar("D", bound=Document)
+DEFAULT_LAYER = AttendRequest.model_fields["layer"].default
 
 
 class Decoder:
@@ -53,7 +55,9 @@ class Decoder:
 
     def fitted(self, asked: Asked, document: type[AttendRequest] | None, shapes_alone: bool = False) -> tuple[AttendRequest, HeldLayer]:
         """The request as such a document, and its layer; without one, the document is told by whether there are metrics."""
-        members = self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone)
+        return self._fitted(self._parsed(asked, (document or AnalysisRequest).tensors, shapes_alone), document)
+
+    def _fitted(self, members: dict[str, Any], document: type[AttendRequest] | None) -> tuple[AttendRequest, HeldLayer]:
         request = validate(document or (AnalysisRequest if "metrics" in members else AttendRequest), members)
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
@@ -63,14 +67,29 @@ class Decoder:
 
     def bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> Bound:
         """The call of a request that fits its layer and is admitted."""
-        request, layer = self.fitted(asked, document)
+        members = self._parsed(asked, document.tensors)
+        shape = shape_of(members) if document is AttendRequest else None
+        if shape is not None and (bound := self._as_before(shape, members)) is not None:
+            return bound
+        request, layer = self._fitted(members, document)
         predicted = predict(request, layer.spec)
         problems, in_parts = self.refusals(request, predicted)
         if problems:
             raise TooLarge(problems=problems)
         call = bind(request, layer.spec)
         call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        if shape is not None:
+            layer.prepared.keep(shape, request, call, predicted, in_parts)
         return Bound(request, layer, call, predicted, in_parts)
+
+    def _as_before(self, shape: Hashable, members: dict[str, Any]) -> Bound | None:
+        """The call of a request that differs from an earlier one of its layer in its numbers alone."""
+        name = members.get("layer", DEFAULT_LAYER)
+        layer = self.catalogue.get(name) if isinstance(name, str) else None
+        prepared = None if layer is None else layer.prepared.get(shape)
+        if layer is None or prepared is None:
+            return None
+        return Bound(prepared.request, layer, prepared.filled(members, layer.spec), prepared.cost, prepared.in_parts)
 
     def refusals(self, request: AttendRequest, predicted: cost.Cost) -> tuple[list[Problem], bool]:
         """Why the request is not taken, none if it is; and whether it is to be cut among shards."""

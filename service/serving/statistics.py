@@ -4,7 +4,7 @@ Metrics tell an operator about the process; this tells a caller about a layer. P
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from service.serving.metrics import Phases
@@ -31,9 +31,7 @@ class Statistics:
     wall: Callable[[], float] = time.time
     last: float = 0.0  # when the last one was answered, in seconds since 1970
     items: int = 0  # of the batch axis, in calls that were answered
-    success: Tally = field(default_factory=Tally)
     fail: Tally = field(default_factory=Tally)
-    phases: dict[str, Tally] = field(default_factory=lambda: _tallies())
     batches: dict[int, dict[str, Tally]] = field(default_factory=dict)
 
     @property
@@ -41,20 +39,30 @@ class Statistics:
         """Batches computed. A caller who left in the meantime is missing among the calls, but not his batch."""
         return sum(-(-phases["compute"].count // calls) for calls, phases in self.batches.items())
 
+    @property
+    def phases(self) -> dict[str, Tally]:
+        """The phases of all calls that were answered."""
+        return {name: _sum(batch[name] for batch in self.batches.values()) for name in PHASES}
+
+    @property
+    def success(self) -> Tally:
+        """The calls that were answered, from decoding to encoding."""
+        phases = self.phases.values()
+        return Tally(max(phase.count for phase in phases), sum(phase.ns for phase in phases))
+
     def answered(self, phases: Phases, items: int, calls: int) -> None:
         """One call with `items` on its batch axis, computed among `calls`."""
         self.last = self.wall()
         self.items += items
-        batch = self.batches.setdefault(calls, _tallies())
-        for name in PHASES:
-            seconds = getattr(phases, name)
-            self.phases[name].add(seconds)
-            batch[name].add(seconds)
-        self.success.add(phases.decode + phases.queue + phases.compute + phases.encode)
+        if (batch := self.batches.get(calls)) is None:
+            batch = self.batches[calls] = {name: Tally() for name in PHASES}
+        for name, tally in batch.items():
+            tally.add(getattr(phases, name))
 
     def failed(self, seconds: float) -> None:
         self.fail.add(seconds)
 
 
-def _tallies() -> dict[str, Tally]:
-    return {name: Tally() for name in PHASES}
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    counted = list(tallies)
+    return Tally(sum(tally.count for tally in counted), sum(tally.ns for tally in counted))

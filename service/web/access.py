@@ -4,11 +4,12 @@ Plain ASGI: it sees headers and sizes, never a payload. A request's record trave
 what the log should say.
 """
 
-import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from random import getrandbits
 from typing import Any, Protocol
 
 import structlog
@@ -162,9 +163,10 @@ def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
-    return os.urandom(8).hex()
+    return f"{getrandbits(64):016x}"
 
 
+@lru_cache(256)  # a server is asked for few paths, again and again
 def endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
     if ENDPOINTS.fullmatch(path):

@@ -20,6 +20,7 @@ from service.wire.analysis import AnalysisReply
 from service.wire.documents import AttendReply, Plan
 from service.wire.negotiation import JSON, SAFETENSORS
 
+JOINED = 32 * 1024  # bytes of a reply up to which copying its pieces costs less than sending each of them
 BINARY = {"type": "string", "format": "binary"}
 
 
@@ -38,17 +39,19 @@ class Attend:
 
 
 async def send_answer(answer: Answer, asked: Asked, start: list[tuple[bytes, bytes]], scope: Scope, send: Send) -> None:
-    """Sends a reply piece by piece; `start` are the headers that say what it is."""
+    """Sends a reply, a large one piece by piece; `start` are the headers that say what it is."""
     record = scope["attend"]
     record.phases, record.about = answer.phases, answer.about
-    start.append((b"content-length", str(sum(map(len, answer.pieces))).encode()))
+    size = sum(map(len, answer.pieces))
+    pieces = answer.pieces if size > JOINED else [b"".join(answer.pieces)]
+    start.append((b"content-length", str(size).encode()))
     start.append((b"server-timing", answer.phases.server_timing().encode()))
     if asked.reply_coding:
         start.append((b"content-encoding", asked.reply_coding.encode()))
     await send({"type": "http.response.start", "status": 200, "headers": start})
-    for piece in answer.pieces[:-1]:
+    for piece in pieces[:-1]:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": answer.pieces[-1]})
+    await send({"type": "http.response.body", "body": pieces[-1]})
 
 
 def demand_started(engine: Engine) -> None:

@@ -105,7 +105,7 @@ class Reader:
             raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
         members: dict[str, Any] = {}
         for key in document.keys():  # noqa: SIM118  # a proxy is no iterable; its items() would make Python objects of everything
-            place = at + pointer([key])
+            place = f"{at}/{key}" if key in kinds else at + pointer([key])
             if "\0" in key:  # simdjson would look up what stands before it
                 raise InvalidRequest.where(place, "no field of that name", "a null character in a name")
             value = document[key]
@@ -166,7 +166,10 @@ class Reader:
         return self._regular(numbers.reshape(shape))
 
     def _regular(self, array: Array) -> Array:
-        self.brackets += sum(math.prod(array.shape[:i]) for i in range(array.ndim))
+        lists = 1
+        for length in array.shape:
+            self.brackets += lists
+            lists *= length
         return array
 
     def _form(self, value: Any, kind: Kind, at: str) -> Array:
@@ -214,9 +217,11 @@ def _rows_agree(value: Any, shape: list[int]) -> bool:
     """Whether every list of lists has the length that the first one of its level has, as deep as `shape` goes."""
     if len(shape) == 1:
         return True
-    if len(shape) == 2:
-        return all(isinstance(row, simdjson.Array) and len(row) == shape[1] for row in value)
-    return all(isinstance(row, simdjson.Array) and len(row) == shape[1] and _rows_agree(row, shape[1:]) for row in value)
+    try:
+        agree = set(map(len, value)) == {shape[1]}
+    except TypeError:  # a number among the lists; strings and objects, which have a length too, `as_buffer` has refused
+        return False
+    return agree and (len(shape) == 2 or all(_rows_agree(row, shape[1:]) for row in value))
 
 
 def _count(body: bytes, character: bytes) -> int:
