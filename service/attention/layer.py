@@ -2,10 +2,11 @@
 
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
-There are two ways. `_form` makes the weights, block of query rows by block, of `scores` and `softmax`, and is the only one that knows
-dropout, caps and log-sum-exp. `_fuse` hands the rows to torch's fused attention, which never makes them, and is taken when nobody asked.
-Both leave a blocked key exactly no influence. torch's own `nn.MultiheadAttention` is not used: its fast path ignores masks
-silently, and what it does with fully masked rows depends on flags; it serves as an oracle in the tests.
+There are two ways, and a short cut. `_form` makes the weights, block of query rows by block, of `scores` and `softmax`, and is the only
+one that knows dropout, caps and log-sum-exp. `_fuse` hands the rows to torch's fused attention, which never makes them, and is taken when
+nobody asked. Both leave a blocked key exactly no influence. Short calls without masks are one operation of torch's, in `whole`.
+`nn.MultiheadAttention` is not used: it ignores masks silently where it is fast, and what it does with fully masked rows depends on flags.
+It serves as an oracle in the tests.
 
 Knows no request: a `Call` is taken at its word.
 """
@@ -27,6 +28,7 @@ from service.attention.projections import Projections
 from service.attention.scores import Scores
 from service.attention.selection import narrowed, selection
 from service.attention.softmax import log_sum_exp, softmax, weighted
+from service.attention.whole import Whole, as_whole
 from service.spec import PROJECTIONS, LayerSpec
 
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
@@ -44,6 +46,7 @@ class MultiHeadAttention:
         self.projections = Projections(spec, weights)
         self.scores = Scores(spec, self.projections.weights, device)
         self.groups = spec.num_heads // spec.num_kv_heads  # query heads that share a head of keys and values
+        self.whole: Whole | None = None  # what takes short and plain calls, once tuned
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -54,11 +57,14 @@ class MultiHeadAttention:
     def tune(self) -> None:
         """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
         self.projections.tune()
+        self.whole = as_whole(self.spec, self.weights, self.device, self._attend)
 
     @torch.inference_mode()
     def __call__(self, call: Call) -> Result:
         """What `call.outputs` asks for. Tensors come in the layer's dtype, scores and weights of half layers in float32."""
         set_precision(self.spec.matmul_precision)
+        if self.whole is not None and self.whole.takes(call):
+            return self.whole(call)
         result = self._attend(call)
         if call.reduction is not None:
             result = replace(result, tensors=result.tensors | call.reduction(self.weigh(call, *self.projections.project(call)[:2])))

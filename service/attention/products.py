@@ -28,9 +28,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The rows that decide are those of one item: how many items are computed together must not choose another product for any of them.
     """
     rows = x.shape[-2]
-    if rows >= ROWS[0] and rows >= _threshold.get((weight.shape, torch.get_num_threads()), math.inf) and _applies(x, weight):
+    if rows >= ROWS[0] and rows >= rows_for_onednn(weight) and _applies(x, weight):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def rows_for_onednn(weight: Tensor) -> float:
+    """From how many rows of an item on the product with this weight is oneDNN's, as far as it has been measured."""
+    return _threshold.get((weight.shape, torch.get_num_threads()), math.inf)
 
 
 def _applies(x: Tensor, weight: Tensor) -> bool:

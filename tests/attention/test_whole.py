@@ -1,0 +1,162 @@
+"""The short cut for short calls: the same numbers as the layer's own way, for no call that it cannot do, and none where torch lacks it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.attention.call import Call
+from service.attention.initialise import draw_weights
+from service.attention.layer import MultiHeadAttention
+from service.attention.masks import Masks
+from service.attention.whole import OUTPUTS, ROWS
+from service.spec import LayerSpec
+
+CPU = torch.device("cpu")
+TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
+
+
+def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
+    """A layer that may take the short cut, where it is one that can, and the same that has never been told of it."""
+    spec = LayerSpec.model_validate(fields)
+    weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
+    tuned, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
+    tuned.tune()
+    return tuned, plain
+
+
+def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **fields: Any) -> Call:
+    spec = layer.spec
+    draw = torch.randn(3, batch, rows, spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
+    masks = fields.pop("masks", Masks(torch.arange(rows)[None], rows, aligned=True))
+    return replace(Call(*draw.unbind(0), masks, spec.scale, OUTPUTS), **fields)
+
+
+def distance(layer: MultiHeadAttention, plain: MultiHeadAttention, call: Call) -> float:
+    got, wanted = layer(call).tensors, plain(call).tensors
+    assert got.keys() == wanted.keys()
+    return max(float((got[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in got)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    heads=st.sampled_from([1, 2, 3, 5, 8]),
+    width=st.sampled_from([1, 2, 3, 7, 8, 16]),
+    batch=st.integers(1, 5),
+    rows=st.integers(1, ROWS),
+    dtype=st.sampled_from(["float32", "float64"]),
+    outputs=st.sampled_from([OUTPUTS, frozenset({"output"}), frozenset({"attention_weights"})]),
+    shared=st.booleans(),
+)
+def test_its_numbers_are_those_of_the_long_way(
+    heads: int, width: int, batch: int, rows: int, dtype: str, outputs: frozenset[str], shared: bool
+) -> None:
+    layer, plain = make(d_model=heads * width, num_heads=heads, dtype=dtype, seed=rows, init="torch_mha")
+    call = call_of(layer, batch, rows, outputs=outputs)
+    call = replace(call, key=call.query, value=call.query) if shared else call
+    assert layer.whole is not None
+    assert layer.whole.takes(call)
+    assert distance(layer, plain, call) <= TOLERANCE[dtype]
+
+
+def rows_masks(rows: int, **fields: Any) -> Masks:
+    return Masks(torch.arange(rows)[None], rows, **fields)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"masks": rows_masks(7, right=0, aligned=True)},
+        {"masks": rows_masks(7, left=2)},
+        {"masks": rows_masks(7, lengths=torch.tensor([[3], [7]]))},
+        {"masks": rows_masks(7, keys=torch.tensor([[True] * 6 + [False]]))},
+        {"masks": rows_masks(7, pairs=torch.eye(7, dtype=torch.bool)[None, None])},
+        {"masks": rows_masks(7, bias=torch.ones(1, 1, 7, 7) * torch.arange(7.0))},
+        {"scale": 0.1},
+        {"softcap": 0.5},
+        {"dropout": (0.5, 3)},
+        {"head_scale": torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1)},
+        {"heads": (1,)},
+        {"queries": (4, 0)},
+        {"average": True},
+        {"top_k": 2},
+        {"reproducible": True},
+        {"outputs": frozenset({"output", "scores"})},
+    ],
+    ids=str,
+)
+def test_calls_that_want_more_go_the_long_way(more: dict[str, Any]) -> None:
+    layer, plain = make(d_model=6, num_heads=3)
+    call = call_of(layer, 2, 7, **more)
+    assert layer.whole is not None
+    assert not layer.whole.takes(call)
+    got, wanted = layer(call).tensors, plain(call).tensors
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+@pytest.mark.parametrize("rows", [(ROWS + 1, ROWS + 1), (3, 5), (0, 0), (0, 4)])
+def test_long_calls_and_uneven_ones_go_the_long_way(rows: tuple[int, int]) -> None:
+    layer, plain = make(d_model=6, num_heads=3)
+    queries, keys = (torch.ones(1, n, 6) for n in rows)
+    call = Call(queries, keys, keys, rows_masks(rows[1]), layer.spec.scale, OUTPUTS)
+    assert layer.whole is not None
+    assert not layer.whole.takes(call)
+    assert torch.equal(layer(call).tensors["output"], plain(call).tensors["output"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kv_heads": 1},
+        {"head_dim": 4},
+        {"value_head_dim": 5},
+        {"key_dim": 5},
+        {"output_dim": 5},
+        {"bias": False},
+        {"bias": {"query": True, "key": False, "value": True, "output": True}},
+        {"projections": False},
+        {"scale": 1.0},
+        {"softcap": 1.0},
+        {"window": {"left": 2, "right": 0}},
+        {"rope": {"theta": 100.0}},
+        {"alibi": True},
+        {"sinks": True},
+        {"qk_norm": {"kind": "rms"}},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_layers_of_other_kinds_do_not_have_it(fields: dict[str, Any]) -> None:
+    assert make(**{"d_model": 6, "num_heads": 3, **fields})[0].whole is None
+
+
+def test_what_overflows_overflows_either_way() -> None:
+    layer, plain = make(d_model=6, num_heads=3)
+    call = call_of(layer, 1, 4)
+    huge = replace(call, query=call.query * 1e30, key=call.key * 1e30)
+    for name in OUTPUTS:
+        assert torch.equal(layer(huge).tensors[name].isfinite(), plain(huge).tensors[name].isfinite())
+
+
+def missing(*_: Any) -> Any:
+    raise AttributeError("_native_multi_head_attention")
+
+
+def refusing(*_: Any) -> Any:
+    raise RuntimeError("not with these arguments")
+
+
+def wrong(query: torch.Tensor, *_: Any) -> Any:
+    return query * 1.001, torch.ones(query.shape[0], 3, query.shape[1], query.shape[1])
+
+
+@pytest.mark.parametrize("operation", [missing, refusing, wrong])
+def test_a_torch_that_lacks_it_or_does_otherwise_computes_the_long_way(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_native_multi_head_attention", operation)
+    layer, plain = make(d_model=6, num_heads=3)
+    assert layer.whole is None
+    assert distance(layer, plain, call_of(layer, 2, 7)) == 0
