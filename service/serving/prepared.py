@@ -7,11 +7,10 @@ tensors than the three are looked at every time.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 
 from service.attention.call import Call
 from service.serving.bind import sequences
@@ -26,17 +25,17 @@ LONGEST = 512  # characters of plain fields: longer ones are hardly sent twice
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All of a bound request but the numbers: in `request` and `call` stand tensors that take no memory."""
+    """All of a bound request but the numbers: in `request` stand arrays that take no memory, and `options` is the rest of its call."""
 
     request: AttendRequest
-    call: Call
+    options: dict[str, Any]
     cost: Cost
     in_parts: bool
 
     def filled(self, members: Mapping[str, Any], spec: LayerSpec) -> Call:
         """The call with these numbers. Raises InvalidRequest where one is not finite in the layer's dtype."""
         query, key, value = sequences(members["query"], members.get("key"), members.get("value"), spec)
-        return replace(self.call, query=query, key=key, value=value)
+        return Call(query, key, value, **self.options)
 
 
 class PreparedRequests:
@@ -54,9 +53,8 @@ class PreparedRequests:
             self._prepared.pop(next(iter(self._prepared), None), None)
         arrays = {name: array for name in SEQUENCES if (array := getattr(request, name)) is not None}
         hollow = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
-        nothing = torch.empty(0)
-        emptied = replace(call, query=nothing, key=nothing, value=nothing)
-        self._prepared[shape] = Prepared(request.model_copy(update=hollow), emptied, cost, in_parts)
+        options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCES}
+        self._prepared[shape] = Prepared(request.model_copy(update=hollow), options, cost, in_parts)
 
 
 def shape_of(members: Mapping[str, Any]) -> Hashable | None:
