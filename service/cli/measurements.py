@@ -95,11 +95,11 @@ def _path(spec: LayerSpec, media: str, device: str) -> Callable[[bytes], object]
     import torch
 
     from service.serving.batches import Entry
+    from service.serving.computing import compute
     from service.serving.cost import ServingLimits
     from service.serving.engine import open_engine
     from service.serving.exchange import Asked
     from service.serving.replying import written
-    from service.serving.scheduler import compute
     from service.wire.limits import WireLimits
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

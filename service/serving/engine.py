@@ -23,6 +23,7 @@ from service.serving import cost
 from service.serving.batches import BatchLimits
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.computing import Outcome
 from service.serving.decoding import Decoder, predict
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
@@ -31,7 +32,7 @@ from service.serving.loading import Source, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
 from service.serving.replying import plan_of, refuse_empty, written
-from service.serving.scheduler import Outcome, QueueLimits, Scheduler
+from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
 from service.serving.shelf import Shelf
 from service.serving.statistics import Statistics

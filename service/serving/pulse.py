@@ -8,7 +8,8 @@ from service.errors import AttendError
 from service.serving import cost
 from service.serving.bind import bind
 from service.serving.catalogue import HeldLayer
-from service.serving.scheduler import Outcome, Scheduler
+from service.serving.computing import Outcome
+from service.serving.scheduler import Scheduler
 from service.wire.documents import AttendRequest
 
 SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operations of the call that measures the device

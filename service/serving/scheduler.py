@@ -3,8 +3,8 @@
     submit -> waiting -> take -> stack -> compute -> split -> settle
 
 What is there when the device is free is the batch; nothing waits for company unless a delay is set. A future is settled only if it is
-not done; a call whose caller has gone is dropped before it costs anything. An exception anywhere between take and split reaches every
-call of its batch, and the loop goes on. Out of memory splits the batch and tries the halves.
+not done; a call whose caller has gone is dropped before it costs anything. Whatever fails reaches every call of its batch, and the loop
+goes on.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from functools import partial
 
 import torch
 
-from service.attention.analysis.measure import measure
-from service.attention.call import Call, Result
-from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem, ServiceFault
-from service.serving.batches import BatchLimits, Entry, halves, split, stack, take
+from service.attention.call import Call
+from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem
+from service.serving.batches import BatchLimits, Entry, take
 from service.serving.catalogue import HeldLayer
+from service.serving.computing import Outcome, Settled, compute, failure
 from service.serving.cost import Cost
 from service.serving.metrics import Metrics
 
@@ -40,16 +40,6 @@ class QueueLimits:
     operations: int = 2_000_000_000_000
     memory_bytes: int = 1 << 31
     delay: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A result, the seconds it waited and took, and how many calls it was computed with."""
-
-    result: Result
-    queue: float
-    compute: float
-    batch: int
 
 
 class Scheduler:
@@ -209,7 +199,7 @@ class Scheduler:
         except Exception as error:  # whatever it is, nobody may wait for ever
             self.waiting = deque(entry for entry in self.waiting if entry not in everyone)
             self._count()
-            self._finish(loop, [(entry, _failure(error)) for entry in everyone])
+            self._finish(loop, [(entry, failure(error)) for entry in everyone])
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
         operations = sum(entry.cost.operations for entry in batch)
@@ -232,7 +222,7 @@ class Scheduler:
         if abandoned:
             self.metrics.abandoned(len(abandoned))
 
-    def _finish(self, loop: asyncio.AbstractEventLoop, settled: "Settled") -> None:
+    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
         self._busy = False
         if any(isinstance(outcome, Outcome) for _, outcome in settled):
             self._moved()
@@ -243,53 +233,6 @@ class Scheduler:
                 self._rate += 0.1 * (entry.cost.operations * outcome.batch / outcome.compute - self._rate)
             entry.settle(outcome)
         self._next(loop)
-
-
-Settled = Sequence[tuple[Entry, Outcome | AttendError]]
-
-
-def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
-    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch.
-
-    `splitting` is told of each batch that did not fit into memory and is tried in halves.
-    """
-    started = clock()
-    try:
-        result = run(batch[0].layer, stack([entry.call for entry in batch]))
-        results = split(_on_cpu(result), [entry.call.query.shape[0] for entry in batch])
-    except Exception as error:
-        failed, results = _failure(error), None
-    if results is not None:
-        took = clock() - started
-        return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
-    if isinstance(failed, OutOfMemory) and len(batch) > 1:
-        splitting()
-        return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
-    return [(entry, failed) for entry in batch]
-
-
-def run(layer: HeldLayer, call: Call) -> Result:
-    """The call through its layer, or its metrics. A reproducible one takes one thread, whatever the server was given."""
-    call = call.to(layer.attention.device)
-    if not call.reproducible:
-        return _answer(layer, call)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _answer(layer, call)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _answer(layer: HeldLayer, call: Call) -> Result:
-    return layer.attention(call) if call.question is None else measure(layer.attention, call)
-
-
-def _on_cpu(result: Result) -> Result:
-    if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
-        return result
-    empty = None if result.empty is None else result.empty.cpu()
-    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
 
 
 def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -> None:
@@ -303,15 +246,3 @@ def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -
 
 def _too_late() -> DeadlinePassed:
     return DeadlinePassed("the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _failure(error: Exception) -> AttendError:
-    if _is_out_of_memory(error):
-        return OutOfMemory("the call passed admission, but the memory for it was not there")
-    fault = ServiceFault("computing failed")
-    fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much
-    return fault

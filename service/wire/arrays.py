@@ -5,6 +5,8 @@ array whose dtype suits its kind. Shapes that must agree with other fields are `
 once, when an array is cast to the layer's dtype.
 """
 
+import binascii
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -56,6 +58,23 @@ def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], a
         raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
     array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
     return array if array.flags.aligned else array.copy()
+
+
+def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+    """The array whose bytes the text holds. Raises InvalidRequest where it does not hold just these."""
+    if not isinstance(text, str):
+        raise InvalidRequest.where(at, "a base64 string", shown(text))
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True) if text else b""
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {BY_NUMPY[dtype].name}"
+        raise InvalidRequest.where(at, wanted, str(len(data)))
+    array = np.frombuffer(data, dtype)
+    if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
+        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
+    return array.reshape(shape)
 
 
 def there(array: Array) -> Array:

@@ -6,7 +6,6 @@ keys that stand twice (it keeps one), ragged rows (it flattens: so the rows are 
 odd is gone through again, slowly, to name the place; that scan also decides where simdjson refuses what JSON allows.
 """
 
-import binascii
 import math
 import threading
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ import simdjson
 
 from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_NUMPY, DATATYPES, Array
-from service.wire.arrays import MAX_RANK, Kind
+from service.wire.arrays import MAX_RANK, Kind, array_of_base64
+from service.wire.json_lists import array_of_lists
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
@@ -98,7 +98,7 @@ class Reader:
         """After everything has been read: at every row, where a list may stand among numbers, or strings may hide brackets."""
         if self.nested and (self.escaped or self.brackets != self.lists):
             for value, kind, at in self.nested:
-                _from_list(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
+                array_of_lists(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
 
     def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
         if len(document) > self.limits.tensors:
@@ -145,7 +145,7 @@ class Reader:
 
     def _nested(self, value: Any, kind: Kind, at: str) -> Array:
         if isinstance(value, list):
-            return _from_list(value, kind, at)
+            return array_of_lists(value, kind, at)
         shape, rows = [], value
         while isinstance(rows, simdjson.Array):
             shape.append(len(rows))
@@ -155,13 +155,13 @@ class Reader:
                 break
             rows = rows[0]
         if len(shape) > MAX_RANK or 0 in shape:
-            return _from_list(value.as_list(), kind, at)
+            return array_of_lists(value.as_list(), kind, at)
         try:
             numbers = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
         except TypeError:  # booleans, strings or nulls among the numbers
-            return self._regular(_from_list(value.as_list(), kind, at))
+            return self._regular(array_of_lists(value.as_list(), kind, at))
         if numbers.size != math.prod(shape) or not _rows_agree(value, shape):
-            return _from_list(value.as_list(), kind, at)  # raises with the place
+            return array_of_lists(value.as_list(), kind, at)  # raises with the place
         self.nested.append((value, kind, at))
         return self._regular(numbers.reshape(shape))
 
@@ -188,7 +188,7 @@ class Reader:
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
         if "base64" in keys:
-            return _from_base64(value["base64"], shape, dtype, f"{at}/base64")
+            return array_of_base64(_python(value["base64"]), shape, dtype, f"{at}/base64")
         if "data" not in keys:
             if not self.shapes_alone:
                 raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
@@ -252,71 +252,3 @@ def shape_of(value: Any, at: str) -> tuple[int, ...]:
     if math.prod(value) >= 2**48:
         raise TooLarge.where(at, "fewer than 2^48 elements", str(math.prod(value)))
     return tuple(value)
-
-
-def _from_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-    if not isinstance(text, str):
-        raise InvalidRequest.where(at, "a base64 string", shown(_python(text)))
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True) if text else b""
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
-    if len(data) != math.prod(shape) * dtype.itemsize:
-        wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {BY_NUMPY[dtype].name}"
-        raise InvalidRequest.where(at, wanted, str(len(data)))
-    array = np.frombuffer(data, dtype)
-    if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
-        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
-    return array.reshape(shape)
-
-
-def _from_list(value: list[Any], kind: Kind, at: str) -> Array:
-    """The slow way: Python lists, every row looked at. Returns the array, or raises InvalidRequest at the first fault."""
-    shape: list[int] = []
-    rows: Any = value
-    while isinstance(rows, list):
-        shape.append(len(rows))
-        rows = rows[0] if rows else None
-    if len(shape) > MAX_RANK:
-        raise InvalidRequest.where(at, f"at most {MAX_RANK} nested lists", f"{len(shape)}")
-    allowed = {"number": {int, float}, "bias": {int, float, str}, "mask": {int, float, bool}, "count": {int, float}}[kind]
-    _examine(value, shape, allowed, kind, at)
-    if 0 in shape:
-        raise InvalidRequest.where(at, 'a form with "shape" where an axis has length 0', "an empty list")
-    try:
-        return np.array(value, dtype=np.float64)
-    except OverflowError:
-        raise InvalidRequest.where(at + _overflowing(value), "a number within the range of a float64", "an integer far beyond it") from None
-
-
-def _overflowing(value: Any) -> str:
-    """Where the first integer stands that no float64 holds."""
-    for i, item in enumerate(value):
-        if isinstance(item, list):
-            if below := _overflowing(item):
-                return f"/{i}{below}"
-        elif isinstance(item, int) and abs(item) >= 2**1024:
-            return f"/{i}"
-    return ""
-
-
-def _examine(value: Any, shape: list[int], allowed: set[type], kind: Kind, at: str) -> None:
-    if not isinstance(value, list):
-        raise InvalidRequest.where(at, f"a list of {shape[0]}", shown(value))
-    if len(value) != shape[0]:
-        raise InvalidRequest.where(at, f"{shape[0]} values, as in the rows before", str(len(value)))
-    if len(shape) > 1:
-        for i, row in enumerate(value):
-            _examine(row, shape[1:], allowed, kind, f"{at}/{i}")
-        return
-    if set(map(type, value)) <= allowed and (kind != "bias" or all(v == "-inf" for v in value if isinstance(v, str))):
-        return
-    words = {
-        "number": "a number",
-        "bias": 'a number or "-inf"',
-        "mask": "0, 1, true or false",
-        "count": "a whole number",
-    }[kind]
-    for i, item in enumerate(value):
-        if type(item) not in allowed or (isinstance(item, str) and item != "-inf"):
-            raise InvalidRequest.where(f"{at}/{i}", words, shown(item))

@@ -25,7 +25,7 @@ from service.attention.reference_masks import blocked_by_keys, place_queries
 from service.client import AnalysisResult, Client
 from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
-from service.serving import scheduler
+from service.serving import computing
 from service.serving.cost import ServingLimits
 from service.serving.engine import open_engine
 from service.serving.exchange import Asked
@@ -394,7 +394,7 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
         await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
         return b"".join((await engine.analyse(Asked(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
-    monkeypatch.setattr(scheduler, "measure", watched)
+    monkeypatch.setattr(computing, "measure", watched)
     engine = open_engine("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))

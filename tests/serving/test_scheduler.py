@@ -19,15 +19,16 @@ import uvicorn
 
 from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
-from service.serving import batches, scheduler
+from service.serving import batches, computing, scheduler
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.computing import Outcome
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.engine import open_engine
 from service.serving.exchange import Asked
 from service.serving.metrics import Metrics
-from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, Outcome, QueueLimits, Scheduler
+from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, QueueLimits, Scheduler
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_app
@@ -378,7 +379,7 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, operations:
             monkeypatch.setattr(bench.metrics, "batched", Once(bench.metrics.batched))
         else:
             name = {"sizing": "take", "stacking": "stack", "splitting": "split"}[stage]
-            monkeypatch.setattr(scheduler, name, Once(getattr(batches, name)))
+            monkeypatch.setattr(scheduler if name == "take" else computing, name, Once(getattr(batches, name)))
         calls = [request(b, seed=b) for b in (1, 2, 3)]
 
         outcomes = await settled(*(bench.start(call, operations) for call in calls))
@@ -978,7 +979,7 @@ def test_law_9_splitting_can_be_what_runs_out() -> None:
             return batches.stack(calls)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "stack", stack)
+            patch.setattr(computing, "stack", stack)
             bench.attention.door.set()
             outcomes = await settled(busy, *tasks)
         assert_answers(outcomes[1:], [request(2)] * 4)

@@ -1,0 +1,85 @@
+"""A batch -> what every call of it gets: stacked, computed on the device, split. Knows no queue and no event loop.
+
+An exception anywhere on that way reaches every call of the batch. Out of memory splits the batch and tries the halves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from service.attention.analysis.measure import measure
+from service.attention.call import Call, Result
+from service.errors import AttendError, OutOfMemory, ServiceFault
+from service.serving.batches import Entry, halves, split, stack
+from service.serving.catalogue import HeldLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result, the seconds it waited and took, and how many calls it was computed with."""
+
+    result: Result
+    queue: float
+    compute: float
+    batch: int
+
+
+Settled = Sequence[tuple[Entry, Outcome | AttendError]]
+
+
+def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
+    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch.
+
+    `splitting` is told of each batch that did not fit into memory and is tried in halves.
+    """
+    started = clock()
+    try:
+        result = run(batch[0].layer, stack([entry.call for entry in batch]))
+        results = split(_on_cpu(result), [entry.call.query.shape[0] for entry in batch])
+    except Exception as error:
+        failed, results = failure(error), None
+    if results is not None:
+        took = clock() - started
+        return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
+    if isinstance(failed, OutOfMemory) and len(batch) > 1:
+        splitting()
+        return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
+    return [(entry, failed) for entry in batch]
+
+
+def run(layer: HeldLayer, call: Call) -> Result:
+    """The call through its layer, or its metrics. A reproducible one takes one thread, whatever the server was given."""
+    call = call.to(layer.attention.device)
+    if not call.reproducible:
+        return _answer(layer, call)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _answer(layer, call)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _answer(layer: HeldLayer, call: Call) -> Result:
+    return layer.attention(call) if call.question is None else measure(layer.attention, call)
+
+
+def _on_cpu(result: Result) -> Result:
+    if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
+        return result
+    empty = None if result.empty is None else result.empty.cpu()
+    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def failure(error: Exception) -> AttendError:
+    """What is told of an error to every call of its batch."""
+    if _is_out_of_memory(error):
+        return OutOfMemory("the call passed admission, but the memory for it was not there")
+    fault = ServiceFault("computing failed")
+    fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much
+    return fault

@@ -1,0 +1,62 @@
+"""Python lists -> arrays, every row looked at: the slow way, which finds the place of what is wrong in a tensor."""
+
+from typing import Any
+
+import numpy as np
+
+from service.errors import InvalidRequest
+from service.tensors import Array
+from service.wire.arrays import MAX_RANK, Kind
+from service.wire.refusals import shown
+
+
+def array_of_lists(value: list[Any], kind: Kind, at: str) -> Array:
+    """The array in float64. Raises InvalidRequest at the first fault."""
+    shape: list[int] = []
+    rows: Any = value
+    while isinstance(rows, list):
+        shape.append(len(rows))
+        rows = rows[0] if rows else None
+    if len(shape) > MAX_RANK:
+        raise InvalidRequest.where(at, f"at most {MAX_RANK} nested lists", f"{len(shape)}")
+    allowed = {"number": {int, float}, "bias": {int, float, str}, "mask": {int, float, bool}, "count": {int, float}}[kind]
+    _examine(value, shape, allowed, kind, at)
+    if 0 in shape:
+        raise InvalidRequest.where(at, 'a form with "shape" where an axis has length 0', "an empty list")
+    try:
+        return np.array(value, dtype=np.float64)
+    except OverflowError:
+        raise InvalidRequest.where(at + _overflowing(value), "a number within the range of a float64", "an integer far beyond it") from None
+
+
+def _overflowing(value: Any) -> str:
+    """Where the first integer stands that no float64 holds."""
+    for i, item in enumerate(value):
+        if isinstance(item, list):
+            if below := _overflowing(item):
+                return f"/{i}{below}"
+        elif isinstance(item, int) and abs(item) >= 2**1024:
+            return f"/{i}"
+    return ""
+
+
+def _examine(value: Any, shape: list[int], allowed: set[type], kind: Kind, at: str) -> None:
+    if not isinstance(value, list):
+        raise InvalidRequest.where(at, f"a list of {shape[0]}", shown(value))
+    if len(value) != shape[0]:
+        raise InvalidRequest.where(at, f"{shape[0]} values, as in the rows before", str(len(value)))
+    if len(shape) > 1:
+        for i, row in enumerate(value):
+            _examine(row, shape[1:], allowed, kind, f"{at}/{i}")
+        return
+    if set(map(type, value)) <= allowed and (kind != "bias" or all(v == "-inf" for v in value if isinstance(v, str))):
+        return
+    words = {
+        "number": "a number",
+        "bias": 'a number or "-inf"',
+        "mask": "0, 1, true or false",
+        "count": "a whole number",
+    }[kind]
+    for i, item in enumerate(value):
+        if type(item) not in allowed or (isinstance(item, str) and item != "-inf"):
+            raise InvalidRequest.where(f"{at}/{i}", words, shown(item))
