@@ -110,7 +110,7 @@ def _blocks(
 ) -> Iterator[Block]:
     assert call.question is not None
     first_key = real.to(torch.int8).argmax(-1)  # the first that is open
-    for some, weights, visible in layer.weigh(call, projected[0], projected[1], rows):
+    for some, weights, visible in layer.weigh(call, projected[0], projected[1], empty, rows):
         yield read_block(some, weights, visible, call.masks.positions, empty, first_key, call.question)
 
 
