@@ -151,10 +151,14 @@ class AnalysisRequest(AttendRequest):
 
 
 class AnalysisReply(Document):
-    """Numbers per head, under the names asked for, b dropped where the request has none. What is not defined is null.
+    """Numbers per head, under the names asked for, b dropped where the request has none.
 
     Rows without a key count nowhere, nor does padding: a position that lengths and key masks close, in self-attention as a query too.
     With attention sinks a row is read as shares of what the sinks leave. Means over queries are over those for which the number is defined.
+
+    null is what is not defined, never 0: a number about rows is null where none of them counts, one about two heads where none counts for
+    both, one about keys (`value_norms`, `subspace_disagreement`) where there is nothing but padding. Numbers about the output (from
+    `contribution` on) are of the rows that count for any head, so a head that has none beside others that have some adds 0 to it.
 
     | metric | shape | what it is |
     |---|---|---|
