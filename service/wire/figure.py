@@ -62,7 +62,7 @@ class FigureRequest(AttendRequest):
     @model_validator(mode="after")
     def _item(self) -> Self:
         items = self.query.shape[0] if self.batched else 1
-        if self.figure.item >= items:
+        if items and self.figure.item >= items:
             raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
             raise disagreement("/query", "at least one query and one key to draw", "none")

@@ -200,6 +200,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metrics": ["single_head"], "block_mask": [[[0] * 3] * 3] * 8}, "/block_mask"),
     ({"analysis": {"query_lens": [2]}}, "/analysis/query_lens"),
     ({"analysis": {"query_lens": 4}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": -1}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": [1, 2.5]}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": "all"}}, "/analysis/query_lens"),
     ({"analysis": {"mass": 0}}, "/analysis/mass"),
     ({"analysis": {"local": 3}}, "/analysis/local"),
     ({"metrics": ["contribution"], "direction": [[1.0] * 63] * 3}, "/direction"),
@@ -462,3 +465,52 @@ def test_a_head_without_rows_beside_others(http: httpx.Client) -> None:
     assert metrics["pruning_order"]["heads"][0] == 5 and metrics["pruning_order"]["errors"][0] == 0
     assert metrics["position_disagreement"] is metrics["output_disagreement"] is None
     assert metrics["deviation_across_heads"] == [None] * 3
+
+
+LOUD = [[3e30, 1.0, 0.5, 2.0], [-3e30, 0.5, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "fields"),
+    [
+        (["entropy_per_query"], {}),
+        (["single_head"], {}),
+        (["zero_ablation"], {}),
+        (["strongest_links"], {"valid_lens": 2}),  # under a mask too
+        (["value_norms"], {"reply": {"datatype": "FP16"}}),
+    ],
+    ids=["entropy", "single", "outputs", "masked", "datatype"],
+)
+def test_what_overflows_is_an_error_unless_the_caller_wants_null(
+    client: Client, http: httpx.Client, metrics: list[str], fields: dict[str, Any]
+) -> None:
+    """As in the replies of /attend: a row whose scores overflow is not one that has no key, nor does it fall out of a mean unsaid."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False})
+    body = {"layer": "analysed", "query": LOUD, "metrics": metrics, **fields}
+
+    refused = http.post("/attend/analysis", json=body)
+    taken = http.post("/attend/analysis", json={**body, "reply": {**body.get("reply", {}), "nonfinite": "null"}})
+
+    assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == "/reply/nonfinite"
+    assert taken.status_code == 200
+    assert any(np.isnan(part).any() for part in numbers(taken.json()["metrics"][metrics[0]]))
+
+
+def test_what_is_blocked_may_overflow(client: Client) -> None:
+    """A key that no query may see, and a query that does not count, spoil nothing but what is about them."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False, "dtype": "float32"})
+    rng = np.random.default_rng(14)
+    query, key = rng.standard_normal((3, 4)), rng.standard_normal((4, 4))
+    query[2], key[3] = 3e30, 3e30
+    names = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
+    ends: dict[str, Any] = {"query_offset": 0, "analysis": {"query_lens": 2}}
+
+    spoilt = client.analysis(query, key, layer="analysed", metrics=names, valid_lens=3, **ends)
+    plain = client.analysis(query[:2], key[:3], layer="analysed", metrics=names, query_offset=0)
+
+    for name in names:
+        if SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
+            theirs = plain[name] if isinstance(plain[name], dict) else {"": plain[name]}
+            ours = spoilt[name] if isinstance(spoilt[name], dict) else {"": spoilt[name]}
+            for part, array in theirs.items():
+                np.testing.assert_allclose(ours[part], array, rtol=1e-5, atol=1e-6, err_msg=name)
