@@ -30,8 +30,8 @@ class Visit:
     refused: list[int] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
 
-    def begin(self, layer: str = "default") -> "Visit":
-        """Opens the page and takes a layer."""
+    def open(self) -> None:
+        """Opens the page."""
         page = self.page
         page.add_init_script(BREACHES)
         page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
@@ -39,6 +39,11 @@ class Visit:
         page.on("request", lambda request: self.fetched.append(request.url))
         page.on("response", lambda response: self.refused.append(response.status) if response.status >= 400 else None)
         page.goto(self.url + "/")
+
+    def begin(self, layer: str = "default") -> "Visit":
+        """Opens the page and takes a layer."""
+        self.open()
+        page = self.page
         page.locator("#result[aria-busy=false] #heads button").first.wait_for()
         if page.locator("#layer").input_value() != layer:
             self.asking(lambda: page.select_option("#layer", layer))

@@ -67,7 +67,8 @@ class MultiHeadAttention:
             return self.whole(call)
         result = self._attend(call)
         if call.reduction is not None:
-            result = replace(result, tensors=result.tensors | call.reduction(self.weigh(call, *self.projections.project(call)[:2])))
+            query, key, _ = self.projections.project(call)
+            result = replace(result, tensors=result.tensors | call.reduction(self.weigh(call, query, key, result.empty)))
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
@@ -93,9 +94,9 @@ class MultiHeadAttention:
         if fused is not None:
             made["head_outputs"] = fused
         elif (FORMS | PER_HEAD) & formed:
-            made |= self._form(call, query, key, value, formed)
+            made |= self._form(call, query, key, value, empty, formed)
         if selected:
-            made |= self._select(call, query, key)
+            made |= self._select(call, query, key, empty)
         if PER_HEAD & call.outputs:
             made |= self.merge(made["head_outputs"], call)
         wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
@@ -128,21 +129,23 @@ class MultiHeadAttention:
 
     # The way that makes the weights
 
-    def weigh(self, call: Call, query: Tensor, key: Tensor, blocks: Iterable[slice] | None = None) -> Rows:
+    def weigh(self, call: Call, query: Tensor, key: Tensor, empty: Tensor | None, blocks: Iterable[slice] | None = None) -> Rows:
         """The weights of the call's heads and queries after dropout, with what they may see, a block of query rows at a time.
 
-        `query` and `key` are as `project` returns them, or of as many heads as they have. All blocks together take no more memory than the
-        largest; the caller may say which they are.
+        `query` and `key` are as `project` returns them, `empty` as `empty_rows` does, or of as many heads as they have. All blocks together
+        take no more memory than the largest; the caller may say which they are.
         """
-        call, query, key = narrowed(call, query, key)
+        call, query, key, empty = narrowed(call, query, key, empty)
         batch, heads, num_queries, _ = query.shape
         sinks, kept = self.scores.sinks(call.heads), self._kept(call)
         for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
             visible = call.masks.visible(rows)
             scores = self.scores(call, query[:, :, rows], key, rows, visible, call.heads)
-            yield rows, self._dropped(call, softmax(call, scores, sinks), kept, rows), visible
+            yield rows, self._dropped(call, softmax(call, scores, sinks, _of(empty, rows)), kept, rows), visible
 
-    def _form(self, call: Call, query: Tensor, key: Tensor, value: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def _form(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
         """Scores, log-sum-exp, weights and head outputs, as far as wanted: query rows in blocks, so that [q, k] is held only if asked."""
         batch, heads, num_queries, _ = query.shape
         call = replace(call, heads=None, queries=None) if call.selects else call  # a selection is of the weights alone, and made apart
@@ -157,7 +160,7 @@ class MultiHeadAttention:
                 made.put("log_sum_exp", rows, log_sum_exp(scores, sinks))
             if not (PER_HEAD | {"attention_weights"}) & wanted:
                 continue
-            weights = self._dropped(call, softmax(call, scores, sinks), kept, rows)
+            weights = self._dropped(call, softmax(call, scores, sinks, _of(empty, rows)), kept, rows)
             if PER_HEAD & wanted:
                 outputs = weighted(weights, value, call.masks)
                 made.put("head_outputs", rows, outputs if self.scores.dtype == self.dtype else outputs.to(self.dtype))
@@ -166,10 +169,10 @@ class MultiHeadAttention:
                     made.put(name, rows, tensor)
         return made.tensors
 
-    def _select(self, call: Call, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    def _select(self, call: Call, query: Tensor, key: Tensor, empty: Tensor | None) -> dict[str, Tensor]:
         """The selected weights alone."""
         made = Assembly(len(call.queries or range(query.shape[2])))
-        for rows, weights, _ in self.weigh(call, query, key):
+        for rows, weights, _ in self.weigh(call, query, key, empty):
             for name, tensor in selection(weights, call).items():
                 made.put(name, rows, tensor)
         return made.tensors
@@ -223,3 +226,8 @@ class MultiHeadAttention:
             part = fused(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
             made.put("head_outputs", rows, part if empty is None else part.masked_fill(empty[:, :, rows, None], 0))
         return made.tensors["head_outputs"]
+
+
+def _of(empty: Tensor | None, rows: slice) -> Tensor | None:
+    """Which of these rows have no key; None where none of all is without."""
+    return None if empty is None else empty[:, :, rows]

@@ -8,22 +8,25 @@ from torch import Tensor
 from service.attention.call import Call
 
 
-def narrowed(call: Call, query: Tensor, key: Tensor) -> tuple[Call, Tensor, Tensor]:
-    """The call of its selected heads and queries alone, with query [b, heads, queries, d] and key [b, heads, k, d] of these.
+def narrowed(call: Call, query: Tensor, key: Tensor, empty: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor | None]:
+    """The call of its selected heads and queries alone, with query [b, heads, queries, d], key [b, heads, k, d] and the rows without a
+    key, `empty` [b, heads, queries], of these.
 
-    `query` and `key` are those of all heads and queries, and come back as they are where nothing is selected. The masks are narrowed, so
-    that rows count from the first selected query; `heads` and `queries` then say which they were.
+    `query`, `key` and `empty` are those of all heads and queries, and come back as they are where nothing is selected. The masks are
+    narrowed, so that rows count from the first selected query; `heads` and `queries` then say which they were.
     """
     if not call.selects:
-        return call, query, key
+        return call, query, key, empty
     heads, queries = call.heads or tuple(range(query.shape[1])), call.queries or tuple(range(query.shape[2]))
     groups = query.shape[1] // key.shape[1]
-    at = torch.tensor(heads, device=query.device)
-    query, key = query.index_select(1, at), key.index_select(1, at // groups)
+    heads_at = torch.tensor(heads, device=query.device)
+    query, key = query.index_select(1, heads_at), key.index_select(1, heads_at // groups)
+    empty = None if empty is None else empty.index_select(1, heads_at)
     if call.queries is not None:
-        query = query.index_select(2, torch.tensor(queries, device=query.device))
+        rows_at = torch.tensor(queries, device=query.device)
+        query, empty = query.index_select(2, rows_at), None if empty is None else empty.index_select(2, rows_at)
     masks = call.masks.narrowed(call.heads, call.queries)
-    return replace(call, masks=masks, heads=heads, queries=queries), query, key
+    return replace(call, masks=masks, heads=heads, queries=queries), query, key, empty
 
 
 def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ from service.attention.call import Call
 from service.attention.masks import Masks
 
 
-def softmax(call: Call, scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """[batch, heads, rows, keys], with sinks [heads, 1]; a row without keys gets zeros, or 1/k where the caller wants that."""
-    empty = scores.amax(-1, keepdim=True) == -torch.inf if call.masks.blocks and scores.shape[-1] else None
+def softmax(call: Call, scores: Tensor, sinks: Tensor | None, empty: Tensor | None) -> Tensor:
+    """[batch, heads, rows, keys], with sinks [heads, 1]; rows without keys, `empty` [batch, heads, rows], get zeros, or 1/k where the
+    caller wants that. A row that has keys, but only scores that overflow, is NaN.
+    """
     if empty is not None:
-        empty = empty if empty.any() else None
-    if empty is not None:
+        empty = empty[..., None]
         scores = scores.masked_fill(empty, 0)  # -inf throughout has no softmax, nor a derivative
     if sinks is None:
         weights = torch.softmax(scores, -1)
@@ -23,7 +23,7 @@ def softmax(call: Call, scores: Tensor, sinks: Tensor | None) -> Tensor:
         beside = sinks[..., None].expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
     if empty is not None:
-        weights = weights.masked_fill(empty, 1 / scores.shape[-1] if call.fully_masked == "uniform" else 0)
+        weights = weights.masked_fill(empty, 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0)
     return weights
 
 

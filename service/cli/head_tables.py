@@ -126,7 +126,7 @@ def _end(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
 def _order(order: Mapping[str, Array]) -> Table:
     table = _table("step", "head that goes", "error after", title="pruning order")
     for step, (head, error) in enumerate(zip(order["heads"], order["errors"], strict=True), 1):
-        table.add_row(str(step), str(int(head)), _number(error))
+        table.add_row(str(step), str(int(head)) if head >= 0 else "-", _number(error))
     return table
 
 

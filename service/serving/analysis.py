@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from service.attention.analysis.measure import OVERFLOWED
 from service.attention.analysis.question import Question
 from service.attention.call import Call, Result
 from service.attention.masks import open_keys
@@ -18,7 +20,7 @@ from service.serving.bind import cast
 from service.serving.catalogue import HeldLayer, numpy_of
 from service.serving.cost import Cost, reply_bytes
 from service.spec import LayerSpec
-from service.tensors import BY_TORCH, Array
+from service.tensors import BY_TORCH, DATATYPES, Array
 from service.wire.analysis import POSITIONAL, SHAPES, WHOLE, WORDED, AnalysisRequest
 from service.wire.reply import Reply
 
@@ -137,8 +139,12 @@ def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
 
 
 def reply_of(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
-    """The metrics under the caller's names and in the caller's order, without the batch axis where the caller sent none."""
-    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
+    """The metrics under the caller's names and in the caller's order, without the batch axis where the caller sent none.
+
+    Raises InvalidRequest where something overflowed on the way, and the caller did not say that it may.
+    """
+    tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
+    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
     metrics: dict[str, Any] = {}
     for name in request.wanted(bool(layer.spec.positional)):
         parts = {part: arrays[f"{name}.{part}" if part else name] for part in SHAPES[name]}
@@ -146,7 +152,21 @@ def reply_of(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Repl
         if name == "strongest_links" and request.tokens is not None:
             metrics[name] = parts | _words(request, parts)
     datatype = datatype_of("", request, layer.spec)
+    if request.reply.nonfinite == "error":
+        _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics)
+
+
+def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) -> None:
+    """A metric that is infinite, or becomes so in the datatype of the reply; or one that was to be made of what is not finite."""
+    for name, array in arrays.items():
+        with np.errstate(over="ignore"):
+            infinite = np.isinf(array.astype(DATATYPES[datatype].numpy)) if array.dtype.kind == "f" else np.zeros(1, np.bool_)
+        if infinite.any():
+            index = [int(i) for i in np.unravel_index(int(np.argmax(infinite)), array.shape)]
+            raise InvalidRequest.where("/reply/nonfinite", f"finite numbers in {name} as {datatype}", f"{array[tuple(index)]} at {index}")
+    if overflowed:
+        raise InvalidRequest.where("/reply/nonfinite", "finite scores, values and outputs to measure", "some that overflow")
 
 
 def _words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:

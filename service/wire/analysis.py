@@ -2,15 +2,17 @@
 
 How a metric is computed is no business of this room: `attention/analysis/` has the formulas. A number that is not defined (a share of no
 mass, an induction score without a repeated word, a query that is padding) is null in JSON, and NaN in the binary forms, which have no null.
+What overflowed is no such thing: `reply.nonfinite` says whether it is an error, which it is by default, or becomes null as well.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from service.spec import disagreement
 from service.wire.arrays import Sequences
 from service.wire.documents import AttendRequest, Document, Index, LayerReference
+from service.wire.refusals import shown
 
 Metric = Literal[
     "entropy",
@@ -80,6 +82,13 @@ DEFAULT: tuple[Metric, ...] = (
 )
 
 
+def _lens(value: Any) -> Any:
+    for number in value if isinstance(value, list) else [value]:
+        if type(number) is not int or number < 0:
+            raise disagreement("", "how many queries count, or a list of such numbers", shown(number))
+    return value
+
+
 class AnalysisOptions(Document):
     """What the metrics may be told."""
 
@@ -88,7 +97,7 @@ class AnalysisOptions(Document):
     )
     top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Strongest links per head.")
     mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="What keys_for_mass counts the keys of.")
-    query_lens: Index | list[Index] | None = Field(
+    query_lens: Annotated[Index | list[Index], BeforeValidator(_lens)] | None = Field(
         default=None,
         description="[b]: only the first n queries count. If null: in self-attention the positions that are real as keys, otherwise all.",
     )
@@ -151,10 +160,15 @@ class AnalysisRequest(AttendRequest):
 
 
 class AnalysisReply(Document):
-    """Numbers per head, under the names asked for, b dropped where the request has none. What is not defined is null.
+    """Numbers per head, under the names asked for, b dropped where the request has none.
 
     Rows without a key count nowhere, nor does padding: a position that lengths and key masks close, in self-attention as a query too.
     With attention sinks a row is read as shares of what the sinks leave. Means over queries are over those for which the number is defined.
+
+    What overflows is an error, unless `reply.nonfinite` says otherwise. null is what is not defined, never 0: a number about rows is null
+    where none of them counts, one about two heads where none counts for both, one about keys (`value_norms`, `subspace_disagreement`) where
+    there is nothing but padding. Numbers about the output (from `contribution` on) are of the rows that count for any head, so a head that
+    has none beside others that have some adds 0 to it.
 
     | metric | shape | what it is |
     |---|---|---|

@@ -30,7 +30,7 @@ class Figure(Document):
     values: Strict | None = Field(default=None, description="Numbers in the cells; where they fit if null.")
     scale: Literal["linear", "log"] = Field(default="linear", description="`log` shows small weights too; not for values of either sign.")
     maximum: Annotated[Finite, Field(gt=0)] | None = Field(
-        default=None, description="The value that the last colour stands for; the largest if null."
+        default=None, description="The value that the last colour stands for; if null the largest, for `similarity` 1."
     )
     width: Annotated[int, Field(ge=160, le=4096, strict=True)] | None = Field(default=None, description="In CSS pixels; as needed if null.")
     dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(default=144, description="Of a PNG: 96 make a pixel of a CSS pixel.")
@@ -62,7 +62,7 @@ class FigureRequest(AttendRequest):
     @model_validator(mode="after")
     def _item(self) -> Self:
         items = self.query.shape[0] if self.batched else 1
-        if self.figure.item >= items:
+        if items and self.figure.item >= items:
             raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
             raise disagreement("/query", "at least one query and one key to draw", "none")

@@ -17,7 +17,7 @@ from service.attention.figures.layout import lay_out
 from service.attention.figures.picture import Axis, Panel, Scale
 from service.attention.figures.pooling import Raster, Similarity, deviation_across, mean_across, pool_array
 from service.attention.figures.sheet import Cells, Label
-from service.attention.figures.words import cut, printable, width
+from service.attention.figures.words import cut, lines, printable, width
 from service.errors import DeadlinePassed, InvalidRequest, TooLarge
 
 HEADS, QUERIES, KEYS = 3, 23, 17
@@ -223,6 +223,59 @@ def test_many_cells_become_one_image():
 
     assert len(small.findall(".//{http://www.w3.org/2000/svg}g[@aria-label='']/")) == 13 * 13
     assert len(large.findall(".//{http://www.w3.org/2000/svg}image[@aria-label='']")) == 1
+
+
+def outputs_of_heads():
+    """Two panels that share no axis, with names longer than small panels are wide."""
+    subject = Subject("concatenation", 0, 5, 5, tuple(range(8)), title="x" * 300)
+    tensors = {name: torch.from_numpy(rng.standard_normal((1, 5, 64))) for name in ("concatenated", "output")}
+    return compose(subject, Style(), tensors, {})
+
+
+@pytest.mark.parametrize("wide", [None, 215, 300, 520, 1000])
+@pytest.mark.parametrize("kind", ["words", "heads", "outputs", "one"])
+def test_nothing_that_is_written_leaves_the_sheet_or_runs_into_the_colour_bar(kind, wide):
+    """Titles, words and names longer than there is room for are broken or cut; the whole of them can still be read in the SVG."""
+    titles = {"words": "long title " * 40, "heads": "漢字" * 150, "one": "x" * 999}
+    picture = (
+        outputs_of_heads()
+        if kind == "outputs"
+        else {
+            "words": lambda: picture_of(1, 13, 13, list(HOSTILE[:13]), titles["words"]),
+            "heads": lambda: picture_of(7, 13, 13, None, titles["heads"]),
+            "one": lambda: picture_of(1, 1, 1, ["a word that goes on and on"], titles["one"]),
+        }[kind]()
+    )
+
+    sheet = lay_out(picture, Style(width=wide))
+
+    bar = next(mark for mark in sheet.marks if isinstance(mark, Cells) and mark.name == "colour bar")
+    for label in (mark for mark in sheet.marks if isinstance(mark, Label)):
+        left, top, right, bottom = box(label)
+        assert left >= 0 and top >= 0 and right <= sheet.width and bottom <= sheet.height, label
+        if label.role in ("heading", "axis"):
+            assert right <= bar.x, label
+    written = [label for label in sheet.marks if isinstance(label, Label) and label.role == "title"]
+    assert 1 < len(written) <= 3
+    assert written[0].whole in (printable(picture.title), "")
+
+
+def test_a_word_wider_than_a_line_is_broken():
+    assert list(lines("ab cdefgh i", 10.0, width("cdef", 10.0), 9)) == ["ab", "cdef", "gh i"]
+    assert "".join(lines("x" * 50, 12.0, 100.0, 99)) == "x" * 50
+    assert list(lines("xy", 12.0, 1.0, 9)) == ["x", "y"]
+    assert list(lines("x" * 50, 12.0, 100.0, 2)) == ["x" * 14, cut("x" * 36, 12.0, 100.0)]
+
+
+@pytest.mark.parametrize(("maximum", "logarithmic"), [(None, False), (0.5, False), (None, True), (0.5, True), (2.0, False)])
+def test_similarity_has_the_scale_that_is_asked_for(maximum, logarithmic):
+    subject = Subject("similarity", 0, 3, 3, (0, 1), maximum=maximum, logarithmic=logarithmic)
+    cosines = torch.tensor([[1.0, 0.25], [0.25, 1.0]], dtype=torch.float64)
+
+    scale = compose(subject, Style(), {"similarity": cosines}, {}).scale
+
+    high = maximum or 1.0
+    assert scale == Scale("cosine similarity", min(0.25, high / 10) if logarithmic else 0.0, high, logarithmic=logarithmic)
 
 
 def test_a_word_of_any_length_is_shown_by_its_beginning():

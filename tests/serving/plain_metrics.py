@@ -145,7 +145,7 @@ def output_metrics(item: Item, weight: Array, bias: Array, head_scale: Array, di
     y = project(heads)
     added = np.array([(heads[h] @ split[h].T)[some] for h in range(item.h)])
     toward = y if direction is None else direction[some]
-    contribution = np.array([(toward * part).sum() for part in added])
+    contribution = np.array([(toward * part).sum() if some.any() else np.nan for part in added])
     made: dict[str, Any] = {
         "contribution": contribution,
         "gradient_importance": np.abs(contribution) / np.linalg.norm(contribution),

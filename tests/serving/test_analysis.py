@@ -200,6 +200,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metrics": ["single_head"], "block_mask": [[[0] * 3] * 3] * 8}, "/block_mask"),
     ({"analysis": {"query_lens": [2]}}, "/analysis/query_lens"),
     ({"analysis": {"query_lens": 4}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": -1}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": [1, 2.5]}}, "/analysis/query_lens"),
+    ({"analysis": {"query_lens": "all"}}, "/analysis/query_lens"),
     ({"analysis": {"mass": 0}}, "/analysis/mass"),
     ({"analysis": {"local": 3}}, "/analysis/local"),
     ({"metrics": ["contribution"], "direction": [[1.0] * 63] * 3}, "/direction"),
@@ -403,3 +406,111 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     assert reply["metrics"]["confidence"] == [1.0, 1.0]
     assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+OF_KEYS = {"value_norms", "subspace_disagreement"}
+
+
+def numbers(metric: Any) -> list[np.ndarray[Any, Any]]:
+    """The numbers of a metric in JSON, part by part and with NaN for null, the words of links left out."""
+    parts = {name: part for name, part in metric.items() if not name.endswith("_words")} if isinstance(metric, dict) else {"": metric}
+    return [np.array(part, np.float64) for part in parts.values()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_keys"),
+    [
+        ({"attend_mask": [np.zeros((3, 3), int).tolist(), np.ones((3, 3), int).tolist()]}, True),
+        ({"attend_mask": [np.zeros((3, 3), int).tolist(), np.ones((3, 3), int).tolist()], "fully_masked": "uniform"}, True),
+        ({"bias": [np.full((3, 3), "-inf").tolist(), np.zeros((3, 3)).tolist()]}, True),
+        ({"analysis": {"query_lens": [0, 3]}}, True),
+        ({"valid_lens": [0, 3]}, False),
+        ({"block_keys": [[1, 1, 1], [0, 0, 0]]}, False),
+    ],
+    ids=["mask", "uniform", "bias", "queries", "lengths", "keys"],
+)
+def test_a_number_of_no_rows_is_null_in_every_metric(http: httpx.Client, fields: dict[str, Any], of_keys: bool) -> None:
+    """All 29 where every row of an item is masked or padding; those of keys where there is nothing but padding. The item beside has all."""
+    query = np.random.default_rng(12).standard_normal((2, 3, 64)).tolist()
+    body = {"query": query, "tokens": {"query": ["a", "b", "a"]}, "metrics": list(METRICS), **fields}
+
+    reply = http.post("/attend/analysis", json=body).json()
+
+    assert list(reply["metrics"]) == list(METRICS)
+    for name, metric in reply["metrics"].items():
+        for part in numbers(metric):
+            assert np.isnan(part[0]).all() != (of_keys and name in OF_KEYS), name
+            assert not np.isnan(part[1]).all(), name
+
+
+def test_a_head_without_rows_beside_others(http: httpx.Client) -> None:
+    """What is about its rows is null, as is what compares it; to the output it adds 0, and so it is the first that can go."""
+    mask = np.ones((8, 3, 3), int)
+    mask[5] = 0
+    query = np.random.default_rng(13).standard_normal((3, 64)).tolist()
+    names = [name for name in METRICS if name != "single_head"]
+    body = {"query": query, "tokens": {"query": ["a", "b", "a"]}, "metrics": names, "attend_mask": mask.tolist()}
+
+    metrics = http.post("/attend/analysis", json=body).json()["metrics"]
+
+    of_output = {"contribution": 0, "gradient_importance": 0, "zero_ablation": {"relative_change": 0, "cosine": 1}}
+    for name in names:
+        if name in of_output:
+            here = metrics[name]
+            got = {part: array[5] for part, array in here.items()} if isinstance(here, dict) else here[5]
+            assert got == of_output[name], name
+        elif name != "pruning_order" and name not in OF_KEYS and SHAPES[name].get("", "bh").startswith("bh"):
+            for part in numbers(metrics[name]):
+                assert np.isnan(part[5]).all() and not np.isnan(part[0]).all(), name
+    assert metrics["pruning_order"]["heads"][0] == 5 and metrics["pruning_order"]["errors"][0] == 0
+    assert metrics["position_disagreement"] is metrics["output_disagreement"] is None
+    assert metrics["deviation_across_heads"] == [None] * 3
+
+
+LOUD = [[3e30, 1.0, 0.5, 2.0], [-3e30, 0.5, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "fields"),
+    [
+        (["entropy_per_query"], {}),
+        (["single_head"], {}),
+        (["zero_ablation"], {}),
+        (["strongest_links"], {"valid_lens": 2}),  # under a mask too
+        (["value_norms"], {"reply": {"datatype": "FP16"}}),
+    ],
+    ids=["entropy", "single", "outputs", "masked", "datatype"],
+)
+def test_what_overflows_is_an_error_unless_the_caller_wants_null(
+    client: Client, http: httpx.Client, metrics: list[str], fields: dict[str, Any]
+) -> None:
+    """As in the replies of /attend: a row whose scores overflow is not one that has no key, nor does it fall out of a mean unsaid."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False})
+    body = {"layer": "analysed", "query": LOUD, "metrics": metrics, **fields}
+
+    refused = http.post("/attend/analysis", json=body)
+    taken = http.post("/attend/analysis", json={**body, "reply": {**body.get("reply", {}), "nonfinite": "null"}})
+
+    assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == "/reply/nonfinite"
+    assert taken.status_code == 200
+    assert any(np.isnan(part).any() for part in numbers(taken.json()["metrics"][metrics[0]]))
+
+
+def test_what_is_blocked_may_overflow(client: Client) -> None:
+    """A key that no query may see, and a query that does not count, spoil nothing but what is about them."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False, "dtype": "float32"})
+    rng = np.random.default_rng(14)
+    query, key = rng.standard_normal((3, 4)), rng.standard_normal((4, 4))
+    query[2], key[3] = 3e30, 3e30
+    names = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
+    ends: dict[str, Any] = {"query_offset": 0, "analysis": {"query_lens": 2}}
+
+    spoilt = client.analysis(query, key, layer="analysed", metrics=names, valid_lens=3, **ends)
+    plain = client.analysis(query[:2], key[:3], layer="analysed", metrics=names, query_offset=0)
+
+    for name in names:
+        if SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
+            theirs = plain[name] if isinstance(plain[name], dict) else {"": plain[name]}
+            ours = spoilt[name] if isinstance(spoilt[name], dict) else {"": spoilt[name]}
+            for part, array in theirs.items():
+                np.testing.assert_allclose(ours[part], array, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -117,6 +117,15 @@ def test_what_is_refused_is_refused_with_its_place(http, layers, figure, at, exp
         assert (problem["expected"], problem["got"]) == (expected, got)
 
 
+@pytest.mark.parametrize("shape", [[0, 3, 64], [2, 0, 64], [0, 64]])
+def test_nothing_cannot_be_drawn(http, shape):
+    answer = http.post("/attend/figure", json={"query": {"shape": shape, "datatype": "FP32", "data": []}})
+
+    assert answer.status_code == 422
+    [problem] = answer.json()["errors"]
+    assert problem == {"at": "/query", "expected": "at least one query and one key to draw", "got": "none"}
+
+
 def test_a_figure_is_refused_where_none_is_drawn(http, layers):
     answer = http.post("/attend", json={**BODY, "figure": {}})
 

@@ -535,6 +535,22 @@ REPLIES = [
         "attention_weights[0, 0, 0, 0] = nan",
         json.dumps({"layer": "same", "query": [[[1e30, 1, 1, 1]]], "outputs": ["attention_weights"]}).encode(),
     ),
+    Bad(
+        "nan-from-scores-that-overflow-downwards-under-a-mask",  # a row that has a key, but no score
+        422,
+        "/reply/nonfinite",
+        "finite numbers in attention_weights",
+        "attention_weights[0, 0, 0, 0] = nan",
+        json.dumps(
+            {
+                "layer": "same",
+                "query": [[[1e30, 1, 1, 1]]],
+                "key": [[[-1e30, 1, 1, 1]] * 2],
+                "valid_lens": [1],
+                "outputs": ["attention_weights"],
+            }
+        ).encode(),
+    ),
 ]
 
 LAYERS = [

@@ -4,7 +4,7 @@
 
 is linear in a factor before each head. So the derivative of L by the factor of head h is <dL/dy, y_h>, exactly; and how far y moves when
 heads are taken away or replaced follows from the products <y_i, y_j> alone. These are made from O^T O and W^T W: no y_h is ever held.
-Everything is summed in float64 over the rows that count for any head.
+Everything is summed in float64 over the rows that count for any head; where there are none nothing is defined, and -1 is no head.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ class Products:
     heads: Tensor  # [b, h, h]: <y_i, y_j>
     bias: Tensor  # [b, h]: <b, y_h>
     bias_square: Tensor  # [b]
-    to_direction: Tensor  # [b, h]: <G, y_h>; of G = y where no direction is given
+    to_direction: Tensor  # [b, h]: <G, y_h>; of G = y where no direction is given; NaN where no row counts
     mean_square: Tensor  # [b, h]: rows of the head * |mean y_h|^2
     output_to_mean: Tensor  # [b, h]: <y, mean y_h> over the rows of the head
+    counted: Tensor  # bool [b]: whether any row counts
 
     @property
     def to_output(self) -> Tensor:
@@ -62,7 +63,9 @@ def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor 
     else:
         pulled = direction.double().masked_fill(~some[..., None], 0) @ weight  # [b, q, h * d]
         to_direction = (pulled * outputs).sum(1).view(b, h, d).sum(-1)
-    return Products(inner, to_bias, bias_square, to_direction, mean_square, along)
+    counted = some.any(1)
+    to_direction = to_direction.masked_fill(~counted[:, None], torch.nan)
+    return Products(inner, to_bias, bias_square, to_direction, mean_square, along, counted)
 
 
 def gradient_importance(contribution: Tensor) -> Tensor:
@@ -98,8 +101,8 @@ def pruning_order(made: Products) -> dict[str, Tensor]:
     """
     inner, total = made.heads.cpu().numpy(), made.output_square.cpu().numpy()
     items, num_heads = inner.shape[:2]
-    order, errors = np.zeros((items, num_heads), np.int64), np.full((items, num_heads), np.nan)
-    for item in range(items):
+    order, errors = np.full((items, num_heads), -1), np.full((items, num_heads), np.nan)
+    for item in np.flatnonzero(made.counted.cpu().numpy()):
         gone = np.zeros(num_heads, bool)
         lost = 0.0
         for step in range(num_heads):

@@ -23,6 +23,7 @@ Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
 OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
+OVERFLOWED = "overflowed"  # tensor of a result, a single bool: whether any of what the metrics are made of is not finite
 OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
 
 
@@ -30,7 +31,7 @@ OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_abl
 def measure(layer: MultiHeadAttention, call: Call) -> Result:
     """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
 
-    The call selects no weights and drops none.
+    The call selects no weights and drops none. `overflowed` among them tells that numbers are left out, or NaN, which are no numbers.
     """
     assert call.question is not None
     question = call.question
@@ -38,19 +39,23 @@ def measure(layer: MultiHeadAttention, call: Call) -> Result:
     empty = layer.empty_rows(call)
     real = open_keys(call.masks, call.key.shape[0])
     made: dict[str, Tensor] = {}
-    norms = None
+    norms, overflowed = None, [torch.zeros((), dtype=torch.bool, device=query.device)]
+    if question.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
+        overflowed.append((~torch.isfinite(value).all(-1) & real[:, None]).any())
     if question.asks("value_norms", "value_norm_weights"):
         norms = values.value_norms(value, layer.weights.get("output.weight"), layer.groups, real)
         norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
         made["value_norms"] = norms
     if OF_WEIGHTS & set(question.metrics):
         made |= _read_weights(layer, call, (query, key, value), empty, real, norms)
+        overflowed.append(made[OVERFLOWED])
     if question.asks("subspace_disagreement"):
         made["subspace_disagreement"] = between.disagreement(values.subspace_products(value, real))
     if question.asks("output_disagreement", *OF_PRODUCTS):
         made |= _read_outputs(layer, call, empty)
+        overflowed.append(made[OVERFLOWED])
     wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in question.metrics}
-    return Result(wanted, empty)
+    return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, empty)
 
 
 def _read_weights(
@@ -66,30 +71,31 @@ def _read_weights(
     assert question is not None
     rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if question.asks(name, name + PER_QUERY)}
     links, likeness, jensen_shannon = StrongestLinks(question.top_links), between.Likeness(), between.JensenShannon()
+    likened = question.asks("cosine_similarity", "position_disagreement")
+    asked = ((links, question.asks("strongest_links")), (likeness, likened), (jensen_shannon, question.asks("jensen_shannon")))
+    readers = [reader for reader, wanted in asked if wanted]
     deviations: list[Tensor] = []
     weighted: list[Tensor] = []
+    overflowed: list[Tensor] = []
     for block in _blocks(layer, call, projected, empty, real):
+        overflowed.append(block.overflowed.any())
         for name, parts in rows.items():
             parts.append(block.of_counted(ROW_METRICS[name](block, question)))
-        if question.asks("strongest_links"):
-            links.read(block)
-        if question.asks("cosine_similarity", "position_disagreement"):
-            likeness.read(block)
-        if question.asks("jensen_shannon"):
-            jensen_shannon.read(block)
+        for reader in readers:
+            reader.read(block)
         if question.asks("deviation_across_heads"):
             deviations.append(between.deviation(block))
         if norms is not None and question.asks("value_norm_weights"):
             sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
             weighted.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
     made = {name + PER_QUERY: torch.cat(parts, -1) for name, parts in rows.items()}
-    made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows}
-    if question.asks("strongest_links"):
+    made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows} | {OVERFLOWED: torch.stack(overflowed).any()}
+    if links in readers:
         made |= {f"strongest_links.{part}": tensor for part, tensor in links.parts().items()}
-    if question.asks("cosine_similarity", "position_disagreement"):
+    if likened:
         made["cosine_similarity"] = likeness.cosine_similarity()
         made["position_disagreement"] = likeness.position_disagreement()
-    if question.asks("jensen_shannon"):
+    if jensen_shannon in readers:
         made["jensen_shannon"] = jensen_shannon.mean()
     if deviations:
         made["deviation_across_heads"] = torch.cat(deviations, -1)
@@ -110,7 +116,7 @@ def _blocks(
 ) -> Iterator[Block]:
     assert call.question is not None
     first_key = real.to(torch.int8).argmax(-1)  # the first that is open
-    for some, weights, visible in layer.weigh(call, projected[0], projected[1], rows):
+    for some, weights, visible in layer.weigh(call, projected[0], projected[1], empty, rows):
         yield read_block(some, weights, visible, call.masks.positions, empty, first_key, call.question)
 
 
@@ -138,7 +144,7 @@ def _read_outputs(layer: MultiHeadAttention, call: Call, empty: Tensor | None) -
     assert question is not None
     heads = layer(replace(call, outputs=frozenset({"head_outputs"}), question=None)).tensors["head_outputs"]
     counts = _counts(call, empty, heads.shape[1])
-    made: dict[str, Tensor] = {}
+    made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
     if question.asks("output_disagreement"):
         made["output_disagreement"] = between.disagreement(values.output_products(heads, counts))
     if question.asks(*OF_PRODUCTS):

@@ -27,6 +27,7 @@ class Block:
     seen: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: who may attend to whom; None: everyone
     positions: Tensor  # [b|1, rows]: where the queries stand among the keys
     first_key: Tensor  # [b|1]: the first key that is not padding
+    overflowed: Tensor  # bool [b, h, rows]: rows that would count, but whose scores are no numbers
 
     @property
     def keys(self) -> Tensor:
@@ -44,15 +45,16 @@ def read_block(
     the rows without a key; `first_key` [b|1] is no padding.
     """
     total = weights.sum(-1)
-    counts = total > 0
+    counts, overflowed = total > 0, total.isnan()
     if empty is not None:
         counts &= ~empty[:, :, rows]
     if question.queries is not None:
         counts &= question.queries[:, None, rows]
+        overflowed &= question.queries[:, None, rows]
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(rows, weights, shares, counts, seen, positions[:, rows], first_key)
+    return Block(rows, weights, shares, counts, seen, positions[:, rows], first_key, overflowed)
 
 
 def entropy(block: Block, question: Question) -> Tensor:

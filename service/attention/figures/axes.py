@@ -30,28 +30,28 @@ class Ticks:
     standing: bool = False
 
 
-def beside(axis: Axis, length: float) -> Ticks:
-    """Lying labels beside rows, on an axis of `length` pixels: as many as there is height for."""
+def beside(axis: Axis, length: float, longest: float = LONGEST) -> Ticks:
+    """Lying labels beside rows, on an axis of `length` pixels: as many as there is height for, none longer than `longest`."""
     cell = length / axis.cells
     size = _size(cell)
-    ticks = _ticks(axis, size * LINE / cell, size)
+    ticks = _ticks(axis, size * LINE / cell, size, longest)
     return Ticks(ticks, size, max(width(tick.text, size) for tick in ticks))
 
 
-def below(axis: Axis, length: float) -> Ticks:
-    """Labels below columns: lying where every one fits, else standing, as many as there is width for."""
+def below(axis: Axis, length: float, longest: float = LONGEST) -> Ticks:
+    """Labels below columns: lying where every one fits, else standing, as many as there is width for, none longer than `longest`."""
     cell = length / axis.cells
     if axis.groups:
         return _groups(axis, cell)
     size = _size(cell)
     if not axis.words or axis.pooled > 1:
         widest = width(axis.label(axis.cells - 1), size) + 8
-        return Ticks(_ticks(axis, widest / cell, size), size, size * LINE)
+        return Ticks(_ticks(axis, widest / cell, size, longest), size, size * LINE)
     large = max(size, LARGEST)
-    lying = max(width(tick.text, large) for tick in _ticks(axis, 1, large))
+    lying = max(width(tick.text, large) for tick in _ticks(axis, 1, large, longest))
     if lying + 6 <= cell:
-        return Ticks(_ticks(axis, 1, large), large, large * LINE)
-    ticks = _ticks(axis, size * LINE / cell, size)
+        return Ticks(_ticks(axis, 1, large, longest), large, large * LINE)
+    ticks = _ticks(axis, size * LINE / cell, size, longest)
     return Ticks(ticks, size, max(width(tick.text, size) for tick in ticks), standing=True)
 
 
@@ -60,7 +60,7 @@ def _size(cell: float) -> float:
     return max(min(LARGEST, max(SMALLEST, 0.8 * cell)), min(BESIDE_LARGE_CELLS, 0.16 * cell))
 
 
-def _ticks(axis: Axis, cells_each: float, size: float) -> tuple[Tick, ...]:
+def _ticks(axis: Axis, cells_each: float, size: float, longest: float) -> tuple[Tick, ...]:
     """One label every so many cells; numbers at round positions."""
     numbered = not axis.words or axis.pooled > 1
     positions = _round_step(cells_each * axis.pooled) if numbered else max(1, math.ceil(cells_each - 1e-9))
@@ -69,7 +69,7 @@ def _ticks(axis: Axis, cells_each: float, size: float) -> tuple[Tick, ...]:
         half = 0.5 if axis.pooled == 1 else 0.0
         return tuple(Tick(at + half, text, text) for at, text in labels)
     chosen = [(cell, printable(axis.words[cell])) for cell in range(0, axis.cells, positions)]
-    return tuple(Tick(cell + 0.5, cut(text, size, LONGEST), text) for cell, text in chosen)
+    return tuple(Tick(cell + 0.5, cut(text, size, longest), text) for cell, text in chosen)
 
 
 def _round_step(least: float) -> int:

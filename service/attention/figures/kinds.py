@@ -114,7 +114,7 @@ def _scale(subject: Subject, panels: Sequence[Panel]) -> Scale:
     name = SCALES.get(subject.kind, "attention weight")
     largest = max((float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels), default=0.0)
     if subject.kind == "similarity":
-        return Scale(name, 0.0, 1.0)
+        largest = 1.0  # whatever they are: cosines of weights, which are never negative
     high = min(max(subject.maximum or largest or 1.0, SMALLEST), 1 / SMALLEST)
     if subject.kind == "concatenation":
         return Scale("value, 0 in the middle", -high, high, diverging=True)

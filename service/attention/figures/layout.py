@@ -6,19 +6,18 @@ Panels stand in a grid. Words stand beside the first column and below the lowest
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from service.attention.figures.axes import LINE, Ticks, below, beside
+from service.attention.figures.axes import LINE, LONGEST, Ticks, below, beside
 from service.attention.figures.colours import PALETTES, Palette, coloured, ink_on
 from service.attention.figures.picture import Panel, Picture, Style
-from service.attention.figures.sheet import Cells, Label, Line, Sheet
-from service.attention.figures.words import cut, lines, printable, width
+from service.attention.figures.sheet import Cells, Line, Sheet
+from service.attention.figures.surroundings import write_bar, write_foot, write_title
+from service.attention.figures.words import cut, printable, width
 from service.errors import InvalidRequest
 from service.tensors import Array
 
 NARROWEST, WIDEST = 300.0, 1200  # of a sheet whose width nobody gave
 MARGIN, GAP = 18.0, 16.0
-TITLE, HEADING, TEXT = 17.0, 13.0, 12.0  # font sizes
+HEADING, TEXT = 13.0, 12.0  # font sizes
 LARGEST_CELL, LARGEST_PANEL = 64.0, 720.0
 BAR = 84.0  # what the colour bar takes, with its numbers
 NUMBERED = 2500  # cells of a picture that may hold numbers
@@ -71,12 +70,14 @@ class _Layout:
         if len({panel.columns for panel in picture.panels}) == 1:
             room = (style.width or WIDEST) - BAR - 2 * MARGIN - 60
             self.columns = grid_columns(len(picture.panels), room)
+        spare = (style.width or WIDEST) - BAR - 2 * MARGIN - TEXT * LINE - 10  # what labels and panels share
+        self.longest = min(LONGEST, max(18.0, spare / 3))
         self.left, (width, height) = 0.0, self._panel_size()
         for _ in range(2):  # wider panels may have larger labels beside them; those may then leave less for panels, but never more
-            self.left = max(self.left, MARGIN + TEXT * LINE + max(beside(p.rows, height).room for p in picture.panels) + 10)
+            self.left = max(self.left, MARGIN + TEXT * LINE + max(beside(p.rows, height, self.longest).room for p in picture.panels) + 10)
             if style.width is not None or self.left + self._across(width) + BAR + MARGIN > WIDEST:
                 width, height = self._panel_size(self._room())
-        self.bottom = max(below(p.columns, width).room for p in picture.panels)
+        self.bottom = max(below(p.columns, width, self.longest).room for p in picture.panels)
         self._build(width, height)
 
     def _room(self) -> float:
@@ -105,21 +106,16 @@ class _Layout:
     def _build(self, width: float, height: float) -> None:
         right = self.left + self._across(width)
         total = math.ceil(max(right + BAR + MARGIN, NARROWEST)) if self.style.width is None else self.style.width
-        top = self._title(MARGIN, total)
+        top = write_title(self.sheet, self.picture, self.style, MARGIN, MARGIN, total - 2 * MARGIN)
         places, floor = self._places(top, width, height)
         for place in places:
             self._panel(place)
-        self._bar(right + GAP + 4, places[0].y, min(max(height, 120.0), 320.0))
-        lowest = max(floor, places[0].y + min(max(height, 120.0), 320.0) + TEXT * 2)
-        self.sheet.width, self.sheet.height = total, math.ceil(self._foot(lowest, total) + MARGIN * 0.7)
+        bar = min(max(height, 120.0), 320.0)
+        write_bar(self.sheet, self.picture, self.style, right + GAP + 4, places[0].y, bar)
+        lowest = max(floor, places[0].y + bar + TEXT * 2)
+        end = write_foot(self.sheet, self.picture, self.style, MARGIN, lowest, total - 2 * MARGIN)
+        self.sheet.width, self.sheet.height = total, math.ceil(end + MARGIN * 0.7)
         self.sheet.panels = [(place.x, place.y, place.width, place.height) for place in places]
-
-    def _title(self, y: float, total: float) -> float:
-        """Writes the title; returns where it ends."""
-        for line in lines(printable(self.picture.title), TITLE, total - 2 * MARGIN, 3, bold=True) if self.picture.title else ():
-            y += TITLE * LINE
-            self._label(MARGIN, y - 0.3 * TITLE, line, TITLE, bold=True, role="title", whole=self.picture.title)
-        return y + 8
 
     def _places(self, top: float, width: float, height: float) -> tuple[list[_Place], float]:
         panels, places = self.picture.panels, []
@@ -141,8 +137,7 @@ class _Layout:
         cell = place.width / panel.columns.cells, place.height / panel.rows.cells
         gap = min(1.0, 0.06 * min(cell)) if min(cell) >= GRIDDED else 0.0
         if panel.title:
-            title = cut(printable(panel.title), HEADING, place.width)
-            self._label(place.x + place.width / 2, place.y - 6, title, HEADING, anchor="middle", role="heading", whole=panel.title)
+            self._over_or_under(place, place.y - 6, panel.title, HEADING, palette.ink, "heading")
         self.sheet.marks.append(Cells(place.x, place.y, place.width, place.height, pixels, gap, panel.title))
         self._hatch_rows(place, cell[1])
         self._numbers(place, pixels, cell)
@@ -151,30 +146,40 @@ class _Layout:
             x = place.x + i * place.width / parts
             self.sheet.marks.append(Line(x, place.y - 3, x, place.y + place.height + 3, palette.ink, 1.2))
         if place.first:
-            self._rows(place, beside(panel.rows, place.height), cell[1])
+            self._rows(place, beside(panel.rows, place.height, self.longest), cell[1])
         if place.lowest:
-            self._columns(place, below(panel.columns, place.width), cell[0])
+            self._columns(place, below(panel.columns, place.width, self.longest), cell[0])
 
     def _rows(self, place: _Place, ticks: Ticks, cell: float) -> None:
         for tick in ticks.ticks:
             y = place.y + tick.at * cell
-            self._label(place.x - 6, y + 0.35 * ticks.size, tick.text, ticks.size, anchor="end", role="row", whole=tick.whole)
+            text, size = tick.text, ticks.size
+            self.sheet.write(place.x - 6, y + 0.35 * size, text, size, self.palette.ink, anchor="end", role="row", whole=tick.whole)
         middle = place.y + place.height / 2
         x = MARGIN + TEXT * 0.8
-        self._label(x, middle, place.panel.rows.name, TEXT, self.palette.faint, anchor="middle", rotated=True, role="axis")
+        self.sheet.write(x, middle, place.panel.rows.name, TEXT, self.palette.faint, anchor="middle", rotated=True, role="axis")
 
     def _columns(self, place: _Place, ticks: Ticks, cell: float) -> None:
         under = place.y + place.height
+        size, ink = ticks.size, self.palette.ink
         for tick in ticks.ticks:
-            x = place.x + tick.at * cell
+            x, text = place.x + tick.at * cell, tick.text
             if ticks.standing:
-                self._label(
-                    x + 0.35 * ticks.size, under + 6, tick.text, ticks.size, anchor="end", rotated=True, role="column", whole=tick.whole
-                )
+                x += 0.35 * size
+                self.sheet.write(x, under + 6, text, size, ink, anchor="end", rotated=True, role="column", whole=tick.whole)
             else:
-                self._label(x, under + 4 + ticks.size, tick.text, ticks.size, anchor="middle", role="column", whole=tick.whole)
+                self.sheet.write(x, under + 4 + size, text, size, ink, anchor="middle", role="column", whole=tick.whole)
         y = under + self.bottom + TEXT * LINE + 6
-        self._label(place.x + place.width / 2, y, place.panel.columns.name, TEXT, self.palette.faint, anchor="middle", role="axis")
+        self._over_or_under(place, y, place.panel.columns.name, TEXT, self.palette.faint, "axis")
+
+    def _over_or_under(self, place: _Place, y: float, text: str, size: float, colour: str, role: str) -> None:
+        """Words about a panel, in its middle as far as they have room there; beside nothing but the bar they may stand further left."""
+        first = MARGIN if self.columns == 1 else place.x - GAP / 2 + 2
+        end = place.x + place.width + (GAP if self.columns == 1 else GAP / 2 - 2)
+        shown = cut(printable(text), size, end - first)
+        half = width(shown, size) / 2
+        middle = min(max(place.x + place.width / 2, first + half), end - half)
+        self.sheet.write(middle, y, shown, size, colour, anchor="middle", role=role, whole=text)
 
     def _numbers(self, place: _Place, pixels: Array, cell: tuple[float, float]) -> None:
         """Values in the cells: where they fit, unless the style says."""
@@ -195,65 +200,18 @@ class _Layout:
             for j, text in enumerate(row):
                 if text:
                     x = place.x + (j + 0.5) * cell[0]
-                    self._label(x, y, text, size, ink_on(pixels[i, j]), anchor="middle", role="value")
+                    self.sheet.write(x, y, text, size, ink_on(pixels[i, j]), anchor="middle", role="value")
 
     def _hatch_rows(self, place: _Place, cell: float) -> None:
         """Slanted lines over rows that have no key; neighbours are hatched as one."""
         start = previous = None
         for row in [*sorted(place.panel.empty), None]:
             if start is not None and row != (previous or 0) + 1:
-                self._hatch(place.x, place.y + start * cell, place.width, ((previous or 0) + 1 - start) * cell)
+                self.sheet.hatch(place.x, place.y + start * cell, place.width, ((previous or 0) + 1 - start) * cell, self.palette.hatch)
                 start = None
             if start is None:
                 start = row
             previous = row
-
-    def _hatch(self, x: float, y: float, width: float, height: float) -> None:
-        step = 6.0
-        for i in range(1, math.ceil((width + height) / step)):
-            along = i * step  # a line from the left or lower side up to the right: x - x0 + y - y0 = along
-            x1, x2 = max(0.0, along - height), min(along, width)
-            self.sheet.marks.append(Line(x + x1, y + along - x1, x + x2, y + along - x2, self.palette.hatch, 1.0))
-
-    def _bar(self, x: float, y: float, height: float) -> None:
-        scale, steps = self.picture.scale, 64
-        even = np.geomspace if scale.logarithmic else np.linspace
-        values = even(scale.high, scale.low, steps)[:, None]
-        self.sheet.marks.append(Cells(x, y, 14, height, coloured(values, scale, self.style), name="colour bar"))
-        for value in scale.ticks():
-            at = y + height * (1 - float(scale.share(np.asarray(value))))
-            self.sheet.marks.append(Line(x + 14, at, x + 18, at, self.palette.faint))
-            self._label(x + 21, at + 4, f"{value:.3g}", 11.0, self.palette.ink, role="scale")
-
-    def _foot(self, y: float, total: float) -> float:
-        """What grey and hatched mean, where they occur, the name of the scale, and the note."""
-        x, y = MARGIN, y + 4
-        blocked = any(np.isnan(panel.values).any() for panel in self.picture.panels)
-        legend = [("blocked", "may not attend")] * blocked + [("empty", "no key to attend to")] * any(p.empty for p in self.picture.panels)
-        for kind, meaning in legend:
-            if x + 26 + width(meaning, 11.0) > total - MARGIN:
-                x, y = MARGIN, y + 18
-            pixels = np.array([[[int(self.palette.blocked[i : i + 2], 16) for i in (1, 3, 5)]]], np.uint8)
-            self.sheet.marks.append(Cells(x, y, 20, 12, pixels, name=meaning))
-            if kind == "empty":
-                self._hatch(x, y, 20, 12)
-            self._label(x + 26, y + 10, meaning, 11.0, self.palette.faint, role="legend")
-            x += 26 + width(meaning, 11.0) + 22
-        y += 18 * bool(legend)
-        scale = self.picture.scale
-        for text in (f"Colour: {scale.name}, {scale.low:.3g} to {scale.high:.3g}.", self.picture.note):
-            for line in lines(printable(text), 11.0, total - 2 * MARGIN, 4) if text else ():
-                self._label(MARGIN, y + 10, line, 11.0, self.palette.faint, role="note")
-                y += 11 * LINE + 1
-        return y
-
-    def _label(
-        self, x: float, y: float, text: str, size: float, colour: str = "", *, role: str, anchor: str = "start", rotated: bool = False,
-        bold: bool = False, whole: str = "",
-    ) -> None:  # fmt: skip
-        cut_off = printable(whole) if whole and printable(whole) != text else ""
-        mark = Label(x, y, text, size, colour or self.palette.ink, anchor, rotated, bold, cut_off, role)  # type: ignore[arg-type]
-        self.sheet.marks.append(mark)
 
 
 def _number(value: float) -> str:

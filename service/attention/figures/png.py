@@ -42,7 +42,7 @@ def draw_png(sheet: Sheet, about: Mapping[str, str], dpi: int, check: Callable[[
             figure.add_artist(_text(Text, mark, font, place))
     check()
     out = io.BytesIO()
-    canvas.print_png(out, metadata={"Software": None, **about})  # type: ignore[no-untyped-call]
+    canvas.print_png(out, metadata={"Software": None, **about})  # type: ignore[no-untyped-call]  # matplotlib says no types there
     return out.getvalue()
 
 

@@ -5,6 +5,10 @@ Widths are those of DejaVu Sans, which matplotlib brings along, so that a pictur
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.ft2font import FT2Font
 
 JOINERS = {"\u200c", "\u200d"}  # shape the letters beside them in Persian, Hindi and emoji
 LONGEST = 1000
@@ -30,7 +34,7 @@ def fonts() -> tuple[str, ...]:
 
 
 @cache
-def _letters(bold: bool = False) -> "tuple[object, frozenset[int]]":
+def _letters(bold: bool = False) -> "tuple[FT2Font, frozenset[int]]":
     from matplotlib.ft2font import FT2Font
 
     font = FT2Font(fonts()[bold])
@@ -49,7 +53,7 @@ def _advance(letter: str, bold: bool) -> float:
     font, known = _letters(bold)
     if ord(letter) not in known:
         return 1.0  # most scripts that are missing fill a square
-    return float(font.load_char(ord(letter)).linearHoriAdvance) / 65536 / UNITS  # type: ignore[attr-defined]
+    return float(font.load_char(ord(letter)).linearHoriAdvance) / 65536 / UNITS
 
 
 def width(text: str, size: float, bold: bool = False) -> float:
@@ -61,24 +65,33 @@ def cut(text: str, size: float, room: float, bold: bool = False) -> str:
     """The text, or its beginning and an ellipsis where it is wider than `room` pixels."""
     if width(text, size, bold) <= room:
         return text
-    left, kept = room - width(ELLIPSIS, size, bold), 0
-    for letter in text:
-        left -= size * _advance(letter, bold)
-        if left < 0:
-            break
-        kept += 1
-    return text[:kept].rstrip() + ELLIPSIS
+    return text[: _fitting(text, size, room - width(ELLIPSIS, size, bold), bold)].rstrip() + ELLIPSIS
 
 
 def lines(text: str, size: float, room: float, most: int, bold: bool = False) -> Iterator[str]:
-    """The text in lines no wider than `room` pixels, broken at spaces; what is too much for `most` of them is cut off."""
+    """The text in lines no wider than `room` pixels, broken at spaces, and a word that is wider than a line within; what is too much for
+    `most` of them is cut off.
+    """
     words, line = text.split(" "), ""
     while words and most > 1:
         longer = f"{line} {words[0]}".strip()
-        if line and width(longer, size, bold) > room:
-            yield cut(line, size, room, bold)
-            line, most = "", most - 1
-        else:
+        if width(longer, size, bold) <= room:
             line = longer
             words.pop(0)
-    yield cut(" ".join([line, *words]).strip(), size, room, bold)
+            continue
+        if not line:
+            kept = max(1, _fitting(words[0], size, room, bold))
+            line, words[0] = words[0][:kept], words[0][kept:]
+        yield line
+        line, most = "", most - 1
+    if line or words:
+        yield cut(" ".join([line, *words]).strip(), size, room, bold)
+
+
+def _fitting(text: str, size: float, room: float, bold: bool) -> int:
+    """How many of its first letters go into `room` pixels."""
+    for kept, letter in enumerate(text):
+        room -= size * _advance(letter, bold)
+        if room < 0:
+            return kept
+    return len(text)

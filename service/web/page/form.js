@@ -43,6 +43,17 @@ export function showMasks(request) {
   }
 }
 
+/** A pasted request brings its masks and its layer to the controls. */
+export function showPasted() {
+  try {
+    const body = JSON.parse($("request").value);
+    showMasks(body);
+    showLayer(String(body.layer ?? "default"));
+  } catch {
+    // no JSON yet: what is wrong with it, the service says when it is asked
+  }
+}
+
 function number(id) {
   if ($(id).disabled) return undefined;
   const text = $(id).value.trim();

@@ -1,5 +1,6 @@
 // The page: controls -> request -> service -> views. Everything that others know of each other, they know from here.
 
+import { denied, followKey } from "./access.js";
 import { compose, fieldsOf, specs } from "./compose.js";
 import * as form from "./form.js";
 import { Heads } from "./heads.js";
@@ -25,9 +26,10 @@ pointing.serve(matrix, words);
 
 const blocked = new Set(); // "q,k"
 let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
-let [running, waiting, advice] = [null, 0, ""]; // advice: what to choose, or to install, for a pattern that means something
+let [running, waiting, advice] = [null, 0, null]; // advice: what to choose, or to install, for a pattern that means something
 
 async function run() {
+  if (advice === null) return await load();
   clearTimeout(waiting);
   running?.abort();
   const { signal } = (running = new AbortController());
@@ -54,9 +56,10 @@ async function run() {
 
 function refuse(error) {
   if (!(error instanceof Refusal)) throw error;
+  $("result").classList.add("stale");
+  if (denied(error)) return;
   const ours = error.status === 0 || error.status === 429 || error.status >= 500; // nothing that a field could mend
   form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
-  $("result").classList.add("stale");
 }
 
 function showItems() {
@@ -123,7 +126,7 @@ async function analyse(signal) {
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     numbers.clear();
-    form.sayOf("numbers", error.problems);
+    if (!denied(error)) form.sayOf("numbers", error.problems);
   }
 }
 
@@ -170,7 +173,7 @@ async function take(act) {
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     $("taken").textContent = "";
-    form.sayOf("take", error.problems);
+    if (!denied(error)) form.sayOf("take", error.problems);
   }
 }
 
@@ -179,22 +182,11 @@ function soon() {
   waiting = setTimeout(run, PAUSE);
 }
 
-/** A pasted request brings its masks and its layer to the controls. */
-function readPasted() {
-  try {
-    const body = JSON.parse($("request").value);
-    form.showMasks(body);
-    form.showLayer(String(body.layer ?? "default"));
-  } catch {
-    // no JSON yet: what is wrong with it, the service says when it is asked
-  }
-}
-
 function listen() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
   on("ask", "submit", (event) => (event.preventDefault(), run()));
   for (const id of ["text", "keys"]) on(id, "input", () => (unblock(), soon()));
-  on("request", "input", () => (unblock(), readPasted(), soon()));
+  on("request", "input", () => (unblock(), form.showPasted(), soon()));
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", soon);
   for (const id of ["causal", "layer"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
@@ -226,25 +218,32 @@ function switchMode() {
   unblock();
   if (form.mode() === "request") {
     if (!$("request").value && typeof asked?.request === "object") $("request").value = JSON.stringify(asked.request);
-    readPasted();
+    form.showPasted();
   } else form.showMasks({});
   run();
 }
 
-async function begin() {
-  follow($("theme"), redraw);
-  form.showMode();
-  listen();
+/** Asks what layers and words there are, and then the first question; again, where the key has changed. */
+async function load() {
+  clearTimeout(waiting);
+  running?.abort();
+  const { signal } = (running = new AbortController());
   try {
-    const [{ layers }, vocabulary] = await Promise.all([get("layers"), get("words")]);
+    form.clearErrors();
+    const [{ layers }, vocabulary] = await Promise.all([get("layers", signal), get("words", signal)]);
     for (const { name, spec } of layers) specs.set(name, spec);
     const [real] = vocabulary.layers;
     advice = real ? `Choose ${real} for one that does.` : vocabulary.note;
-    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, real ?? "default");
+    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, form.value("layer") || (real ?? "default"));
   } catch (error) {
-    return refuse(error);
+    if (error.name !== "AbortError") refuse(error);
+    return;
   }
   await run();
 }
 
-begin();
+follow($("theme"), redraw);
+form.showMode();
+listen();
+followKey(load);
+load();

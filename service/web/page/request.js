@@ -2,6 +2,7 @@
 
 import { Refusal } from "./wire.js";
 
+export const KEY = "ATTEND_API_KEY"; // variable that the service's own commands read, too
 const READABLE = 1024; // cells of a mask up to which it is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
@@ -60,18 +61,20 @@ export function tokensOf(request, item, queries, keys) {
   return { query, key };
 }
 
-/** The request as "curl", "python" or "json" to paste. */
-export function written(kind, request, url) {
+/** The request as "curl", "python" or "json" to paste; where a key is wanted, it is taken from a variable of the environment. */
+export function written(kind, request, url, keyed) {
   const json = JSON.stringify(request);
   if (kind === "json") return json;
-  if (kind === "curl") return `curl -sS ${url}attend -H 'Content-Type: application/json' --data-binary @- <<'REQUEST'\n${json}\nREQUEST\n`;
+  const header = keyed ? ` -H "Authorization: Bearer $${KEY}"` : "";
+  if (kind === "curl") return `curl -sS ${url}attend${header} -H 'Content-Type: application/json' --data-binary @- <<'REQUEST'\n${json}\nREQUEST\n`;
   return [
     "import json",
+    ...(keyed ? ["import os"] : []),
     "",
     "from service.client import Client",
     "",
     `request = json.loads(r'''${json.replaceAll("'", "\\u0027")}''')`,
-    `with Client(${JSON.stringify(url)}) as client:`,
+    `with Client(${JSON.stringify(url)}${keyed ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
     "    result = client.attend(**request)",
     "print(result.attention_weights.shape)",
     "",

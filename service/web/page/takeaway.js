@@ -1,13 +1,14 @@
 // What people take with them: the request as text for the clipboard, a picture as a file.
 
+import { hasKey } from "./access.js";
+import { KEY, written } from "./request.js";
 import { post } from "./wire.js";
-import { written } from "./request.js";
 
 const WORDS = { curl: "curl command", python: "Python program", json: "JSON body" };
 
 /** Puts the request on the clipboard, and into `box` for those whose browser does not let a page do that; gives what to tell. */
 export async function copy(kind, request, box) {
-  const text = written(kind, request, new URL(".", location.href).href);
+  const text = written(kind, request, new URL(".", location.href).href, hasKey());
   box.value = text;
   box.hidden = false;
   box.setAttribute("aria-label", `${WORDS[kind]}`);
@@ -17,7 +18,7 @@ export async function copy(kind, request, box) {
     box.select();
     if (!document.execCommand("copy")) return `The ${WORDS[kind]} is below: copy it from there`;
   }
-  return `Copied the ${WORDS[kind]}`;
+  return `Copied the ${WORDS[kind]}${hasKey() && kind !== "json" ? `, which takes the key from ${KEY}` : ""}`;
 }
 
 /** Kind and heads of a picture: `kind` as chosen, "shown" for the head (or "mean") that is enlarged, of the heads that are on. */

@@ -2,6 +2,7 @@
 
 const JSON_TYPE = "application/json";
 const TENSORS = "application/vnd.safetensors";
+let authorization = {}; // header of the key, where there is one
 
 /** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
 export class Refusal extends Error {
@@ -10,6 +11,11 @@ export class Refusal extends Error {
     this.status = status;
     this.problems = problems.length ? problems : [{ at: "", text: this.message }];
   }
+}
+
+/** From here on every request goes with this key; "" for none. */
+export function present(key) {
+  authorization = key ? { Authorization: `Bearer ${key}` } : {};
 }
 
 /** Sends `body` (an object, or text as it stands) and gives the response. Throws Refusal, or what fetch throws when aborted. */
@@ -52,9 +58,10 @@ export function readTensors(buffer) {
 }
 
 async function send(path, options) {
+  if (/[^\x20-\x7e]/.test(authorization.Authorization ?? "")) throw new Refusal(401, "unknown key", ""); // no header can hold it
   let response;
   try {
-    response = await fetch(path, options);
+    response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal(0, "no answer", "The service does not answer. Is it still running?");
