@@ -51,7 +51,7 @@ class Methods:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
     async def model_config(self, request: Any, context: Any) -> Any:
-        config = config_of(self._layer(request), self.engine.limits, self.engine.scheduler.limits.delay)
+        config = config_of(self._layer(request), self.engine)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
     async def model_statistics(self, request: Any, context: Any) -> Any:

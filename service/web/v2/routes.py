@@ -72,7 +72,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def config(name: str, version: str | None = None) -> ModelConfig:
         """What Triton's clients want to know before they call."""
         demand_version(version)
-        return config_of(engine.catalogue.find(name), engine.limits, engine.scheduler.limits.delay)
+        return config_of(engine.catalogue.find(name), engine)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
