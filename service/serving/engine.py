@@ -34,7 +34,7 @@ from service.serving.replying import plan_of, refuse_empty, written
 from service.serving.scheduler import Outcome, QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
 from service.serving.shelf import Shelf
-from service.serving.statistics import Statistics
+from service.serving.statistics import Counter
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -65,12 +65,12 @@ class Engine:
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler)
-        self.shelf = Shelf(catalogue, self.pulse, metrics, folder)
+        self.statistics = Counter(metrics.folder)
+        self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
-        self.statistics: dict[str, Statistics] = {}  # by layer
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
@@ -170,7 +170,7 @@ class Engine:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
         bound = await self._aside(self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
-        phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
+        phases = Phases(decode=self.clock() - started)
         try:
             outcome = await self._computed(bound, asked)
             phases.queue, phases.compute = outcome.queue, outcome.compute
@@ -178,12 +178,12 @@ class Engine:
             large = bound.cost.reply_bytes > ON_THE_LOOP
             pieces = await self._aside(written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
         except BaseException:  # a caller who has gone among them
-            statistics.failed(self.clock() - started)
+            self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases.encode = self.clock() - encoding
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
-        statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.batch)
         wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
@@ -230,7 +230,6 @@ class Engine:
     async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
         await self.shelf.remove(name, deadline)
-        self.statistics.pop(name, None)
 
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
@@ -240,10 +239,6 @@ class Engine:
         """From now on calls that are too large for this process are cut, and computed there."""
         self.shards, self.decoder.parts = shards, shards.count
 
-    def statistics_of(self, name: str) -> Statistics:
-        """What has been counted of the calls to a layer that is held."""
-        return self.statistics.setdefault(name, Statistics())
-
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
@@ -251,6 +246,7 @@ class Engine:
             self._sampling.cancel()
         self.shelf.close()
         self.scheduler.close()
+        self.statistics.close()
         self.easel.close()
         self._threads.shutdown()
 

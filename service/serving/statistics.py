@@ -1,15 +1,19 @@
-"""What has been counted of the calls to one layer, from one process's start on: whoever asked, and in whatever form.
+"""What has been counted of the calls to each layer since the server started: whoever asked, and in whatever form.
 
-Metrics tell an operator about the process; this tells a caller about a layer. Pure counting, on the event loop, in nanoseconds.
+Metrics tell an operator about the process; this tells a caller about a layer. Pure counting, on the event loop, in nanoseconds. Where
+several processes serve, each writes what it counts to a ledger that all can read (`ledger.py`), and whichever is asked tells of all.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
+from service.serving.ledger import Ledger
 from service.serving.metrics import Phases
 
 PHASES = ("queue", "decode", "compute", "encode")
+FAILED = 0  # in the place of how many calls were computed together, for calls that were not answered
 
 
 @dataclass(slots=True)
@@ -19,42 +23,102 @@ class Tally:
     count: int = 0
     ns: int = 0
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.ns += round(seconds * 1e9)
+
+@dataclass(slots=True)
+class Row:
+    """Calls of one kind. Times in nanoseconds, but `last`: when the last one was answered, in milliseconds since 1970."""
+
+    count: int = 0
+    items: int = 0  # of the batch axis
+    last: int = 0
+    whole: int = 0
+    queue: int = 0
+    decode: int = 0
+    compute: int = 0
+    encode: int = 0
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in FIELDS)
+
+    def add(self, values: Iterable[int]) -> None:
+        """Counts more calls of this kind."""
+        for name, value in zip(FIELDS, values, strict=True):
+            setattr(self, name, max(self.last, value) if name == "last" else getattr(self, name) + value)
+
+    def phase(self, name: str) -> Tally:
+        return Tally(self.count, getattr(self, name))
+
+
+FIELDS = tuple(part.name for part in fields(Row))
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Calls that reached a layer. `batches` maps how many were computed together to the phases of those calls."""
+    """Calls that reached a layer. `rows` maps how many were computed together to what is counted of those calls."""
 
-    wall: Callable[[], float] = time.time
-    last: float = 0.0  # when the last one was answered, in seconds since 1970
-    items: int = 0  # of the batch axis, in calls that were answered
-    success: Tally = field(default_factory=Tally)
-    fail: Tally = field(default_factory=Tally)
-    phases: dict[str, Tally] = field(default_factory=lambda: _tallies())
-    batches: dict[int, dict[str, Tally]] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    @property
+    def batches(self) -> dict[int, Row]:
+        return {calls: row for calls, row in sorted(self.rows.items()) if calls != FAILED}
+
+    @property
+    def answered(self) -> Row:
+        """All that were."""
+        together = Row()
+        for row in self.batches.values():
+            together.add(row.values)
+        return together
+
+    @property
+    def failed(self) -> Row:
+        return self.rows.get(FAILED, Row())
 
     @property
     def executions(self) -> int:
         """Batches computed. A caller who left in the meantime is missing among the calls, but not his batch."""
-        return sum(-(-phases["compute"].count // calls) for calls, phases in self.batches.items())
+        return sum(-(-row.count // calls) for calls, row in self.batches.items())
 
-    def answered(self, phases: Phases, items: int, calls: int) -> None:
+
+class Counter:
+    """Counts the calls to all layers; with a `folder`, together with the other processes that share it."""
+
+    def __init__(self, folder: Path | None = None, wall: Callable[[], float] = time.time) -> None:
+        self.wall = wall
+        self.ledger = None if folder is None else Ledger(folder, len(FIELDS))
+        self._layers: dict[str, Statistics] = {}
+
+    def answered(self, layer: str, phases: Phases, items: int, calls: int) -> None:
         """One call with `items` on its batch axis, computed among `calls`."""
-        self.last = self.wall()
-        self.items += items
-        batch = self.batches.setdefault(calls, _tallies())
-        for name in PHASES:
-            seconds = getattr(phases, name)
-            self.phases[name].add(seconds)
-            batch[name].add(seconds)
-        self.success.add(phases.decode + phases.queue + phases.compute + phases.encode)
+        spent = [getattr(phases, name) for name in PHASES]
+        self._add(layer, calls, (1, items, round(self.wall() * 1e3), *(round(seconds * 1e9) for seconds in (sum(spent), *spent))))
 
-    def failed(self, seconds: float) -> None:
-        self.fail.add(seconds)
+    def failed(self, layer: str, seconds: float) -> None:
+        """One call that was not answered, after so long."""
+        self._add(layer, FAILED, (1, 0, 0, round(seconds * 1e9), 0, 0, 0, 0))
 
+    def all(self) -> Mapping[str, Statistics]:
+        """Layer -> what has been counted of the calls to it, by all."""
+        if self.ledger is None:
+            return self._layers
+        together: dict[str, Statistics] = {}
+        for layer, calls, values in self.ledger.read():
+            together.setdefault(layer, Statistics()).rows.setdefault(calls, Row()).add(values)
+        return together
 
-def _tallies() -> dict[str, Tally]:
-    return {name: Tally() for name in PHASES}
+    def forget(self, layer: str) -> None:
+        """A layer was removed; another of its name begins anew."""
+        self._layers.pop(layer, None)
+        if self.ledger is not None:
+            self.ledger.forget(layer)
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _add(self, layer: str, calls: int, values: tuple[int, ...]) -> None:
+        row = self._layers.setdefault(layer, Statistics()).rows.setdefault(calls, Row())
+        row.add(values)
+        if self.ledger is not None:
+            self.ledger.write(layer, calls, row.values)

@@ -19,7 +19,6 @@ from service.web.grpc.exchange import Exchange, demand_version, values_of
 from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.forms import Form
-from service.wire.v2.documents import Statistics
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
@@ -58,8 +57,7 @@ class Methods:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
         layers = [self._layer(request)] if request.name else self.engine.catalogue.all()
-        found = [statistics_of(layer, self.engine.statistics_of(layer.name)) for layer in layers]
-        return _filled(messages.ModelStatisticsResponse(), Statistics(model_stats=found))
+        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
 
     async def repository_index(self, request: Any, context: Any) -> Any:
         models = [entry.model_dump() for entry in index_of(self.engine.catalogue.all())]

@@ -14,7 +14,8 @@ from service import __version__
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import largest_batch
 from service.serving.engine import Engine
-from service.serving.statistics import Statistics, Tally
+from service.serving.statistics import Statistics as Counted
+from service.serving.statistics import Tally
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.v2.documents import (
@@ -27,6 +28,7 @@ from service.wire.v2.documents import (
     ModelStatistics,
     RepositoryModel,
     ServerMetadata,
+    Statistics,
     TensorMetadata,
 )
 from service.wire.v2.members import BY_DEFAULT, VERSION
@@ -43,6 +45,7 @@ class Offer:
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
+    workers: int = 1  # that each hold every layer
 
     def demand_writable(self) -> None:
         if self.why_not_writable is not None:
@@ -94,23 +97,28 @@ def config_of(layer: HeldLayer, engine: Engine) -> ModelConfig:
     )
 
 
-def statistics_of(layer: HeldLayer, statistics: Statistics) -> ModelStatistics:
-    """What has been counted of a model since this process started."""
-    spec, device = layer.spec, layer.attention.device
-    durations = {name: _duration(statistics.phases[phase]) for name, phase in PHASES.items()}
+def statistics_of(engine: Engine, layers: Sequence[HeldLayer], workers: int) -> Statistics:
+    """What has been counted of these models since the server started, by all its `workers`."""
+    counted = engine.statistics.all()
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
+
+
+def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatistics:
+    spec, device, answered = layer.spec, layer.attention.device, counted.answered
+    durations = {name: _duration(answered.phase(phase)) for name, phase in PHASES.items()}
     nothing = Duration(count=0, ns=0)
-    outcomes = {"success": _duration(statistics.success), "fail": _duration(statistics.fail)}
+    outcomes = {"success": _duration(answered.phase("whole")), "fail": _duration(counted.failed.phase("whole"))}
     batches = [
-        BatchStatistics(batch_size=calls, **{name: _duration(tallies[PHASES[name]]) for name in PHASES if name != "queue"})
-        for calls, tallies in sorted(statistics.batches.items())
+        BatchStatistics(batch_size=calls, **{name: _duration(row.phase(PHASES[name])) for name in PHASES if name != "queue"})
+        for calls, row in counted.batches.items()
     ]
-    size = spec.num_parameters * BY_TORCH[spec.dtype].size
+    size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
         name=layer.name,
         version=VERSION,
-        last_inference=round(statistics.last * 1e3),
-        inference_count=statistics.items,
-        execution_count=statistics.executions,
+        last_inference=answered.last,
+        inference_count=answered.items,
+        execution_count=counted.executions,
         inference_stats={**outcomes, **durations, "cache_hit": nothing, "cache_miss": nothing},
         response_stats={},
         batch_stats=batches,

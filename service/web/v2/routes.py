@@ -48,8 +48,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def all_statistics() -> Statistics:
         """Statistics of every model."""
         offer.demand_statistics()
-        layers = engine.catalogue.all()
-        return Statistics(model_stats=[statistics_of(layer, engine.statistics_of(layer.name)) for layer in layers])
+        return statistics_of(engine, engine.catalogue.all(), offer.workers)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404))
@@ -77,10 +76,10 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
     async def statistics(name: str, version: str | None = None) -> Statistics:
-        """How many calls a model has answered, and how long each phase took, since this process started."""
+        """How many calls a model has answered, and how long each phase took, since the server started."""
         demand_version(version)
         offer.demand_statistics()
-        return Statistics(model_stats=[statistics_of(engine.catalogue.find(name), engine.statistics_of(name))])
+        return statistics_of(engine, [engine.catalogue.find(name)], offer.workers)
 
     @app.post(
         f"{MODEL}/infer",
