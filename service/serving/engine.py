@@ -24,6 +24,7 @@ from service.serving.batches import BatchLimits
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.decoding import Decoder, predict
+from service.serving.door import Door
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
 from service.serving.folder import LayerFolder
@@ -69,6 +70,7 @@ class Engine:
         self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
+        self.door = Door()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
         self.held_bytes = 0  # of bodies between their first byte and their answer
@@ -84,15 +86,19 @@ class Engine:
         """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
         return self.started and not self.draining and self.scheduler.healthy
 
-    @property
-    def serves(self) -> bool:
-        """Ready, and with a layer to call: what the Open Inference Protocol calls a ready server."""
-        return self.ready and len(self.catalogue) > 0
-
     async def answers(self) -> bool:
         """Whether calls are welcome and the device really computes; without layers there is nothing to ask it."""
         layers = self.catalogue.all()
         return self.ready and (not layers or await self.pulse.beats(layers[0]))
+
+    async def serves(self) -> bool:
+        """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
+        return len(self.catalogue) > 0 and await self.answers()
+
+    def close_door(self) -> None:
+        """No more calls are let in; those that are in are answered."""
+        self.draining = True
+        self.door.close()
 
     def sample(self) -> None:
         """Brings the gauges up to date."""

@@ -33,7 +33,7 @@ class Methods:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
-        return messages.ServerReadyResponse(ready=self.engine.serves)
+        return messages.ServerReadyResponse(ready=await self.engine.serves())
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Of a model that is not there, too: it is not ready."""
@@ -41,7 +41,7 @@ class Methods:
             self._layer(request)
         except LayerNotFound:
             return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=self.engine.started)
+        return messages.ModelReadyResponse(ready=await self.engine.answers())
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.offer.metadata())

@@ -22,6 +22,11 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return refusals_as("V2Error", JSON, *statuses)
 
 
+def health_of(ready: bool) -> Health:
+    """A body that suits every client."""
+    return Health(live=True, ready=ready, error=None if ready else "not ready")
+
+
 def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     """Adds the routes."""
 
@@ -30,19 +35,17 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         """Name, version, and which extensions of the protocol work here."""
         return offer.metadata()
 
-    def health(response: Response, good: bool) -> Health:
-        response.status_code = 200 if good else 503
-        return Health(live=True, ready=engine.serves, error=None if engine.serves else "not ready")
-
     @app.get("/v2/health/live", **V2, response_model=Health)
-    async def live(response: Response) -> Health:
-        """The process answers."""
-        return health(response, True)
+    async def live() -> Health:
+        """The process answers. `ready` is without asking the device."""
+        return health_of(engine.ready and len(engine.catalogue) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
-        """Every layer is loaded and warm, and there is one."""
-        return health(response, engine.serves)
+        """Every layer is loaded and warm, there is one, and the device computes, as for /health/ready."""
+        good = await engine.serves()
+        response.status_code = 200 if good else 503
+        return health_of(good)
 
     @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
     async def all_statistics() -> Statistics:
@@ -60,11 +63,12 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
     async def model_ready(name: str, response: Response, version: str | None = None) -> ModelReady:
-        """Whether a model answers."""
+        """Whether a model answers: it is held, and the server answers."""
         demand_version(version)
         engine.catalogue.find(name)
-        response.status_code = 200 if engine.started else 503
-        return ModelReady(name=name, ready=engine.started)
+        good = await engine.answers()
+        response.status_code = 200 if good else 503
+        return ModelReady(name=name, ready=good)
 
     @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404))
