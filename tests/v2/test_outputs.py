@@ -174,3 +174,24 @@ def test_so_is_a_spec_to_load_and_a_body_of_the_repository(v2: httpx.Client) -> 
     error = refused(v2.post("/v2/repository/models/x/load", json=config))
     assert "line 1 column 15" in error and "/parameters/config" in error
     assert "line 1 column 11" in refused(v2.post("/v2/repository/index", content=b'{"ready": }'))
+
+
+# Numbers that JSON cannot write
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
+@pytest.mark.parametrize("policy", ["error", "null", "string"])
+def test_what_overflows_is_the_callers_choice_and_never_a_bare_token(v2: httpx.Client, policy: str, binary: bool) -> None:
+    """Ones of a million as FP16. Bytes hold infinity as it is; by default its place is told instead."""
+    request = body(("value_projection", binary), reply={"datatype": "FP16", "nonfinite": policy})
+    request["inputs"] = in_json(query=np.full((1, 1, 6), 1e6, np.float32))
+    answer = v2.post(INFER, json=request)
+
+    if policy == "error":
+        assert re.search(r"value_projection\[0, \d, 0, \d\] = -?inf", refused(answer))
+    elif binary:
+        assert np.isinf(read(answer).arrays["value_projection"]).any()
+    else:
+        [output] = json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))["outputs"]
+        odd = {word for word in output["data"] if not isinstance(word, float)}
+        assert odd and odd <= ({None} if policy == "null" else {"inf", "-inf"})
