@@ -29,6 +29,8 @@ BY_DEFAULT: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_de
 KEYS = "attention_weights.keys"
 PARTS = (KEYS, "attention_weights.values")  # outputs in place of the weights, where the largest are selected
 PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the protocol's own
+# Whether an empty reply is to follow the last one of a stream. There are no streams: perf_analyzer over gRPC says it with every request.
+FINAL = "triton_enable_empty_final_response"
 
 
 @dataclass(slots=True)
@@ -55,6 +57,8 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
         if name in PROTOCOL:
             continue
         at = "/parameters" + pointer([name])
+        if name == FINAL and isinstance(value, bool):
+            continue
         if name not in OPTIONS:
             raise InvalidRequest.where(at, f"one of {', '.join(sorted(OPTIONS | PROTOCOL))}", "another parameter")
         if name in members:
