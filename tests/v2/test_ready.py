@@ -1,6 +1,7 @@
 """Ready, in every dialect: while the device computes, there is a model, and the server is not about to leave; and how gRPC leaves."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live import Server
 from starlette.testclient import TestClient
 from test_grpc import SERVICE, address_of, entry, request
-from test_processes import LONG, PATIENCE, HalfSent, ask, until
+from test_processes import LONG, PATIENCE, HalfSent, ask, events, only, several_cores, until, workers_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.settings import Settings
@@ -173,3 +174,46 @@ def test_nor_is_it_over_grpc() -> None:
     done = subprocess.run([sys.executable, "-c", OVER_GRPC], capture_output=True, text=True, check=True)
 
     assert done.stdout.splitlines()[-2:] == [f"True True {STATE.SERVING}", f"False False {STATE.NOT_SERVING}"]
+
+
+def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) -> None:
+    """Neither with another server nor with this one's like, which the kernel would let in: half of all calls would go astray."""
+    taken = address_of(start("--grpc-port", "0")).rpartition(":")[2]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        for port in (taken, str(stranger.getsockname()[1])):
+            done = subprocess.run(
+                [sys.executable, "-m", "service", "serve", "--port", "0", "--grpc-port", port],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
+            assert len(done.stderr.splitlines()) == 1
+
+
+@several_cores
+def test_workers_share_one_port(start: Callable[..., Server]) -> None:
+    """Also where any will do. Calls reach all of them, and their statistics are one."""
+    server = start("--workers", "2", "--threads", "1", "--grpc-port", "0")
+    until(lambda: len(events(server, "listening for gRPC")) == 2, "both listen")
+    [address] = {str(event["address"]) for event in events(server, "listening for gRPC")}
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+
+    for worker in workers_of(server.process.pid):
+        with only(worker, server.process.pid):
+            until(lambda: answered_anew(address), "an answer")  # the kernel deals connections out to the stopped one, too
+
+    with grpc.insecure_channel(address) as channel:
+        told = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
+    assert told.model_stats[0].inference_stats.success.count >= 2
+
+
+def answered_anew(address: str) -> bool:
+    """Whether a call on a new connection is answered soon."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
+        except grpc.RpcError:
+            return False
+    return True
