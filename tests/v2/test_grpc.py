@@ -197,6 +197,18 @@ def test_what_perf_analyzer_says_with_every_request_is_taken(channel: grpc.Chann
     np.testing.assert_allclose(got, want["output"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("character", ["a", "%", "\n", "ü", "€", "😀"])
+def test_a_long_refusal_in_any_alphabet_arrives(channel: grpc.Channel, character: str) -> None:
+    """It travels in a header, where other characters take up to twelve times the room."""
+    parameters = {"select": {"string_param": json.dumps({character * 5000: 1}, ensure_ascii=False)}}
+
+    with pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request("tiny", GOOD, parameters=parameters))
+
+    assert caught.value.code() is INVALID
+    assert f"/select/{character if character != chr(10) else ''}" in caught.value.details()
+
+
 def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel: grpc.Channel) -> None:
     call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
 

@@ -31,7 +31,7 @@ SCOPES = {  # of the keys that open a method, where not any does
     "RepositoryModelLoad": ADMIN,
     "RepositoryModelUnload": ADMIN,
 }
-DETAIL = 2000  # characters of a refusal: they travel in a header, where more may not fit
+DETAIL = 4000  # bytes of a refusal: they travel in a header, of which clients take 8192
 log = structlog.get_logger("attend")
 
 
@@ -73,6 +73,16 @@ async def serving(
         await engine.door.closed()
 
 
+def fitting(detail: str) -> str:
+    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own."""
+    size = 0
+    for i, character in enumerate(detail):
+        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        if size > DETAIL:
+            return detail[:i]
+    return detail
+
+
 def _handlers(engine: Engine, methods: Methods, log_requests: bool, keyring: Keyring | None) -> dict[str, Any]:
     """Method name -> gRPC's handler. ModelInfer's messages stay bytes here."""
     handlers = {}
@@ -100,7 +110,7 @@ def _answered(engine: Engine, name: str, method: Method, log_requests: bool, key
             code = grpc.StatusCode.OK
             return reply
         except AttendError as error:
-            code, detail = code_of(error), error.detail[:DETAIL]
+            code, detail = code_of(error), fitting(error.detail)
             engine.metrics.failed(type(error).__name__)
             if isinstance(error, Overloaded):
                 trailing.append(("retry-after", str(error.retry_after)))
