@@ -3,6 +3,7 @@
 #   docker run --rm --read-only --tmpfs /tmp --stop-timeout 35 -p 8000:8000 attend
 # One process serves without /tmp too; several (ATTEND_WORKERS) count their requests there. Stopping takes up to
 # drain_seconds + shutdown_seconds.
+# gRPC beside HTTP: -e ATTEND_GRPC_PORT=8001 -p 8001:8001.
 # For NVIDIA GPUs take one of PyTorch's CUDA indexes (several GB more) and start with --gpus all -e ATTEND_DEVICE=cuda:
 #   docker build -t attend:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 .
 # BASE may be any image with python3 (3.11 or later), its venv module, and pip.

@@ -11,7 +11,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 LOCK = (ROOT / "deploy" / "requirements.txt").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-WANTED = [Requirement(item) for item in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"])]
+EXTRAS = PROJECT["optional-dependencies"]
+WANTED = [Requirement(item) for item in (*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["grpc"])]  # what a flag of the image needs
 LOCKED = {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", LOCK, re.MULTILINE)}
 
 

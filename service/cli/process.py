@@ -158,18 +158,25 @@ def keep_memory() -> None:
 
 
 def drain_on_sigterm(engine: Engine, seconds: float) -> None:
-    """Puts the drain between SIGTERM and what the server would do at once. To be called on the server's loop."""
-    close, loop = signal.getsignal(signal.SIGTERM), asyncio.get_running_loop()
-    if not callable(close):
+    """Puts the drain between SIGTERM and what the server would do at once, and has other doors close with the server's. To be called on the
+    server's loop."""
+    close, interrupt, loop = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
+    if not callable(close) or not callable(interrupt):
         return
 
     def drain(number: int, frame: FrameType | None) -> None:
         if engine.draining or not seconds:
             loop.call_soon_threadsafe(partial(log.info, "stopping"))
+            loop.call_soon_threadsafe(engine.close_door)
             close(number, frame)
             return
         engine.draining = True
         loop.call_soon_threadsafe(partial(log.info, "draining", seconds=seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, drain, number, frame)
 
+    def leave(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(engine.close_door)
+        interrupt(number, frame)
+
     signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGINT, leave)

@@ -45,10 +45,12 @@ def run(settings: Settings) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
     from service.cli.process import serve_processes
 
+    where = f"{settings.host}:{settings.grpc_port}, for gRPC"
     try:
+        settings = _with_free_grpc_port(settings)
+        where = str(settings.uds or f"{settings.host}:{settings.port}")
         listening = _listen(settings)
     except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
         typer.echo(f"attend serve: cannot listen on {where}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
     try:
@@ -101,6 +103,14 @@ def _listen(settings: Settings) -> socket.socket:
     settings.uds.chmod(0o666)  # as a port of this machine, it is open to all who can reach it
     listening.listen(2048)
     return listening
+
+
+def _with_free_grpc_port(settings: Settings) -> Settings:
+    """Raises OSError where somebody has the port, which gRPC would share with any server of this user's. Workers share a free one."""
+    if settings.grpc_port is None:
+        return settings
+    with socket.create_server((settings.host, settings.grpc_port), family=_family(settings.host)) as found:
+        return settings if settings.workers == 1 else settings.model_copy(update={"grpc_port": found.getsockname()[1]})
 
 
 def _family(host: str) -> socket.AddressFamily:

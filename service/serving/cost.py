@@ -4,6 +4,7 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from service.wire.documents import AttendRequest
 from service.wire.limits import MIB
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # bytes that one number takes in JSON, by bytes of its datatype; measured on normal variates
+LARGEST_BATCH = 2**31 - 1  # that is ever told
 PROJECTED = {"query_projection": "q", "key_projection": "k", "value_projection": "k"}
 
 
@@ -128,6 +130,13 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
         wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
         problems.append(Problem("", wanted, str(cost.reply_bytes)))
     return problems
+
+
+def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
+    """The most batch items that are admitted, of one query and one key each and with the outputs that come by default; at least 1."""
+    asking = Asking(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
+    batches = range(2, min(limits.items, LARGEST_BATCH) + 1)
+    return bisect_left(batches, True, key=lambda b: bool(admit(_predict(asking._replace(batch=b), spec), limits))) + 1
 
 
 def check(cost: Cost, limits: ServingLimits) -> None:

@@ -25,6 +25,7 @@ from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.computing import Outcome
 from service.serving.decoding import Decoder, predict
+from service.serving.door import Door
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
 from service.serving.folder import LayerFolder
@@ -35,7 +36,7 @@ from service.serving.replying import plan_of, refuse_empty, written
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
 from service.serving.shelf import Shelf
-from service.serving.statistics import Statistics
+from service.serving.statistics import Counter
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -66,12 +67,13 @@ class Engine:
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler)
-        self.shelf = Shelf(catalogue, self.pulse, metrics, folder)
+        self.statistics = Counter(metrics.folder)
+        self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
+        self.door = Door()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
-        self.statistics: dict[str, Statistics] = {}  # by layer
         self.held_bytes = 0  # of bodies between their first byte and their answer
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
@@ -85,15 +87,19 @@ class Engine:
         """Whether calls are welcome: layers loaded and warm, memory not short, not about to leave."""
         return self.started and not self.draining and self.scheduler.healthy
 
-    @property
-    def serves(self) -> bool:
-        """Ready, and with a layer to call: what the Open Inference Protocol calls a ready server."""
-        return self.ready and len(self.catalogue) > 0
-
     async def answers(self) -> bool:
         """Whether calls are welcome and the device really computes; without layers there is nothing to ask it."""
         layers = self.catalogue.all()
         return self.ready and (not layers or await self.pulse.beats(layers[0]))
+
+    async def serves(self) -> bool:
+        """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
+        return len(self.catalogue) > 0 and await self.answers()
+
+    def close_door(self) -> None:
+        """No more calls are let in; those that are in are answered."""
+        self.draining = True
+        self.door.close()
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
@@ -171,7 +177,7 @@ class Engine:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
         bound = await self._aside(self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
-        phases, statistics = Phases(decode=self.clock() - started), self.statistics_of(bound.layer.name)
+        phases = Phases(decode=self.clock() - started)
         try:
             outcome = await self._computed(bound, asked)
             phases.queue, phases.compute = outcome.queue, outcome.compute
@@ -179,12 +185,12 @@ class Engine:
             large = bound.cost.reply_bytes > ON_THE_LOOP
             pieces = await self._aside(written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
         except BaseException:  # a caller who has gone among them
-            statistics.failed(self.clock() - started)
+            self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases.encode = self.clock() - encoding
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
-        statistics.answered(phases, bound.call.query.shape[0], outcome.batch)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.batch)
         wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
@@ -231,7 +237,6 @@ class Engine:
     async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
         await self.shelf.remove(name, deadline)
-        self.statistics.pop(name, None)
 
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
@@ -241,10 +246,6 @@ class Engine:
         """From now on calls that are too large for this process are cut, and computed there."""
         self.shards, self.decoder.parts = shards, shards.count
 
-    def statistics_of(self, name: str) -> Statistics:
-        """What has been counted of the calls to a layer that is held."""
-        return self.statistics.setdefault(name, Statistics())
-
     def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
@@ -252,6 +253,7 @@ class Engine:
             self._sampling.cancel()
         self.shelf.close()
         self.scheduler.close()
+        self.statistics.close()
         self.easel.close()
         self._threads.shutdown()
 

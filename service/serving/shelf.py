@@ -29,7 +29,11 @@ Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 class Shelf:
     """Puts layers into a catalogue, and takes them out."""
 
-    def __init__(self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics, folder: LayerFolder | None = None) -> None:
+    def __init__(
+        self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics, folder: LayerFolder | None, dropped: Callable[[str], None]
+    ) -> None:
+        """`dropped` is told of each name under which nothing is held any more."""
+        self.dropped = dropped
         self.catalogue, self.pulse, self.metrics, self.folder = catalogue, pulse, metrics, folder
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -163,4 +167,5 @@ class Shelf:
     def _drop(self, name: str) -> None:
         self.catalogue.remove(name)
         self.metrics.forget(name)
+        self.dropped(name)
         self.metrics.layers.set(len(self.catalogue))

@@ -57,7 +57,8 @@ class Application(FastAPI):
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
-    engine, offer = create_engine(settings), Offer(_why_not_writable(settings), _why_no_statistics(settings))
+    engine = create_engine(settings)
+    offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, engine), settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -133,9 +134,9 @@ def _why_not_writable(settings: Settings) -> Exception | None:
     return None
 
 
-def _why_no_statistics(settings: Settings) -> Exception | None:
-    if settings.workers > 1:
-        return LayerConflict("with several workers there are no statistics of models, since each counts for itself: see /metrics")
+def _why_no_statistics(settings: Settings, engine: Engine) -> Exception | None:
+    if settings.workers > 1 and not engine.metrics.shared:
+        return LayerConflict("there are no statistics of models: several workers serve, and have no folder to count together in")
     return None
 
 

@@ -66,8 +66,11 @@ def parse_strictly(text: bytes) -> Any:
         raise MalformedBody.where("", "JSON in the header", "something else") from None
 
 
-def parse_slowly(body: bytes) -> Any:
-    """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds)."""
+def parse_slowly(body: bytes, whole: str = "body") -> Any:
+    """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds).
+
+    `whole` is what refusals call the text.
+    """
     try:
         text = body.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=_members, parse_constant=_Constant, parse_int=_integer)
@@ -75,7 +78,7 @@ def parse_slowly(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise MalformedBody(problems=[Problem("", "JSON in UTF-8", f"an invalid byte at offset {error.start}")]) from None
     except json.JSONDecodeError as error:
-        came = "the end of the body" if error.pos >= len(text) else f"{text[error.pos]!r}"
+        came = f"the end of the {whole}" if error.pos >= len(text) else f"{text[error.pos]!r}"
         place = f"line {error.lineno} column {error.colno}"
         raise MalformedBody(problems=[Problem("", "JSON", f"{came} at {place} ({error.msg.lower()})")]) from None
     except RecursionError:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from command import run_attend
@@ -45,6 +46,38 @@ def test_a_command_loads_no_more_than_it_needs():
     lines = "\n".join(line.removeprefix("        ") for line in code.splitlines())
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
     assert done.stdout == "1 []\n" and "Start a server" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "extra"),
+    [
+        (("--grpc-port", "0"), "grpc", "grpc"),
+        (("--grpc-port", "0"), "grpc_health", "grpc"),
+        (("--grpc-port", "0"), "grpc_reflection", "grpc"),
+        (("--telemetry",), "opentelemetry", "otel"),
+    ],
+)
+def test_a_flag_whose_packages_are_not_there_says_what_to_install(flags, missing, extra):
+    """Before anything is opened or loaded."""
+    code = f"""
+        import runpy, sys
+
+        class Without:  # an environment in which the package has not been installed
+            def __init__(self, finder):
+                self.finder = finder
+            def find_spec(self, name, *rest):
+                return None if name.partition(".")[0] == "{missing}" else self.finder.find_spec(name, *rest)
+
+        sys.meta_path[:] = map(Without, sys.meta_path)
+        sys.argv = ["attend", "serve", "--port", "0", *{flags!r}]
+        try:
+            runpy.run_module("service", run_name="__main__")
+        finally:
+            assert "torch" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"attend serve: {flags[0]} needs more packages: pip install 'attend[serve,{extra}]'\n"
 
 
 def test_layers_of_a_server_are_those_it_answers(server, http):

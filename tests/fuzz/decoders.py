@@ -14,18 +14,28 @@ from safetensors.numpy import load
 
 from service.errors import RequestError
 from service.spec import LayerSpec
+from service.tensors import DATATYPES
 from service.wire import json_form, safetensors_form
 from service.wire.compression import unpack
 from service.wire.documents import AttendRequest, PutLayer
 from service.wire.limits import WireLimits
 from service.wire.refusals import validate
 from service.wire.scan import parse_slowly
+from service.wire.v2.exchange import Exchange
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
 TOKENS = (
     "shape datatype data base64 heads queries top_k left right p seed -inf end zero FP32 BF16 nested dtype data_offsets request F32 BOOL"
 )
-WORDS = [*AttendRequest.model_fields, *LayerSpec.model_fields, *TOKENS.split(), "__metadata__", "query.weight"]
+PROTOCOL = "id parameters inputs outputs name binary_data binary_data_size binary_data_output timeout priority attention_weights.keys INT64"
+WORDS = [*AttendRequest.model_fields, *LayerSpec.model_fields, *TOKENS.split(), *PROTOCOL.split(), "__metadata__", "query.weight"]
+BYTES_ALONE = 0xFFFF  # in the place of a length: a V2 body without the header that tells where its JSON ends
+
+
+def _v2_seed(head: bytes, tensors: bytes = b"") -> bytes:
+    return (len(tensors) or BYTES_ALONE).to_bytes(2, "little") + head + tensors
+
+
 SEEDS = {
     "json": [
         b'{"query": [[1, 2.5e-3, -0], [3, 4, 5]], "causal": true, "outputs": ["output"], "valid_lens": 2, "bias": [[0, "-inf"], [1, 2]]}',
@@ -38,6 +48,22 @@ SEEDS = {
             b'{"__metadata__":{"request":"{}"},"query":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},'
             b'"key":{"dtype":"BF16","shape":[2,2],"data_offsets":[16,24]}}'
         )
+    ],
+    "v2": [
+        _v2_seed(
+            b'{"id":"a","inputs":[{"name":"query","shape":[1,2,2],"datatype":"FP32","parameters":{"binary_data_size":16}},{"name":"attend_keys",'
+            b'"shape":[1,2],"datatype":"BOOL","parameters":{"binary_data_size":2}}],"parameters":{"binary_data_output":true,"causal":true}}',
+            bytes(16) + b"\x01\x00",
+        ),
+        _v2_seed(
+            b'{"inputs":[{"name":"query","shape":[2,2],"datatype":"BF16","data":[1,2.5,3,-4]}],"outputs":[{"name":"attention_weights.keys",'
+            b'"parameters":{"binary_data":true}}],"parameters":{"select":"{\\"top_k\\": 1}","timeout":5}}'
+        ),
+        _v2_seed(
+            b'{"inputs":[{"name":"query","shape":[1,2,1],"datatype":"INT8","parameters":{"binary_data_size":2}},{"name":"valid_lens",'
+            b'"shape":[1,1],"datatype":"INT64","data":[[1]]},{"name":"query_offset","shape":[1,1],"datatype":"INT16","data":[1]}]}',
+            b"\x01\xff",
+        ),
     ],
     "gzip": [gzip.compress(b"attend" * 50), gzip.compress(b"a") + gzip.compress(b"b")],
     "deflate": [zlib.compress(b"attend" * 50)],
@@ -73,6 +99,31 @@ def hold_safetensors(body: bytes) -> None:
         validate(AttendRequest, safetensors_form.parse(body, AttendRequest.tensors, LIMITS))
 
 
+def hold_v2(body: bytes) -> None:
+    """The first two bytes say how many of the last are tensors'."""
+    behind, body = int.from_bytes(body[:2], "little"), body[2:]
+    size = len(body) if behind == BYTES_ALONE else len(body) - behind
+    with suppress(RequestError):
+        members = Exchange("default", "" if behind == BYTES_ALONE else str(size)).parse(body, AttendRequest.tensors, LIMITS)
+        head, rest = parse_slowly(body[:size]), body[size:]
+        for entry in head["inputs"]:
+            array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy
+            if "data" in entry:
+                want = np.array([float(number) for number in _flat(entry["data"])]).astype(dtype)
+            else:
+                taken = entry["parameters"]["binary_data_size"]
+                want, rest = np.frombuffer(rest[:taken], dtype), rest[taken:]
+            if isinstance(array, np.ndarray):  # else it is no tensor, and about to be refused
+                assert array.dtype == dtype and array.size == np.prod(entry["shape"], dtype=np.int64)
+                assert array.tobytes() == want.tobytes()
+        assert not rest
+        validate(AttendRequest, members)
+
+
+def _flat(data: Any) -> list[Any]:
+    return [number for item in data for number in _flat(item)] if isinstance(data, list) else [data]
+
+
 def hold_gzip(body: bytes) -> None:
     with suppress(RequestError):
         assert unpack(body, "gzip", LIMITS.body_bytes) == (gzip.decompress(body) if body else b"")
@@ -85,4 +136,11 @@ def hold_deflate(body: bytes) -> None:
         assert not body or unpacked.startswith(stream.decompress(body))
 
 
-TARGETS = {"json": hold_json, "layer": hold_layer, "safetensors": hold_safetensors, "gzip": hold_gzip, "deflate": hold_deflate}
+TARGETS = {
+    "json": hold_json,
+    "layer": hold_layer,
+    "safetensors": hold_safetensors,
+    "v2": hold_v2,
+    "gzip": hold_gzip,
+    "deflate": hold_deflate,
+}

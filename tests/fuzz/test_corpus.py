@@ -23,3 +23,7 @@ def test_a_wrong_number_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "parse_slowly", lambda body: {"query": [[1, 3]]})
     with pytest.raises(AssertionError):
         decoders.hold_json(b'{"query": [[1, 2]]}')
+    body = decoders.SEEDS["v2"][1]
+    monkeypatch.setattr(decoders, "parse_slowly", lambda text: json.loads(text.replace(b"2.5", b"2.25")))
+    with pytest.raises(AssertionError):
+        decoders.hold_v2(body)

@@ -5,6 +5,7 @@ afterwards whether it is still well.
 """
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,18 @@ def test_sampled_prefixes_and_messages_over_the_network_and_nothing_grows(v2: ht
             spoil()
         assert resident() - before < 16 * 1024  # KiB; six rounds hold 120 bodies of 0.6 MB
     np.testing.assert_array_equal(read(v2.post(INFER, content=BODY, headers=HEADERS)).arrays["output"], want)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32 + 5, 2**63, 10**30])
+def test_a_length_beyond_32_bits_is_too_large_and_no_negative_number(v2_server: Server, size: int) -> None:
+    """Refused by its header, before a byte of it comes."""
+    host, port = v2_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as reader:
+        head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
+        connection.sendall(head.encode())
+        connection.shutdown(socket.SHUT_WR)
+        status, rest = int(reader.readline().split()[1]), reader.read()
+    assert status in (400, 413) and b"-" not in rest.partition(b"\r\n\r\n")[2]
+    if size < 2**63:
+        assert status == 413
+        assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"].startswith(f"expected a body of at most {1 << 20} bytes")

@@ -162,6 +162,11 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
     ),
     "a parameter without a value": (request("tiny", GOOD, parameters={"causal": {}}), INVALID, "value"),
     "an unknown parameter": (request("tiny", GOOD, parameters={"sequence_id": {"int64_param": 1}}), INVALID, "sequence_id"),
+    "a stream's last word": (
+        request("tiny", GOOD, parameters={"triton_enable_empty_final_response": {"string_param": "yes"}}),
+        INVALID,
+        "triton_enable_empty_final_response",
+    ),
     "an input parameter": (request("tiny", GOOD, parameters={"query": {"string_param": "[]"}}), INVALID, "/parameters/query"),
     "too late": (request("tiny", GOOD, parameters={"timeout": {"int64_param": 1}}), grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
 }
@@ -176,6 +181,32 @@ def test_refusals_have_the_words_of_http_and_a_code(channel: grpc.Channel, case:
 
     assert caught.value.code() is code
     assert words in caught.value.details()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_perf_analyzer_says_with_every_request_is_taken(channel: grpc.Channel, want: dict[str, Array], empty: bool) -> None:
+    """Whether an empty reply shall follow the last of a stream; here is none."""
+    inputs = [entry("query", list(QUERY.shape)), entry("key", list(KEY.shape))]
+    said = {"triton_enable_empty_final_response": {"bool_param": empty}}
+
+    reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
+        request("tiny", *inputs, parameters=said, raw_input_contents=[QUERY.tobytes(), KEY.tobytes()])
+    )
+
+    got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)
+    np.testing.assert_allclose(got, want["output"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("character", ["a", "%", "\n", "ü", "€", "😀"])
+def test_a_long_refusal_in_any_alphabet_arrives(channel: grpc.Channel, character: str) -> None:
+    """It travels in a header, where other characters take up to twelve times the room."""
+    parameters = {"select": {"string_param": json.dumps({character * 5000: 1}, ensure_ascii=False)}}
+
+    with pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request("tiny", GOOD, parameters=parameters))
+
+    assert caught.value.code() is INVALID
+    assert f"/select/{character if character != chr(10) else ''}" in caught.value.details()
 
 
 def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel: grpc.Channel) -> None:

@@ -113,7 +113,7 @@ def test_announced_inputs_are_taken_and_the_config_says_which_may_be_left_out(v2
     assert [tensor["name"] for tensor in config["input"] if not tensor["optional"]] == ["query"]
     assert [tensor["name"] for tensor in config["output"]] == ["output", "attention_weights"]
     for tensor, of_config in zip(metadata["inputs"], config["input"], strict=True):
-        assert of_config["dims"] == (tensor["shape"][1:] or [1])
+        assert of_config["dims"] == tensor["shape"][1:]
         assert of_config["data_type"] == f"TYPE_{tensor['datatype']}"
 
 
@@ -427,7 +427,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "/query_offset",
     ),
     "an offset of another rank": (
-        {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1, 1], "datatype": "INT32", "data": [1]}]},
+        {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1, 2], "datatype": "INT32", "data": [1, 1]}]},
         "/query_offset",
     ),
     "an id that is no string": ({**one(), "id": 7}, "/id"),

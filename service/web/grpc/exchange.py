@@ -20,7 +20,16 @@ from service.wire.json_form import shape_of
 from service.wire.limits import WireLimits
 from service.wire.refusals import shown
 from service.wire.reply import Buffer, Reply, wire_array
-from service.wire.v2.members import VERSION, Inference, datatype_named, demand_known, members_of, seconds_of
+from service.wire.v2.members import (
+    VERSION,
+    Inference,
+    arrays_asked,
+    datatype_named,
+    demand_known,
+    members_of,
+    refuse_decimals,
+    seconds_of,
+)
 
 CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "BOOL": "bool_contents",
@@ -39,6 +48,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.id = ""
+        self.outputs: list[str] = []
         self.timeout: float | None = None
 
     def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -62,14 +72,17 @@ class Exchange:
         for i, output in enumerate(request.outputs):
             demand_known(output.parameters, (), f"/outputs/{i}/parameters")
         parameters.pop("binary_data_output", None)  # as it is here anyway
-        return members_of(request.model_name, Inference(tensors, parameters, [output.name for output in request.outputs], self.id))
+        self.outputs = [output.name for output in request.outputs]
+        members = members_of(request.model_name, Inference(tensors, parameters, self.outputs, self.id))
+        refuse_decimals(members)
+        return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
         """The reply, as one ModelInferResponse."""
         response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=self.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
-        for name, array in reply.arrays():
+        for name, array in arrays_asked(reply, self.outputs):
             array, _ = wire_array(name, array, reply.datatype, options)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
             response.raw_output_contents.append(bytes(raw(array)))

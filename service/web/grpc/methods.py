@@ -19,7 +19,6 @@ from service.web.grpc.exchange import Exchange, demand_version, values_of
 from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.forms import Form
-from service.wire.v2.documents import Statistics
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
@@ -34,7 +33,7 @@ class Methods:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
-        return messages.ServerReadyResponse(ready=self.engine.serves)
+        return messages.ServerReadyResponse(ready=await self.engine.serves())
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Of a model that is not there, too: it is not ready."""
@@ -42,7 +41,7 @@ class Methods:
             self._layer(request)
         except LayerNotFound:
             return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=self.engine.started)
+        return messages.ModelReadyResponse(ready=await self.engine.answers())
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
@@ -51,15 +50,14 @@ class Methods:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
     async def model_config(self, request: Any, context: Any) -> Any:
-        config = config_of(self._layer(request), self.engine.limits, self.engine.scheduler.limits.delay)
+        config = config_of(self._layer(request), self.engine)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
     async def model_statistics(self, request: Any, context: Any) -> Any:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
         layers = [self._layer(request)] if request.name else self.engine.catalogue.all()
-        found = [statistics_of(layer, self.engine.statistics_of(layer.name)) for layer in layers]
-        return _filled(messages.ModelStatisticsResponse(), Statistics(model_stats=found))
+        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
 
     async def repository_index(self, request: Any, context: Any) -> Any:
         models = [entry.model_dump() for entry in index_of(self.engine.catalogue.all())]

@@ -3,18 +3,20 @@
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import structlog
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, Overloaded
 from service.serving.engine import Engine
 from service.web.grpc.codes import code_of
+from service.web.grpc.health import Health
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import Method, Methods
 from service.web.guard import ADMIN, ANY, demand_key
@@ -29,7 +31,7 @@ SCOPES = {  # of the keys that open a method, where not any does
     "RepositoryModelLoad": ADMIN,
     "RepositoryModelUnload": ADMIN,
 }
-DETAIL = 2000  # characters of a refusal: they travel in a header, where more may not fit
+DETAIL = 4000  # bytes of a refusal: they travel in a header, of which clients take 8192
 log = structlog.get_logger("attend")
 
 
@@ -44,7 +46,7 @@ async def serving(
     keyring: Keyring | None = None,
     tls: tuple[Path, Path] | None = None,
 ) -> AsyncIterator[None]:
-    """Listens while the block runs; then takes no more calls, and gives those it has taken `grace` seconds.
+    """Listens until the engine's door closes, or the block ends; then takes no more calls, and gives those it has taken `grace` seconds.
 
     Messages may have `largest` bytes. With a `keyring` a call brings its key as over HTTP, in the metadata;
     with `tls`, a certificate's file and its key's, only TLS is spoken.
@@ -53,7 +55,7 @@ async def serving(
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), log_requests, keyring)),)
     )
-    health_pb2_grpc.add_HealthServicer_to_server(Health(engine), server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(engine, frozenset({SERVICE.full_name})), server)
     names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     if tls is None:
@@ -63,31 +65,22 @@ async def serving(
         port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
     log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
+    engine.door.add(partial(server.stop, grace))  # with HTTP's, so that what one has in hand is not waited for after what the other has
     try:
         yield
     finally:
-        await server.stop(grace)
+        engine.close_door()
+        await engine.door.closed()
 
 
-class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no annotations
-    """The standard health service, for the whole server and for the one service: serving while the engine is ready."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine = engine
-
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the library's name
-        await self._follow()
-        return await super().Check(request, context)
-
-    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await self._follow()
-        await super().Watch(request, context)
-
-    async def _follow(self) -> None:
-        state = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE.full_name):
-            await self.set(name, state.SERVING if self.engine.serves else state.NOT_SERVING)
+def fitting(detail: str) -> str:
+    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own."""
+    size = 0
+    for i, character in enumerate(detail):
+        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        if size > DETAIL:
+            return detail[:i]
+    return detail
 
 
 def _handlers(engine: Engine, methods: Methods, log_requests: bool, keyring: Keyring | None) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def _answered(engine: Engine, name: str, method: Method, log_requests: bool, key
             code = grpc.StatusCode.OK
             return reply
         except AttendError as error:
-            code, detail = code_of(error), error.detail[:DETAIL]
+            code, detail = code_of(error), fitting(error.detail)
             engine.metrics.failed(type(error).__name__)
             if isinstance(error, Overloaded):
                 trailing.append(("retry-after", str(error.retry_after)))

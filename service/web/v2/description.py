@@ -1,16 +1,21 @@
 """A layer as the Open Inference Protocol describes a model: metadata, configuration, statistics. The same for HTTP and gRPC.
 
 Letters as everywhere: b batch, q queries, k keys, h heads. Every input has a form with the batch axis in front, so a layer is a model that
-batches; the forms of other ranks are allowed besides, and the two outputs that depend on what is given (gradients) are not announced.
+batches: `max_batch_size` is above 0, and `dims` of the configuration are the metadata's `shape` without its first axis. Triton and its
+clients know no tensor that has the batch axis alone: a number for each item is announced as [b, 1]. Other forms are taken besides. What is
+announced means something in any request; tensors that need something else in it (gradients, the largest weights) are not announced.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import __version__
 from service.serving.catalogue import HeldLayer
-from service.serving.cost import ServingLimits
-from service.serving.statistics import Statistics, Tally
+from service.serving.cost import largest_batch
+from service.serving.engine import Engine
+from service.serving.statistics import Statistics as Counted
+from service.serving.statistics import Tally
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.v2.documents import (
@@ -23,14 +28,14 @@ from service.wire.v2.documents import (
     ModelStatistics,
     RepositoryModel,
     ServerMetadata,
+    Statistics,
     TensorMetadata,
 )
-from service.wire.v2.members import VERSION
+from service.wire.v2.members import BY_DEFAULT, VERSION
 
 PLATFORM = "pytorch_attention"
 EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
-REQUIRED = {"query"}
-BY_DEFAULT = {"output", "attention_weights"}
+HEADER = 1024  # bytes of JSON that a request of few inputs may have before its tensors
 PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
 
@@ -40,6 +45,7 @@ class Offer:
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
+    workers: int = 1  # that each hold every layer
 
     def demand_writable(self) -> None:
         if self.why_not_writable is not None:
@@ -70,39 +76,49 @@ def metadata_of(layer: HeldLayer) -> ModelMetadata:
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
-def config_of(layer: HeldLayer, limits: ServingLimits, delay: float) -> ModelConfig:
-    """What Triton's own clients ask before they call. The largest batch is the one whose weights just fit, at one query and one key."""
+def config_of(layer: HeldLayer, engine: Engine) -> ModelConfig:
+    """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes."""
     spec = layer.spec
-    inputs = [_config(tensor, tensor.name not in REQUIRED) for tensor in _inputs(spec)]
+    required = _required(spec)
+    item = sum(math.prod(tensor.shape[2:]) for tensor in _inputs(spec) if tensor.name in required) * BY_TORCH[spec.dtype].size
+    room = (engine.wire_limits.body_bytes - HEADER) // item
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,
         version_policy={"specific": {"versions": [int(VERSION)]}},
-        max_batch_size=min(2**31 - 1, max(1, limits.scores // spec.num_heads)),
-        input=inputs,
+        max_batch_size=max(1, min(room, largest_batch(spec, engine.limits))),
+        input=[_config(tensor, tensor.name not in required) for tensor in _inputs(spec)],
         output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in BY_DEFAULT],
-        dynamic_batching={"max_queue_delay_microseconds": round(delay * 1e6), "default_queue_policy": {"allow_timeout_override": True}},
+        dynamic_batching={
+            "max_queue_delay_microseconds": round(engine.scheduler.limits.delay * 1e6),
+            "default_queue_policy": {"allow_timeout_override": True},
+        },
         model_transaction_policy={"decoupled": False},
     )
 
 
-def statistics_of(layer: HeldLayer, statistics: Statistics) -> ModelStatistics:
-    """What has been counted of a model since this process started."""
-    spec, device = layer.spec, layer.attention.device
-    durations = {name: _duration(statistics.phases[phase]) for name, phase in PHASES.items()}
+def statistics_of(engine: Engine, layers: Sequence[HeldLayer], workers: int) -> Statistics:
+    """What has been counted of these models since the server started, by all its `workers`."""
+    counted = engine.statistics.all()
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
+
+
+def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatistics:
+    spec, device, answered = layer.spec, layer.attention.device, counted.answered
+    durations = {name: _duration(answered.phase(phase)) for name, phase in PHASES.items()}
     nothing = Duration(count=0, ns=0)
-    outcomes = {"success": _duration(statistics.success), "fail": _duration(statistics.fail)}
+    outcomes = {"success": _duration(answered.phase("whole")), "fail": _duration(counted.failed.phase("whole"))}
     batches = [
-        BatchStatistics(batch_size=calls, **{name: _duration(tallies[PHASES[name]]) for name in PHASES if name != "queue"})
-        for calls, tallies in sorted(statistics.batches.items())
+        BatchStatistics(batch_size=calls, **{name: _duration(row.phase(PHASES[name])) for name in PHASES if name != "queue"})
+        for calls, row in counted.batches.items()
     ]
-    size = spec.num_parameters * BY_TORCH[spec.dtype].size
+    size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
         name=layer.name,
         version=VERSION,
-        last_inference=round(statistics.last * 1e3),
-        inference_count=statistics.items,
-        execution_count=statistics.executions,
+        last_inference=answered.last,
+        inference_count=answered.items,
+        execution_count=counted.executions,
         inference_stats={**outcomes, **durations, "cache_hit": nothing, "cache_miss": nothing},
         response_stats={},
         batch_stats=batches,
@@ -121,12 +137,19 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
         ("block_mask", "BOOL", pairs),
         ("attend_keys", "BOOL", keys),
         ("block_keys", "BOOL", keys),
-        ("valid_lens", "INT64", [-1]),
+        ("valid_lens", "INT64", [-1, 1]),
         ("bias", number, pairs),
-        ("query_offset", "INT64", [-1]),
+        ("query_offset", "INT64", [-1, 1]),
         ("head_scale", number, [-1, spec.num_heads]),
     ]
     return [TensorMetadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in table]
+
+
+def _required(spec: LayerSpec) -> set[str]:
+    """The inputs that no other can stand for: a key defaults to the query and a value to the key, where they are as wide."""
+    if spec.value_dim != spec.key_dim:
+        return {"query", "key", "value"}
+    return {"query"} if spec.key_dim == spec.query_dim else {"query", "key"}
 
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
@@ -146,8 +169,7 @@ def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:
-    rest = tensor.shape[1:] or [1]  # a model that batches has the batch axis in front, and Triton knows no tensor without another
-    return ConfigTensor(name=tensor.name, data_type=f"TYPE_{tensor.datatype}", dims=rest, optional=optional)
+    return ConfigTensor(name=tensor.name, data_type=f"TYPE_{tensor.datatype}", dims=tensor.shape[1:], optional=optional)
 
 
 def _duration(tally: Tally) -> Duration:

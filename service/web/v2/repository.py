@@ -17,9 +17,9 @@ from service.web.v2.routes import refusals
 from service.wire.compression import unpack
 from service.wire.negotiation import JSON
 from service.wire.refusals import shown
-from service.wire.scan import parse_strictly
+from service.wire.scan import parse_slowly
 from service.wire.v2.documents import RepositoryModel
-from service.wire.v2.members import demand_known
+from service.wire.v2.members import demand_known, read_nested
 
 LARGEST = 1 << 20  # bytes of a body: a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
@@ -68,9 +68,8 @@ async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
     demand_name(name)
-    text = config.encode(errors="surrogatepass")
-    parse_strictly(text)  # one document, not the middle of another
-    await engine.put_layer(name, Asked(b'{"spec": %b}' % text))
+    read_nested(config, "/parameters/config")  # one document, not the middle of another
+    await engine.put_layer(name, Asked(b'{"spec": %b}' % config.encode()))
 
 
 async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
@@ -88,7 +87,7 @@ async def _document(request: Request, engine: Engine) -> dict[str, Any]:
         text = unpack(asked.body, asked.coding, LARGEST)
     if len(text) > LARGEST:
         raise TooLarge.where("", f"a body of at most {LARGEST} bytes", str(len(text)))
-    document = parse_strictly(text) if text.strip() else {}
+    document = parse_slowly(text) if text.strip() else {}
     if not isinstance(document, dict):
         raise InvalidRequest.where("", "a JSON object", shown(document))
     return document

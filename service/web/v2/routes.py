@@ -22,6 +22,11 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return refusals_as("V2Error", JSON, *statuses)
 
 
+def health_of(ready: bool) -> Health:
+    """A body that suits every client."""
+    return Health(live=True, ready=ready, error=None if ready else "not ready")
+
+
 def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     """Adds the routes."""
 
@@ -30,26 +35,23 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         """Name, version, and which extensions of the protocol work here."""
         return offer.metadata()
 
-    def health(response: Response, good: bool) -> Health:
-        response.status_code = 200 if good else 503
-        return Health(live=True, ready=engine.serves, error=None if engine.serves else "not ready")
-
     @app.get("/v2/health/live", **V2, response_model=Health)
-    async def live(response: Response) -> Health:
-        """The process answers."""
-        return health(response, True)
+    async def live() -> Health:
+        """The process answers. `ready` is without asking the device."""
+        return health_of(engine.ready and len(engine.catalogue) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
-        """Every layer is loaded and warm, and there is one."""
-        return health(response, engine.serves)
+        """Every layer is loaded and warm, there is one, and the device computes, as for /health/ready."""
+        good = await engine.serves()
+        response.status_code = 200 if good else 503
+        return health_of(good)
 
     @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
     async def all_statistics() -> Statistics:
         """Statistics of every model."""
         offer.demand_statistics()
-        layers = engine.catalogue.all()
-        return Statistics(model_stats=[statistics_of(layer, engine.statistics_of(layer.name)) for layer in layers])
+        return statistics_of(engine, engine.catalogue.all(), offer.workers)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404))
@@ -61,26 +63,27 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
     async def model_ready(name: str, response: Response, version: str | None = None) -> ModelReady:
-        """Whether a model answers."""
+        """Whether a model answers: it is held, and the server answers."""
         demand_version(version)
         engine.catalogue.find(name)
-        response.status_code = 200 if engine.started else 503
-        return ModelReady(name=name, ready=engine.started)
+        good = await engine.answers()
+        response.status_code = 200 if good else 503
+        return ModelReady(name=name, ready=good)
 
     @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404))
     async def config(name: str, version: str | None = None) -> ModelConfig:
         """What Triton's clients want to know before they call."""
         demand_version(version)
-        return config_of(engine.catalogue.find(name), engine.limits, engine.scheduler.limits.delay)
+        return config_of(engine.catalogue.find(name), engine)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
     async def statistics(name: str, version: str | None = None) -> Statistics:
-        """How many calls a model has answered, and how long each phase took, since this process started."""
+        """How many calls a model has answered, and how long each phase took, since the server started."""
         demand_version(version)
         offer.demand_statistics()
-        return Statistics(model_stats=[statistics_of(engine.catalogue.find(name), engine.statistics_of(name))])
+        return statistics_of(engine, [engine.catalogue.find(name)], offer.workers)
 
     @app.post(
         f"{MODEL}/infer",

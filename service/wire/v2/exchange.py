@@ -20,7 +20,19 @@ from service.wire.limits import WireLimits
 from service.wire.refusals import shown
 from service.wire.reply import Buffer, Reply, text_of, wire_array
 from service.wire.v2.header import read_header
-from service.wire.v2.members import VERSION, Inference, datatype_named, demand_known, kind_of, members_of, seconds_of
+from service.wire.v2.members import (
+    BY_DEFAULT,
+    KEYS,
+    VERSION,
+    Inference,
+    arrays_asked,
+    datatype_named,
+    demand_known,
+    kind_of,
+    members_of,
+    refuse_decimals,
+    seconds_of,
+)
 
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -39,6 +51,7 @@ class Exchange:
         self.id = ""
         self.timeout: float | None = None
         self.reply_header_length: int | None = None
+        self.outputs: list[str] = []
         self.binary = False  # unless an output says otherwise
         self.binary_outputs: dict[str, bool] = {}
 
@@ -65,22 +78,26 @@ class Exchange:
         parameters = _object(header.get("parameters", {}), "/parameters")
         self.id, self.timeout = _id(header.get("id", "")), seconds_of(parameters)
         self.binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
-        return members_of(self.model, Inference(tensors, parameters, self._outputs(header.get("outputs") or []), self.id))
+        self.outputs = self._outputs(header.get("outputs") or [])
+        members = members_of(self.model, Inference(tensors, parameters, self.outputs, self.id))
+        if not any(self._in_text(name) for name in self.outputs or BY_DEFAULT if name != KEYS):
+            refuse_decimals(members)
+        return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
         """The reply: the JSON, then the bytes of the outputs that are wanted as such."""
         outputs: list[dict[str, Any]] = []
         pieces: list[Buffer] = []
         binary = False
-        for name, array in reply.arrays():
+        for name, array in arrays_asked(reply, self.outputs):
             array, odd = wire_array(name, array, reply.datatype, options)
             entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
-            if self.binary_outputs.get(name.partition(".")[0], self.binary):
+            if self._in_text(name):
+                entry["data"] = text_of(name, array.reshape(-1), odd, options)
+            else:
                 binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
                 if array.nbytes:
                     pieces.append(raw(array))
-            else:
-                entry["data"] = text_of(name, array.reshape(-1), odd, options)
             outputs.append(entry)
         document = {"model_name": self.model, "model_version": VERSION, **({"id": self.id} if self.id else {})}
         told = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
@@ -101,6 +118,11 @@ class Exchange:
         if not size:  # a raw request: the bytes of the only input a model has
             raise InvalidRequest.where("", "a JSON object that names the inputs, of which there are several", "bytes alone")
         return size
+
+    def _in_text(self, name: str) -> bool:
+        """Whether an output goes in the JSON."""
+        wishes = self.binary_outputs
+        return not wishes.get(name, wishes.get(name.partition(".")[0], self.binary))
 
     def _outputs(self, entries: Any) -> list[str]:
         """The names asked for; remembers which are wanted as bytes."""

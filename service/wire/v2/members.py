@@ -4,23 +4,33 @@ Tensors go under their field names. A field that is no tensor is a request param
 that has members of its own (`select`, `window`, …) is given as JSON text. Nothing is passed over: what has no meaning here is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from service.errors import InvalidRequest, MalformedBody
+import numpy as np
+
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
-from service.wire.documents import AttendRequest
+from service.wire.documents import AttendRequest, Output
 from service.wire.refusals import pointer, shown
+from service.wire.reply import Reply
 from service.wire.safetensors_form import LISTS
-from service.wire.scan import parse_strictly
+from service.wire.scan import parse_slowly
 
 VERSION = "1"  # of every model
 TENSORS = {*AttendRequest.tensors, *LISTS}
 OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LISTS
 NESTED = {"window", "dropout", "select", "reply", "tokens"}
+PER_ITEM = ("valid_lens", "query_offset")  # a number for each batch item
+OUTPUTS = get_args(Output)
+BY_DEFAULT: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
+KEYS = "attention_weights.keys"
+PARTS = (KEYS, "attention_weights.values")  # outputs in place of the weights, where the largest are selected
 PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the protocol's own
+# Whether an empty reply is to follow the last one of a stream. There are no streams: perf_analyzer over gRPC says it with every request.
+FINAL = "triton_enable_empty_final_response"
 
 
 @dataclass(slots=True)
@@ -47,15 +57,66 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
         if name in PROTOCOL:
             continue
         at = "/parameters" + pointer([name])
+        if name == FINAL and isinstance(value, bool):
+            continue
         if name not in OPTIONS:
             raise InvalidRequest.where(at, f"one of {', '.join(sorted(OPTIONS | PROTOCOL))}", "another parameter")
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
+    for name in PER_ITEM:
+        _drop_column(members, name)
     if inference.outputs:
-        members["outputs"] = inference.outputs
+        members["outputs"] = _outputs(inference.outputs, members.get("select"))
     members["layer"] = layer
     return members
+
+
+def arrays_asked(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
+    """The reply's arrays that go by these names, in their order; all of them where the caller named none."""
+    arrays = dict(reply.arrays())
+    for name in names or reply.tensors:
+        yield from ((part, array) for part, array in arrays.items() if name in (part, part.partition(".")[0]))
+
+
+def refuse_decimals(members: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest where numbers are to be rounded in a reply that has none in text. Bytes hold numbers as they are."""
+    reply = members.get("reply")
+    if isinstance(reply, dict) and reply.get("decimals") is not None:
+        raise InvalidRequest.where(
+            "/parameters/reply/decimals", "an output in JSON, whose numbers are text to round", "outputs in bytes alone"
+        )
+
+
+def read_nested(text: str, at: str) -> Any:
+    """What JSON text inside a request says. Raises the refusals of a body, with the place in the text and where the text stands."""
+    try:
+        return parse_slowly(text.encode(errors="surrogatepass"), "text")
+    except RequestError as refusal:
+        raise type(refusal)(problems=[Problem(at + p.at, p.expected, p.got) for p in refusal.problems]) from None
+
+
+def _outputs(names: Sequence[str], select: Any) -> list[str]:
+    """The outputs, by our own names, that hold what is asked for."""
+    outputs: list[str] = []
+    for i, name in enumerate(names):
+        at, output = f"/outputs/{i}", name.partition(".")[0]
+        if name not in (*OUTPUTS, *PARTS):
+            raise InvalidRequest.where(at, f"one of {', '.join((*OUTPUTS, *PARTS))}", shown(name))
+        if name in names[:i] or (name in PARTS and output in names):
+            raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
+        if name in PARTS and not (isinstance(select, dict) and select.get("top_k") is not None):
+            raise InvalidRequest.where(at, "select.top_k among the parameters, since the largest weights are asked for", "nothing")
+        if output not in outputs:
+            outputs.append(output)
+    return outputs
+
+
+def _drop_column(members: dict[str, Any], name: str) -> None:
+    """[b, 1] becomes [b]: a tensor of a model that batches is announced with an axis besides the batch's."""
+    array, query = members.get(name), members.get("query")
+    if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
+        members[name] = array[:, 0]
 
 
 def seconds_of(parameters: Mapping[str, Any]) -> float | None:
@@ -92,10 +153,10 @@ def _option(name: str, value: Any, at: str) -> Any:
     if name in NESTED:
         if not isinstance(value, str):
             raise InvalidRequest.where(at, "JSON text", shown(value))
-        nested = parse_strictly(value.encode(errors="surrogatepass"))
+        nested = read_nested(value, at)
         if name == "reply" and isinstance(nested, dict) and "form" in nested:
             raise InvalidRequest.where(f"{at}/form", "no field of that name: the protocol has forms of its own", shown(nested["form"]))
         return nested
     if name in LISTS and isinstance(value, str) and value.startswith("["):
-        return parse_strictly(value.encode(errors="surrogatepass"))
+        return read_nested(value, at)
     return value

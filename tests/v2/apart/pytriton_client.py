@@ -25,6 +25,11 @@ def check(url: str) -> dict[str, np.ndarray]:
         for name, array in batch.items():
             np.testing.assert_allclose(positional[name], array, rtol=0, atol=1e-6)
             np.testing.assert_allclose(sample[name], array[1], rtol=0, atol=1e-6)
+        lengths, offsets = np.array([[4], [2]]), np.array([[2], [0]])  # a sample's of the shape that the configuration tells
+        shorter = client.infer_batch(query=QUERY, key=KEY, valid_lens=lengths, query_offset=offsets, parameters={"causal": True})
+        assert not shorter["attention_weights"][1, ..., 2:].any() and shorter["attention_weights"][0, ..., :4].any()
+        alone = client.infer_sample(query=QUERY[1], key=KEY[1], valid_lens=lengths[1], query_offset=offsets[1], parameters={"causal": True})
+        np.testing.assert_allclose(alone["output"], shorter["output"][1], rtol=0, atol=1e-6)
         causal = client.infer_sample(query=QUERY[0], parameters={"causal": True})
         assert not np.triu(causal["attention_weights"], 1).any()
         try:

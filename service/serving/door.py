@@ -1,0 +1,41 @@
+"""The way in. It closes once, for all: whoever else lets calls in beside the HTTP server closes together with it, and not after it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+Close = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class Door:
+    """Open until `close`. On one event loop, which must run by then."""
+
+    def __init__(self) -> None:
+        self._closing = asyncio.Event()
+        self._others: list[Close] = []
+        self._leaving: list[asyncio.Task[Any]] = []
+
+    @property
+    def open(self) -> bool:
+        return not self._closing.is_set()
+
+    def add(self, close: Close) -> None:
+        """Another one that is to close with this one; `close` returns when what came in by it has been answered."""
+        self._others.append(close)
+
+    def close(self) -> None:
+        """Returns at once; a second time it does nothing."""
+        if self.open:
+            self._closing.set()
+            self._leaving = [asyncio.get_running_loop().create_task(close()) for close in self._others]
+
+    async def closed(self) -> None:
+        """Returns when all that came in by the others has been answered."""
+        await asyncio.gather(*self._leaving)
+
+    async def closes_within(self, seconds: float) -> None:
+        """Returns once it closes, or after so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()

@@ -1,0 +1,74 @@
+"""Counting the calls to layers, alone and among processes that share a folder."""
+
+import multiprocessing
+from pathlib import Path
+
+from service.serving.ledger import Ledger
+from service.serving.metrics import Phases
+from service.serving.statistics import Counter
+
+PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
+
+
+def count(counter: Counter) -> None:
+    counter.answered("a", PHASES, 3, 1)
+    counter.answered("a", PHASES, 5, 2)
+    counter.answered("a", PHASES, 1, 2)
+    counter.failed("a", 2.0)
+    counter.answered("b", PHASES, 1, 1)
+
+
+def test_a_counter_counts() -> None:
+    counter = Counter(wall=lambda: 1.5)
+    count(counter)
+
+    found = counter.all()["a"]
+
+    assert (found.answered.count, found.answered.items, found.answered.last, found.executions) == (3, 9, 1500, 2)
+    assert (found.answered.whole, found.answered.decode, found.answered.compute) == (5_625_000_000, 750_000_000, 3_000_000_000)
+    assert (found.failed.count, found.failed.whole) == (1, 2_000_000_000)
+    assert {calls: row.items for calls, row in found.batches.items()} == {1: 3, 2: 6}
+    counter.forget("a")
+    assert set(counter.all()) == {"b"}
+
+
+def test_counters_of_one_folder_tell_the_sum_and_outlive_their_closing(tmp_path: Path) -> None:
+    one, other = Counter(tmp_path, lambda: 1.0), Counter(tmp_path, lambda: 2.0)
+    alone = Counter(wall=lambda: 2.0)
+    for counter in (one, other, alone, alone):
+        count(counter)
+
+    assert one.all() == other.all() == alone.all()
+    one.close()
+    count(one)  # a call that comes to its end too late
+    one.forget("b")
+    assert other.all() == alone.all()
+
+
+def test_places_of_forgotten_layers_are_taken_again(tmp_path: Path) -> None:
+    """Whoever makes and removes layers does not fill the folder."""
+    ledger = Ledger(tmp_path, 1)
+    (file,) = tmp_path.iterdir()
+    for turn in range(50):
+        for key in range(4):
+            ledger.write(f"layer-{turn}", key, (turn,))
+        if turn:
+            ledger.forget(f"layer-{turn - 1}")
+        assert list(ledger.read()) and file.stat().st_size <= 8 * 80
+
+    assert sorted(ledger.read()) == [("layer-49", key, (49,)) for key in range(4)]
+
+
+def _count_and_leave(folder: Path) -> None:
+    count(Counter(folder))
+
+
+def test_what_a_process_counted_stays_when_it_ends_until_the_layer_goes(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_count_and_leave, args=(tmp_path,))
+    process.start()
+    process.join()
+    counter = Counter(tmp_path)
+
+    assert counter.all()["a"].answered.count == 3
+    counter.forget("a")
+    assert set(counter.all()) == {"b"}

@@ -1,0 +1,114 @@
+"""What metadata and configuration announce is what infer takes and gives, to the letter: names, datatypes, shapes, the largest batch."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from live import Server
+from protocol import DTYPES, in_bytes, in_json, read, refused
+
+B, Q, K, H = 2, 3, 5, 3
+SEQUENCES = {"query": (B, Q), "key": (B, K), "value": (B, K), "attend_keys": (B, K), "block_keys": (B, K), "head_scale": (B,)}
+PAIRS = dict.fromkeys(("attend_mask", "block_mask", "bias"), (B, H, Q, K))
+PER_ITEM = dict.fromkeys(("valid_lens", "query_offset"), (B,))
+LENGTHS: dict[str, tuple[int, ...]] = {**SEQUENCES, **PAIRS, **PER_ITEM}
+RNG = np.random.default_rng(47)
+INFER = "/v2/models/tiny/infer"
+
+
+def announced(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """A tensor of exactly this datatype and shape, with lengths in the place of -1 that go together."""
+    lengths = iter(LENGTHS[tensor["name"]])
+    shape = [next(lengths) if length == -1 else length for length in tensor["shape"]]
+    return RNG.integers(0, 2, shape).astype(DTYPES[tensor["datatype"]])
+
+
+def inputs_of(v2: httpx.Client) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor["name"]: announced(tensor) for tensor in v2.get("/v2/models/tiny").json()["inputs"]}
+
+
+def test_these_are_all(v2: httpx.Client) -> None:
+    assert set(inputs_of(v2)) == set(LENGTHS)
+
+
+@pytest.mark.parametrize("name", [name for name in LENGTHS if name not in ("query", "value")])
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
+def test_an_input_of_the_announced_shape_means_what_it_says(v2: httpx.Client, name: str, binary: bool) -> None:
+    """The same as natively, with causal on where an offset is given."""
+    every = inputs_of(v2)
+    tensors = {one: every[one] for one in ("query", "key", "value", name)}
+    parameters = {"causal": name == "query_offset"}
+    if binary:
+        body, headers = in_bytes({"parameters": parameters}, **tensors)
+        reply = read(v2.post(INFER, content=body, headers=headers))
+    else:
+        reply = read(v2.post(INFER, json={"inputs": in_json(**tensors), "parameters": parameters}))
+
+    plain = {one: array[:, 0].tolist() if one in PER_ITEM else array.tolist() for one, array in tensors.items()}
+    want = v2.post("/attend", json={"layer": "tiny", **plain, **parameters}, headers={"Content-Type": "application/json"}).json()
+    for output in ("output", "attention_weights"):
+        np.testing.assert_allclose(reply.arrays[output], want[output], rtol=0, atol=2e-6)
+
+
+def test_a_number_for_each_item_may_come_in_its_other_forms_too(v2: httpx.Client) -> None:
+    """[b], [b, 1] and, of lengths, [b, q]: the same answer. Nothing else is taken for one of them."""
+    query = RNG.standard_normal((B, Q, 6)).astype(np.float32)
+    lengths = np.array([1, 3])
+    forms = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
+    answers = [read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=form)})).arrays["output"] for form in forms]
+    np.testing.assert_array_equal(answers[1], answers[0])
+    np.testing.assert_array_equal(answers[2], answers[0])
+
+    for name in PER_ITEM:
+        for shape in ((B + 1, 1), (B, 1, 1), (1, 1), (1, B)):
+            wrong = {"inputs": in_json(query=query, **{name: np.ones(shape, np.int64)})}
+            assert f"/{name}" in refused(v2.post(INFER, json=wrong))
+        lone = {"inputs": in_json(query=query[0], **{name: np.ones((Q, 1), np.int64)})}
+        assert f"/{name}" in refused(v2.post(INFER, json=lone))
+
+
+def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Client) -> None:
+    """Where keys are of another width than queries, a request needs them."""
+    for widths, want in (({"key_dim": 4}, ["query", "key"]), ({"key_dim": 4, "value_dim": 2}, ["query", "key", "value"]), ({}, ["query"])):
+        spec = json.dumps({"d_model": 6, "num_heads": 3, **({"value_dim": 4} if widths == {"key_dim": 4} else {}), **widths})
+        assert v2.post("/v2/repository/models/wide/load", json={"parameters": {"config": spec}}).status_code == 200
+        config = v2.get("/v2/models/wide/config").json()
+        needed = [tensor for tensor in config["input"] if not tensor["optional"]]
+        assert [tensor["name"] for tensor in needed] == want
+        tensors = {tensor["name"]: np.ones((B, Q, tensor["dims"][-1]), np.float32) for tensor in needed}
+        read(v2.post("/v2/models/wide/infer", json={"inputs": in_json(**tensors)}))
+        for name in want[1:]:
+            rest = {other: array for other, array in tensors.items() if other != name}
+            refused(v2.post("/v2/models/wide/infer", json={"inputs": in_json(**rest)}))
+    v2.post("/v2/repository/models/wide/unload")
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        (("--max-batch-items", "40"), 40),
+        (("--max-scores", "400"), 50),  # 8 heads
+        (("--max-body-bytes", str(1024 + 30 * 64 * 4)), 30),
+        (("--max-memory-bytes", str(1 << 20)), None),
+        (("--max-reply-bytes", "20000"), None),
+    ],
+)
+def test_the_largest_batch_is_taken_and_one_more_is_not(start: Callable[..., Server], flags: tuple[str, ...], most: int | None) -> None:
+    """Of one query and one key each, whichever limit is the narrowest."""
+    server = start(*flags)
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        largest = http.get("/v2/models/default/config").json()["max_batch_size"]
+        assert most is None or largest == most
+
+        def ask(items: int) -> httpx.Response:
+            body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=np.ones((items, 1, 64), np.float32))
+            return http.post("/v2/models/default/infer", content=body, headers=headers)
+
+        assert largest > 1
+        assert read(ask(largest)).arrays["attention_weights"].shape == (largest, 8, 1, 1)
+        if "--max-body-bytes" in flags:  # what the JSON leaves of its room goes to tensors
+            largest += 4
+        assert "at most" in refused(ask(largest + 1), 413)

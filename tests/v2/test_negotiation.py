@@ -1,0 +1,65 @@
+"""Content-Type and Accept say nothing under /v2, as in Triton, whose clients send none, or any: the same answer, and refusals in JSON."""
+
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from protocol import in_json, read, refused
+
+INFER = "/v2/models/tiny/infer"
+BODY = {"inputs": in_json(query=np.ones((1, 2, 6), np.float32))}
+MEDIA = ["text/xml", "application/vnd.safetensors", "text/html", "application/json;q=0", "multipart/form-data; boundary=x", ";;q=,", "\xff"]
+ANSWERED: list[tuple[str, str, Any]] = [
+    ("GET", "/v2", None),
+    ("GET", "/v2/health/ready", None),
+    ("GET", "/v2/models/tiny", None),
+    ("GET", "/v2/models/tiny/ready", None),
+    ("GET", "/v2/models/tiny/config", None),
+    ("POST", "/v2/repository/index", {"ready": True}),
+    ("POST", "/v2/repository/index", None),
+    ("POST", INFER, BODY),
+    ("POST", "/v2/repository/models/default/load", {}),
+]
+REFUSED: list[tuple[str, str, Any, int]] = [
+    ("POST", INFER, {"inputs": []}, 400),
+    ("POST", INFER, "<inputs/>", 400),
+    ("POST", INFER, None, 400),
+    ("POST", "/v2/models/none/infer", BODY, 404),
+    ("POST", "/v2/repository/index", "<index/>", 400),
+    ("POST", "/v2/repository/models/x/load", {"parameters": {"config": "<spec/>"}}, 400),
+    ("GET", "/v2/models/none/config", None, 404),
+    ("GET", "/v2/nothing", None, 404),
+    ("DELETE", "/v2/models/tiny", None, 405),
+]
+
+
+def ask(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> httpx.Response:
+    content = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    said = media.encode("latin-1")
+    return v2.request(method, path, content=content, headers=[(b"Content-Type", said), (b"Accept", said)])
+
+
+@pytest.mark.parametrize("media", MEDIA)
+@pytest.mark.parametrize(("method", "path", "body"), ANSWERED, ids=str)
+def test_the_answer_is_the_same(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> None:
+    want, got = ask(v2, method, path, body, "application/json"), ask(v2, method, path, body, media)
+
+    assert got.status_code == want.status_code == 200, got.text
+    assert got.headers.get("content-type") == want.headers.get("content-type")
+    assert got.content == want.content
+
+
+@pytest.mark.parametrize("media", MEDIA)
+@pytest.mark.parametrize(("method", "path", "body", "status"), REFUSED, ids=str)
+def test_a_refusal_is_the_protocols(v2: httpx.Client, method: str, path: str, body: Any, status: int, media: str) -> None:
+    assert refused(ask(v2, method, path, body, media), status) == refused(ask(v2, method, path, body, "application/json"), status)
+
+
+def test_a_foreign_page_is_refused_in_json_too(v2: httpx.Client) -> None:
+    """At the door, before any route is looked for."""
+    for path in (INFER, "/v2/models/tiny", "/v2/nothing"):
+        answer = v2.request("POST" if path == INFER else "GET", path, headers={"Host": "elsewhere.example", "Accept": "text/xml"})
+        refused(answer, 403)
+    read(v2.post(INFER, json=BODY, headers={"Accept": "text/xml"}))

@@ -1,0 +1,197 @@
+"""Which outputs can be asked for by name, where their numbers are rounded, and how an option that is JSON text is refused."""
+
+import json
+import re
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from live import Server
+from protocol import in_json, read, refused
+from tritonclient.utils import InferenceServerException
+
+QUERY = np.random.default_rng(53).standard_normal((2, 3, 6)).astype(np.float32)
+INFER = "/v2/models/tiny/infer"
+KEYS, VALUES = "attention_weights.keys", "attention_weights.values"
+
+
+def body(*outputs: Any, **options: Any) -> dict[str, Any]:
+    """A request for these outputs, each a name or a name and its `binary_data`, with options as JSON text."""
+    wishes = [{"name": one} if isinstance(one, str) else {"name": one[0], "parameters": {"binary_data": one[1]}} for one in outputs]
+    parameters = {name: value if isinstance(value, bool | str) else json.dumps(value) for name, value in options.items()}
+    return {"inputs": in_json(query=QUERY), "outputs": wishes, "parameters": parameters}
+
+
+@pytest.fixture(scope="module")
+def want(v2: httpx.Client) -> dict[str, Any]:
+    members = {"layer": "tiny", "query": QUERY.tolist(), "select": {"top_k": 2}}
+    largest = v2.post("/attend", json=members, headers={"Content-Type": "application/json"}).json()["attention_weights"]
+    return {KEYS: largest["keys"], VALUES: largest["values"]}
+
+
+@pytest.mark.parametrize("overall", [False, True])
+@pytest.mark.parametrize(
+    "outputs",
+    [(KEYS,), (VALUES,), (VALUES, KEYS), (VALUES, "output", KEYS), ((KEYS, True), (VALUES, False)), ((VALUES, True), KEYS)],
+    ids=str,
+)
+def test_the_largest_weights_and_their_keys_can_be_asked_for_apart(
+    v2: httpx.Client, want: dict[str, Any], outputs: tuple[Any, ...], overall: bool
+) -> None:
+    """In the order asked for, each as bytes or not."""
+    reply = read(v2.post(INFER, json=body(*outputs, select={"top_k": 2}, binary_data_output=overall)))
+
+    wishes = dict(one if isinstance(one, tuple) else (one, overall) for one in outputs)
+    assert list(reply.arrays) == list(wishes)
+    assert reply.binary == {name for name, binary in wishes.items() if binary}
+    for name in {KEYS, VALUES} & set(wishes):
+        np.testing.assert_allclose(reply.arrays[name], want[name], rtol=0, atol=1e-6)
+    if KEYS in wishes:
+        assert reply.arrays[KEYS].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("outputs", "select", "words"),
+    [
+        ((KEYS,), None, "select.top_k among the parameters.*at /outputs/0"),
+        (("output", VALUES), {"heads": [0]}, "select.top_k among the parameters.*at /outputs/1"),
+        ((KEYS,), {"top_k": 0}, "/select/top_k"),
+        ((KEYS,), [1], "/outputs/0"),
+        ((KEYS, KEYS), {"top_k": 1}, "twice.*/outputs/1"),
+        (("attention_weights", KEYS), {"top_k": 1}, "twice.*/outputs/1"),
+        ((KEYS, "attention_weights"), {"top_k": 1}, "twice.*/outputs/0"),
+        ((KEYS, VALUES, "logits"), {"top_k": 1}, f"one of .*{KEYS}.*at /outputs/2"),
+        (("output.keys",), {"top_k": 1}, "/outputs/0"),
+        (("attention_weights.",), {"top_k": 1}, "/outputs/0"),
+    ],
+    ids=str,
+)
+def test_outputs_that_are_not_there_are_refused_where_they_stand(
+    v2: httpx.Client, outputs: tuple[str, ...], select: Any, words: str
+) -> None:
+    error = refused(v2.post(INFER, json=body(*outputs, **({} if select is None else {"select": select}))))
+
+    assert re.search(words, error), error
+
+
+def test_what_needs_more_than_a_name_is_not_announced(v2: httpx.Client) -> None:
+    """Load generators ask for all that metadata has."""
+    names = {tensor["name"] for tensor in v2.get("/v2/models/tiny").json()["outputs"]}
+    assert "attention_weights" in names and not {KEYS, VALUES, "query_gradient", "key_gradient", "value_gradient"} & names
+
+
+def address_of(server: Server) -> str:
+    return str(next(event["address"] for event in server.events if event["event"] == "listening for gRPC"))
+
+
+def test_the_same_over_grpc(v2_server: Server, want: dict[str, Any]) -> None:
+    query = triton.InferInput("query", QUERY.shape, "FP32")
+    query.set_data_from_numpy(QUERY)
+    with triton.InferenceServerClient(address_of(v2_server)) as client:
+        asked = [triton.InferRequestedOutput(name) for name in (VALUES, KEYS)]
+        reply = client.infer("tiny", [query], outputs=asked, parameters={"select": '{"top_k": 2}'})
+        assert [output.name for output in reply.get_response().outputs] == [VALUES, KEYS]
+        np.testing.assert_array_equal(reply.as_numpy(KEYS), want[KEYS])
+        np.testing.assert_allclose(reply.as_numpy(VALUES), want[VALUES], rtol=0, atol=1e-6)
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*select\.top_k") as caught:
+            client.infer("tiny", [query], outputs=asked)
+        assert caught.value.status() == str(grpc.StatusCode.INVALID_ARGUMENT)
+        for parameters, words in (
+            ({"reply": '{"decimals": 2}'}, "text to round.*/parameters/reply/decimals"),
+            ({"select": '{"top_k" 2}'}, "line 1 column 10.*/parameters/select"),
+        ):
+            with pytest.raises(InferenceServerException, match=words):
+                client.infer("tiny", [query], parameters=parameters)
+
+
+# Rounding
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [(), ("output", "attention_weights"), ("output", ("attention_weights", True)), (("output", False), ("log_sum_exp", True))],
+    ids=str,
+)
+def test_decimals_round_what_goes_in_text(v2: httpx.Client, outputs: tuple[Any, ...]) -> None:
+    """Bytes hold the numbers as they are, as natively in safetensors."""
+    exact = read(v2.post(INFER, json=body(*outputs)))
+    reply = read(v2.post(INFER, json=body(*outputs, reply={"decimals": 2})))
+
+    for name, array in reply.arrays.items():
+        wanted = exact.arrays[name] if name in reply.binary else np.round(exact.arrays[name], 2)
+        np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options"),
+    [
+        ((), {"binary_data_output": True}),
+        (("output", "scores"), {"binary_data_output": True}),
+        ((("output", True),), {}),
+        (((VALUES, True), (KEYS, False)), {"select": {"top_k": 1}}),
+    ],
+    ids=str,
+)
+def test_decimals_are_not_passed_over_where_nothing_is_rounded(v2: httpx.Client, outputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    error = refused(v2.post(INFER, json=body(*outputs, **options, reply={"decimals": 2})))
+
+    assert "text to round" in error and "/parameters/reply/decimals" in error
+    read(v2.post(INFER, json=body(*outputs, **options, reply={"decimals": None})))
+
+
+# Options as JSON text
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "words"),
+    [
+        ("window", "{", ("the end of the text", "line 1 column 2", "/parameters/window")),
+        ("select", '{"heads": [0,\n 1,]}', ("line 2 column", "/parameters/select")),
+        ("reply", "", ("the end of the text", "/parameters/reply")),
+        ("dropout", '{"p": 0.1, "seed": 1} x', ("'x' at line 1 column 23", "/parameters/dropout")),
+        ("dropout", '{"p": NaN, "seed": 1}', ("NaN", "/parameters/dropout/p")),
+        ("dropout", '{"p": 1e999, "seed": 1}', ("finite", "/parameters/dropout/p")),
+        ("window", '{"left": 1, "left": 2}', ("twice", "/parameters/window/left")),
+        ("tokens", '{"query": ["\ud800"]}', ("UTF-8", "/parameters/tokens")),
+        ("tokens", "[" * 100_000, ("depth", "/parameters/tokens")),
+        ("query_offset", "[1, 2", ("the end of the text", "/parameters/query_offset")),
+        ("select", "3", ("an object", "/select")),
+    ],
+)
+def test_an_option_that_is_no_json_is_refused_by_name_and_place(v2: httpx.Client, option: str, text: str, words: tuple[str, ...]) -> None:
+    answer = v2.post(INFER, content=json.dumps({"inputs": in_json(query=QUERY), "parameters": {option: text}}))
+
+    error = refused(answer, 413 if "depth" in words else 400)
+    assert all(word in error for word in words), error
+    assert "header" not in error
+
+
+def test_so_is_a_spec_to_load_and_a_body_of_the_repository(v2: httpx.Client) -> None:
+    config = {"parameters": {"config": '{"d_model": 4 "num_heads": 2}'}}
+    error = refused(v2.post("/v2/repository/models/x/load", json=config))
+    assert "line 1 column 15" in error and "/parameters/config" in error
+    assert "line 1 column 11" in refused(v2.post("/v2/repository/index", content=b'{"ready": }'))
+
+
+# Numbers that JSON cannot write
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
+@pytest.mark.parametrize("policy", ["error", "null", "string"])
+def test_what_overflows_is_the_callers_choice_and_never_a_bare_token(v2: httpx.Client, policy: str, binary: bool) -> None:
+    """Ones of a million as FP16. Bytes hold infinity as it is; by default its place is told instead."""
+    request = body(("value_projection", binary), reply={"datatype": "FP16", "nonfinite": policy})
+    request["inputs"] = in_json(query=np.full((1, 1, 6), 1e6, np.float32))
+    answer = v2.post(INFER, json=request)
+
+    if policy == "error":
+        assert re.search(r"value_projection\[0, \d, 0, \d\] = -?inf", refused(answer))
+    elif binary:
+        assert np.isinf(read(answer).arrays["value_projection"]).any()
+    else:
+        [output] = json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))["outputs"]
+        odd = {word for word in output["data"] if not isinstance(word, float)}
+        assert odd and odd <= ({None} if policy == "null" else {"inf", "-inf"})

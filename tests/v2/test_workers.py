@@ -1,0 +1,116 @@
+"""Statistics where several workers serve: each counts, and whichever is asked tells of all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from live import start_server
+from protocol import in_json, read, refused
+from starlette.testclient import TestClient
+from test_processes import ask, events, kill_one, only, several_cores, until, workers_of
+
+from service.settings import Settings
+from service.web.app import create_app
+
+QUERY = np.ones((2, 3, 4), np.float32)
+SPEC = {"parameters": {"config": json.dumps({"d_model": 4, "num_heads": 2})}}
+
+
+def infer(url: str, **parameters: Any) -> httpx.Response:
+    return ask(url, "POST", "/v2/models/made/infer", json={"inputs": in_json(query=QUERY), "parameters": parameters})
+
+
+def statistics(url: str, path: str = "/v2/models/made/stats") -> list[dict[str, Any]]:
+    answer = ask(url, path=path)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["model_stats"])
+
+
+def told(url: str) -> tuple[int, int, int, int]:
+    """Items, executions, answers, failures."""
+    [found] = statistics(url)
+    assert found in statistics(url, "/v2/models/stats")
+    outcomes = found["inference_stats"]
+    assert sum(batch["compute_infer"]["count"] for batch in found["batch_stats"]) == outcomes["success"]["count"]
+    return found["inference_count"], found["execution_count"], outcomes["success"]["count"], outcomes["fail"]["count"]
+
+
+@several_cores
+def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
+    server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
+    try:
+        until(lambda: len(events(server, "ready")) == 2, "both ready")
+        assert "statistics" in ask(server.url, path="/v2").json()["extensions"]
+        assert ask(server.url, "POST", "/v2/repository/models/made/load", json=SPEC).status_code == 200
+        assert told(server.url) == (0, 0, 0, 0)
+        for turn, worker in enumerate(workers_of(server.process.pid)):
+            with only(worker, server.process.pid):
+                for _ in range(2 + turn):
+                    read(infer(server.url))
+                refused(infer(server.url, temperature=1))  # none of the model's
+                assert told(server.url)[2] == (2, 5)[turn]
+        for worker in workers_of(server.process.pid):
+            with only(worker, server.process.pid):
+                assert told(server.url) == (10, 5, 5, 0)
+                [found] = statistics(server.url)
+                assert found["memory_usage"][0]["byte_size"] == 2 * 4 * (4 * 4 * 4 + 4 * 4)  # each has the model
+
+        ready = len(events(server, "ready"))
+        stays, newcomer = kill_one(server)
+        until(lambda: len(events(server, "ready")) > ready, "ready again")
+        for worker in (stays, newcomer):
+            with only(worker, server.process.pid):
+                assert told(server.url) == (10, 5, 5, 0)
+    finally:
+        server.stop()
+
+
+@several_cores
+def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+    """Also where a worker that had counted is dead, and where the one that is asked to unload has not counted."""
+    server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
+    try:
+        until(lambda: len(events(server, "ready")) == 2, "both ready")
+        assert ask(server.url, "POST", "/v2/repository/models/made/load", json=SPEC).status_code == 200
+        for worker in workers_of(server.process.pid):
+            with only(worker, server.process.pid):
+                read(infer(server.url))
+        ready = len(events(server, "ready"))
+        kill_one(server)
+        until(lambda: len(events(server, "ready")) > ready, "ready again")
+        assert told(server.url) == (4, 2, 2, 0)
+
+        assert ask(server.url, "POST", "/v2/repository/models/made/unload").status_code == 200
+        assert ask(server.url, "POST", "/v2/repository/models/made/load", json=SPEC).status_code == 200
+
+        assert told(server.url) == (0, 0, 0, 0)
+        read(infer(server.url))
+        assert told(server.url) == (2, 1, 1, 0)
+    finally:
+        server.stop()
+
+
+@several_cores
+def test_the_index_is_everyones(tmp_path: Path) -> None:
+    """What one worker loaded, every one lists, and what it unloaded, none."""
+    server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
+    try:
+        until(lambda: len(events(server, "ready")) == 2, "both ready")
+        for verb, names in (("load", {"default", "made"}), ("unload", {"default"})):
+            assert ask(server.url, "POST", f"/v2/repository/models/made/{verb}", json=SPEC if verb == "load" else {}).status_code == 200
+            for worker in workers_of(server.process.pid):
+                with only(worker, server.process.pid):
+                    assert {entry["name"] for entry in ask(server.url, "POST", "/v2/repository/index").json()} == names
+    finally:
+        server.stop()
+
+
+def test_workers_without_a_folder_to_count_in_say_so() -> None:
+    """An application that somebody else runs in several processes: no number rather than a wrong one."""
+    several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
+
+    assert "statistics" not in several.get("/v2").json()["extensions"]
+    for path in ("/v2/models/stats", "/v2/models/default/stats"):
+        assert "folder to count" in refused(several.get(path), 409)
