@@ -17,6 +17,7 @@ from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
+CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # what clients and commands with --url read; no setting of a server
 KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
@@ -136,7 +137,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
     known = set(Settings.model_fields)
     for name in os.environ:
-        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name)
+        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
         if ours and name.removeprefix(PREFIX).lower() not in known:
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
     from_file, in_environment = _file(config, known) if config else {}, _in_environment()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import reported
-from service.cli.flags import Config, Url, with_settings
+from service.cli.flags import Ca, Config, Url, with_settings
 from service.cli.modules import check_module, convention
 from service.cli.trials import Worst, try_cases
 
@@ -48,6 +48,7 @@ def install(app: typer.Typer) -> None:
 
 def check(
     url: Url = None,
+    ca: Ca = None,
     cases: Cases = None,
     seed: Seed = 0,
     case: Only = None,
@@ -68,7 +69,7 @@ def check(
         raise typer.Exit(0 if all(agree) else 1)
     if told:
         raise typer.BadParameter("--with says how a --module is called; there is none")
-    with reported("check"), open_backend(url, config, flags) as backend:
+    with reported("check"), open_backend(url, ca, config, flags) as backend:
         worst = _check_service(backend, seed, range(cases or CASES) if case is None else [case])
     console = Console()
     _show(console, worst)

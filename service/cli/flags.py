@@ -7,9 +7,14 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from service.client.connection import CA
 from service.settings import LAYER_FIELDS, Settings
 
 Url = Annotated[str | None, typer.Option(help="A running server; computed in this process if not given.", show_default=False)]
+Ca = Annotated[
+    Path | None,
+    typer.Option(envvar=CA, help="Of --url https://…: the certificates to believe in, a file or a folder.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
 

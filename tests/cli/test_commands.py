@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import trustme
 from command import run_attend
+from live import start_server
 
 from service import __version__
 from service.settings import Settings
@@ -106,3 +108,70 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
 def test_config_says_what_is_wrong():
     done = run_attend("config", env={**WIDE, "ATTEND_PORT": "many"})
     assert done.returncode == 2 and done.stderr.startswith(b"attend config: ATTEND_PORT: ")
+
+
+# --- servers that want a key, or show a certificate ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with keys and TLS, the file of its authority's certificate, and a key."""
+    folder, authority = tmp_path_factory.mktemp("guarded"), trustme.CA()
+    certificate, ca, chain, key, keys = authority.issue_cert("127.0.0.1"), *(folder / name for name in ("ca", "chain", "key", "keys"))
+    authority.cert_pem.write_to_path(ca)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    certificate.private_key_pem.write_to_path(key)
+    secret = run_attend("keys", "add", "tests", "--scope", "admin", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
+    server = start_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
+    yield server.url, str(ca), secret
+    server.stop()
+
+
+def test_a_certificate_is_believed_as_said(guarded, tmp_path):
+    url, ca, secret = guarded
+    keyed = {**WIDE, "ATTEND_API_KEY": secret}
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"query": [[0.5] * 64, [1.0] * 64]}))
+    for command in (["layers"], ["infer", str(request)], ["heads", str(request)], ["figure", str(request), "-o", str(tmp_path / "x.svg")]):
+        for arguments, env in ((["--ca", ca], keyed), ([], {**keyed, "ATTEND_CA": ca})):
+            done = run_attend(*command, "--url", url, *arguments, env=env)
+            assert done.returncode == 0, done.stderr.decode()
+    done = run_attend("check", "--cases", "2", "--url", url, "--ca", ca, env=keyed)
+    assert done.returncode == 0, done.stderr.decode()
+    doubted = run_attend("layers", "--url", url, env=keyed)
+    assert doubted.returncode == 1 and b"is not trusted" in doubted.stderr and b"--ca" in doubted.stderr
+    assert b"Start a server" not in doubted.stderr
+    nothing = run_attend("layers", "--url", url, "--ca", str(request), env=keyed)
+    assert nothing.returncode == 2 and b"expected the file of one or more certificates" in b" ".join(nothing.stderr.split())
+
+
+def test_what_callers_read_from_the_environment_is_no_setting(guarded):
+    """Whoever exports their key can still compute here, and start a server."""
+    env = {**WIDE, "ATTEND_API_KEY": "x", "ATTEND_CA": "/nowhere"}
+    for command in (["layers", "--json"], ["config", "--json"]):
+        done = run_attend(*command, env=env)
+        assert done.returncode == 0 and json.loads(done.stdout)
+
+
+def test_bench_shows_its_key(start, tmp_path):
+    keys = tmp_path / "keys.txt"
+    secret = run_attend("keys", "add", "tests", "--scope", "infer", "--scope", "admin", "--file", str(keys)).stdout.decode().strip()
+    url = start("--keys-file", str(keys)).url
+    arguments = [
+        "bench",
+        "--url",
+        url,
+        "--json",
+        "--sizes",
+        "small,mid",
+        "--forms",
+        "safetensors",
+        "--connections",
+        "1",
+        "--seconds",
+        "0.05",
+    ]
+    rows = json.loads(run_attend(*arguments, env={**WIDE, "ATTEND_API_KEY": secret}).stdout)["throughput"]
+    assert [row["bad"] for row in rows] == [0, 0]
+    refused = run_attend(*arguments, env=WIDE)
+    assert refused.returncode == 1 and b"ATTEND_API_KEY" in refused.stderr
