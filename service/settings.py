@@ -191,7 +191,8 @@ def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], conf
         source = f"{PREFIX}{name.upper()}"
     else:
         source = f"{'.'.join(path)} in {config}" if config else ".".join(path)
-    return f"{source}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{source}: {text[0].lower()}{text[1:]}" if name else text  # what several settings must agree on has no one place
 
 
 def settings_table() -> str:

@@ -22,7 +22,7 @@ HINTS: dict[type[AttendError], str] = {
     Forbidden: "Run this against a server that listens on the loopback address, or leave --url out.",
     NotReady: "Try again in a moment; /health/ready tells when.",
     CapacityError: "The same may succeed later, or with less at once.",
-    TooLarge: "Ask for fewer outputs, or raise the limit it names where the server is started.",
+    TooLarge: "Send or ask for less, or raise the limit it names where the server is started.",
     ServiceFault: "This is the server's fault; its log has the cause under the request id.",
 }
 

@@ -8,7 +8,7 @@ import typer
 
 from service.cli.backend import open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import Ca, Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.infer import File, read_file
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
@@ -39,6 +39,7 @@ def figure(
     width: Width = None,
     url: Url = None,
     ca: Ca = None,
+    as_json: AsJson = False,
     config: Config = None,
     **flags: Any,
 ) -> None:
@@ -57,7 +58,7 @@ def figure(
     except OSError as error:
         complain("figure", f"cannot write {output}: {error.strerror}")
         raise typer.Exit(1) from None
-    typer.echo(f"{output}: {len(drawn)} bytes")
+    typer.echo(json.dumps({"file": str(output), "bytes": len(drawn)}) if as_json else f"{output}: {len(drawn)} bytes")
 
 
 def _with_figure(body: bytes, said: dict[str, Any]) -> bytes:

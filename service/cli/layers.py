@@ -6,7 +6,7 @@ folder follows.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,8 +36,8 @@ def install(app: typer.Typer) -> None:
     """Adds the command and those below it."""
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers, (*ENGINE_FIELDS, "layers_dir")))
-    for command in (add, export, remove):
-        group.command()(command)
+    for command, example in EXAMPLES.items():
+        group.command(epilog=f"Example: attend layers {example}")(command)
     app.add_typer(group, name="layers")
 
 
@@ -98,6 +98,13 @@ def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = N
     with _opened("remove", url, ca, layers_dir) as backend:
         backend.delete_layer(name)
     _tell({"removed": name}, f"{name} is gone", as_json)
+
+
+EXAMPLES: dict[Callable[..., None], str] = {
+    add: "add encoder0 model.safetensors --prefix encoder.layer.0 --url http://127.0.0.1:8000",
+    export: "export encoder0 --output encoder0.safetensors --layers-dir layers",
+    remove: "remove encoder0 --url http://127.0.0.1:8000",
+}
 
 
 @contextmanager

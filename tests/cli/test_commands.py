@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,24 +14,51 @@ from live import start_server
 from service import __version__
 from service.settings import Settings
 
-COMMANDS = ["serve", "demo", "infer", "layers", "config", "check", "bench", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "bench", "openapi", "version"]
+BELOW = ["layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
 def test_help_has_an_example(command):
-    done = run_attend(command, "--help", env=WIDE)
+    done = run_attend(*command.split(), "--help", env=WIDE)
     assert done.returncode == 0
     assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
 
 
 def test_help_names_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
-    assert all(f"│ {command} " in shown for command in COMMANDS)
+    assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
+    assert "Exit codes: 0 done; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
+    for group in ("layers", "keys"):
+        listed = re.findall(r"^│ (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode(), re.MULTILINE)
+        assert [f"{group} {name}" for name in listed] == [command for command in BELOW if command.startswith(group)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_offered_what_there_is(shell):
+    """What the script that `--show-completion` prints asks the command, at `attend lay` and at `attend bench --hea`."""
+    env = {**WIDE, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    assert "_ATTEND_COMPLETE" in run_attend("--show-completion", shell, env=env).stdout.decode()
+    for line, offered in (("attend lay", "layers"), ("attend bench --hea", "--health")):
+        asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
+        asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
+        assert offered in done.stdout, done
 
 
 def test_version():
     assert run_attend("version").stdout.decode() == f"{__version__}\n"
+    assert json.loads(run_attend("version", "--json").stdout) == {"version": __version__}
+
+
+def test_keys_for_programs(tmp_path):
+    file = ["--file", str(tmp_path / "keys.txt"), "--json"]
+    made = json.loads(run_attend("keys", "add", "one", "--scope", "metrics", "--scope", "infer", *file).stdout)
+    assert made["name"] == "one" and made["scopes"] == ["infer", "metrics"] and len(made["key"]) > 20
+    assert json.loads(run_attend("keys", "list", *file).stdout) == {"keys": [{"name": "one", "scopes": ["infer", "metrics"]}]}
+    assert json.loads(run_attend("keys", "remove", "one", *file).stdout) == {"removed": "one"}
+    assert json.loads(run_attend("keys", "list", *file).stdout) == {"keys": []}
 
 
 def test_a_command_loads_no_more_than_it_needs():
@@ -103,6 +131,16 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
     assert told["workers"] == {"value": 1, "source": "default"}
     shown = run_attend(*arguments, env=env).stdout.decode()
     assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
+
+
+def test_settings_that_belong_together_are_named():
+    done = run_attend("config", "--tls-cert", "chain.pem", env=WIDE)
+    assert (done.returncode, done.stderr) == (2, b"attend config: tls_cert and tls_key go together\n")
+
+
+def test_keys_of_no_file(tmp_path):
+    done = run_attend("keys", "list", "--file", str(tmp_path / "none"))
+    assert done.returncode == 1 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
 
 
 def test_config_says_what_is_wrong():
