@@ -81,6 +81,18 @@ def test_every_command_of_the_readme_exists() -> None:
         assert subprocess.run([sys.executable, "-m", "service", name, "--help"], capture_output=True, check=False).returncode == 0, name
 
 
+def test_the_commands_on_a_request_work_as_pasted(tmp_path: Path) -> None:
+    """In this order, in an empty folder."""
+    commands = [line for block in blocks("sh") for line in block.splitlines() if "request.json" in line]
+    assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
+    for command in commands:
+        arguments = shlex.split(command, comments=True)[1:]
+        done = subprocess.run([sys.executable, "-m", "service", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    assert (tmp_path / "similarity.svg").read_bytes().startswith(b"<?xml")
+
+
 def test_the_settings_page_has_the_settings() -> None:
     """Generated from the model; regenerate the table with `service.settings.settings_table()`."""
     assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
