@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -25,7 +25,7 @@ def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FI
     """The command with a flag for each of these settings; it gets them as keyword arguments, None where not given."""
     signature = inspect.signature(command)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    command.__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # type: ignore[attr-defined]
+    cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # a function's, which types know nothing of
     return command
 
 

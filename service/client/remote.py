@@ -125,7 +125,7 @@ class RemoteMultiheadAttention(nn.Module):
         fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
         chosen = {"select": {"average": True}} if need_weights and average_attn_weights else {}
         inputs = tuple(x.transpose(0, 1) if turned else x for x in (query, query if key is query else key, value))
-        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]
+        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return output.transpose(0, 1) if turned else output, weights[0] if need_weights else None
 
     def extra_repr(self) -> str:
