@@ -25,19 +25,18 @@ from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
 
 SEEDS = 2**32  # of dropout
+WHERE = "the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
 
 
 class _Elsewhere:
-    """Stands for weights that are not here. Whoever computes with them is told so."""
+    """Stands for weights that are not here. Whoever looks closer, or computes with them, is told so."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
-        raise TypeError(f"{cls.__doc__} client.layer_weights(name) brings the weights of a layer")
+        raise TypeError(WHERE)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"no {name}: the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
-        )
+        raise AttributeError(f"no {name}: {WHERE}")
 
 
 ELSEWHERE = _Elsewhere()
