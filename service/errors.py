@@ -20,7 +20,8 @@
     ├── CallerGone                the caller hung up; counted, and nobody is left to answer
     ├── ServiceFault              ours to mend; the caller learns an id, the log the cause
     ├── Unreachable               only a client raises it: nothing answers there, or the connection broke
-    │   └── TimedOut              the answer did not come in time
+    │   ├── TimedOut              the answer did not come in time
+    │   └── Untrusted             the certificate that was shown is of no authority that the client believes in
     └── BadReply                  only a client raises it: an answer came, and it is none that this service gives
 
 Every refusal carries `Problem`s: where (a JSON pointer), what was expected, what came.
@@ -142,6 +143,10 @@ class Unreachable(AttendError):
 
 class TimedOut(Unreachable):
     title = "timed out"
+
+
+class Untrusted(Unreachable):
+    title = "certificate not trusted"
 
 
 class BadReply(AttendError):

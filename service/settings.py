@@ -17,6 +17,7 @@ from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
+CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # what clients and commands with --url read; no setting of a server
 KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
@@ -136,7 +137,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
     known = set(Settings.model_fields)
     for name in os.environ:
-        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name)
+        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
         if ours and name.removeprefix(PREFIX).lower() not in known:
             raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
     from_file, in_environment = _file(config, known) if config else {}, _in_environment()
@@ -190,7 +191,8 @@ def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], conf
         source = f"{PREFIX}{name.upper()}"
     else:
         source = f"{'.'.join(path)} in {config}" if config else ".".join(path)
-    return f"{source}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{source}: {text[0].lower()}{text[1:]}" if name else text  # what several settings must agree on has no one place
 
 
 def settings_table() -> str:

@@ -1,6 +1,7 @@
 """The README and the documentation tell the truth: examples are run as they stand, tables are compared with the code."""
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -74,11 +75,34 @@ def test_a_python_example_runs(server: Server, block: str) -> None:
     assert done.stdout.startswith("(")
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    """`attend X` in a shell block is a command that has help."""
-    for command in set(re.findall(r"^attend (\w+)|&& attend (\w+)", "\n".join(blocks("sh")), re.MULTILINE)):
-        name = "".join(command)
-        assert subprocess.run([sys.executable, "-m", "service", name, "--help"], capture_output=True, check=False).returncode == 0, name
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
+LINES = sorted({line for page in PAGES for line in re.findall(r"(?:^|`|&& )(attend \w[^`\n#]*)", page.read_text(), re.MULTILINE)})
+
+
+@pytest.mark.parametrize("command", sorted({re.match(r"attend \w+(?: (?:add|export|remove|list)\b)?", line)[0] for line in LINES}))
+def test_every_command_of_the_documentation_exists(command: str) -> None:
+    """With every flag that is written behind it, in a block or in the text."""
+    names = command.split()[1:]
+    env = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-m", "service", *names, "--help"], capture_output=True, text=True, env=env, check=False)
+
+    assert done.returncode == 0, done.stderr
+    for line in LINES:
+        if re.match(rf"{command}\b(?! (?:add|export|remove|list)\b)", line):
+            for flag in re.findall(r" (--?[a-z][\w-]*)", line):
+                assert re.search(rf" {flag}\b", done.stdout), f"{line}: {flag}"
+
+
+def test_the_commands_on_a_request_work_as_pasted(tmp_path: Path) -> None:
+    """In this order, in an empty folder."""
+    commands = [line for block in blocks("sh") for line in block.splitlines() if "request.json" in line]
+    assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
+    for command in commands:
+        arguments = shlex.split(command, comments=True)[1:]
+        done = subprocess.run([sys.executable, "-m", "service", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    assert (tmp_path / "similarity.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_the_settings_page_has_the_settings() -> None:

@@ -1,5 +1,8 @@
 """FLOOR 5: the command `attend`. Each command is a file of its own; torch and fastapi are loaded only by those that need them."""
 
+import json
+from typing import Annotated
+
 try:
     import typer
 except ModuleNotFoundError:  # the base install is for clients
@@ -7,7 +10,18 @@ except ModuleNotFoundError:  # the base install is for clients
 
 from service import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+HELP = """Multi-head attention as a service: serve it, ask it, look at it, check your own against it.
+
+Exit codes: 0 done; 1 refused, failed, or found wrong; 2 asked in a way that makes no sense."""
+EPILOG = """Examples: attend demo
+
+attend serve --port 8000
+
+attend --install-completion"""
+
+app = typer.Typer(
+    help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
 
 
 def main() -> None:
@@ -16,13 +30,13 @@ def main() -> None:
 
     for command in (serve, demo, infer, heads, figure, layers, keys, config, check, bench, openapi):
         command.install(app)
-    app()
+    app(prog_name="attend")  # however it was started: completion goes by the name
 
 
-@app.command(epilog="Example: attend version")
-def version() -> None:
+@app.command(epilog="Example: attend version --json")
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
     """Print the version."""
-    typer.echo(__version__)
+    typer.echo(json.dumps({"version": __version__}) if as_json else __version__)
 
 
 __all__ = ["app", "main"]

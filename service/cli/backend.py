@@ -16,6 +16,7 @@ import typer
 
 from service.cli.flags import given
 from service.client import Client, calls
+from service.client.connection import API_KEY
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
@@ -25,9 +26,6 @@ from service.wire.negotiation import SAFETENSORS
 
 if TYPE_CHECKING:
     from service.serving.exchange import Answer  # which loads torch
-
-
-API_KEY = "ATTEND_API_KEY"  # the variable that holds the key for --url
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +144,24 @@ class EngineBackend:
         self._loop.close()
 
 
+def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
+    """A client of that server, with the key in ATTEND_API_KEY. Ends the command where `ca` holds no certificates."""
+    try:
+        return Client(url, api_key=os.environ.get(API_KEY), verify=ca or True, **options)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--ca") from None
+
+
 @contextmanager
-def open_backend(url: str | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
-    """The server at `url`, or without one an engine with the layers of these settings. Raises BadSettings or AttendError."""
+def open_backend(url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
+    """The server at `url`, believing in `ca`, or without one an engine with the layers of these settings.
+
+    Raises BadSettings or AttendError.
+    """
     if url is not None:
         if useless := given({**flags, "config": config}):
             raise typer.BadParameter(f"{', '.join(useless)} would set up a layer in this process; with --url the server has its own")
-        with Client(url, api_key=os.environ.get(API_KEY)) as client:
+        with server_client(url, ca) as client:
             yield ServerBackend(client)
         return
     settings = read_settings(dict(flags), config)

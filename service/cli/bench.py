@@ -17,6 +17,7 @@ from service.cli.exits import complain, reported
 from service.cli.flags import AsJson
 from service.cli.load import MEDIA, PHASES
 from service.cli.measurements import BODY_SIZES, CASES, KB, MB, Row, measure_growth, measure_health, measure_throughput, relate
+from service.cli.overhead import measure_client
 from service.cli.stage import Stage, find_stage
 
 SIZES = ",".join(CASES)
@@ -25,7 +26,7 @@ EPILOG = """Examples: attend bench --sizes small --connections 1,32
 
 attend bench --url http://127.0.0.1:8000 --forms json --json
 
-attend bench --growth --health --markdown"""
+attend bench --growth --health --client --markdown"""
 Url = Annotated[str | None, typer.Option(help="A running server; one is started if not given.", show_default=False)]
 Sizes = Annotated[str, typer.Option(help="Of the tensors, comma-separated.")]
 Forms = Annotated[str | None, typer.Option(help=f"Of body and reply, among {','.join(MEDIA)}; all of them, but base64 not for --growth.")]
@@ -34,6 +35,7 @@ Seconds = Annotated[float, typer.Option(min=0.01, help="For each row.")]
 Growth = Annotated[bool, typer.Option("--growth", help="Instead: time per byte and peak memory for bodies from 1 KB to 100 MB.")]
 Largest = Annotated[float, typer.Option(min=0.001, help="Largest body of --growth, in MB.")]
 Health = Annotated[bool, typer.Option("--health", help="Instead: how long GET /health/live takes while 8 MB JSON bodies are served.")]
+Client = Annotated[bool, typer.Option("--client", help="Instead: a call through service.client beside the same bytes through bare httpx.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as the README has it.")]
 TIMES = (("p50 ms", "p50_ms", 1), ("p99 ms", "p99_ms", 1))
 SPLIT = tuple((f"{phase} ms", f"{phase}_ms", 1) for phase in PHASES)
@@ -49,6 +51,10 @@ COLUMNS: dict[str, Sequence[tuple[str, str, int]]] = {  # header, key, unit
     "health": (
         *(("checks", "requests", 1), *TIMES, ("max ms", "max_ms", 1), ("bad", "bad", 1), ("body MB", "load_bytes", MB)),
         *(("connections", "load_connections", 1), ("bodies/s", "load_rate", 1), ("bad bodies", "load_bad", 1)),
+    ),
+    "client": (
+        *(("size", "size", 1), ("requests", "requests", 1), ("httpx ms", "httpx_ms", 1), ("client ms", "client_ms", 1)),
+        *(("added ms", "added_ms", 1), ("of httpx", "to_httpx", 1)),
     ),
 }
 
@@ -67,6 +73,7 @@ def bench(
     growth: Growth = False,
     largest: Largest = 100.0,
     health: Health = False,
+    client: Client = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
 ) -> None:
@@ -88,6 +95,8 @@ def bench(
             rows["growth"] = relate(_tracked(measure_growth(stage.opened, plain, bodies, seconds), len(plain) * len(bodies)))
         if health:
             rows["health"] = _tracked(measure_health(stage.opened, seconds), 1)
+        if client:
+            rows["client"] = _tracked(measure_client(stage.opened, cases, seconds), len(cases))
         if not rows:
             total = len(chosen) * sum(len(counts or case.connections) for case in cases)
             with stage.bench() as floor:

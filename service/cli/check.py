@@ -1,6 +1,7 @@
 """`attend check`: the service, or someone's own attention, against the reference in NumPy float64."""
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Annotated, Any
@@ -13,13 +14,15 @@ from rich.table import Table
 
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import reported
-from service.cli.flags import Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.modules import check_module, convention
 from service.cli.trials import Worst, try_cases
 
 EPILOG = """Examples: attend check --cases 1000
 
 attend check --url http://127.0.0.1:8000 --seed 7
+
+attend check --cases 50 --json
 
 attend check --module my_package:MyAttention --with mask_means=block --cases 70"""
 Cases = Annotated[
@@ -48,11 +51,13 @@ def install(app: typer.Typer) -> None:
 
 def check(
     url: Url = None,
+    ca: Ca = None,
     cases: Cases = None,
     seed: Seed = 0,
     case: Only = None,
     module: Modules = None,
     told: Told = None,
+    as_json: AsJson = False,
     config: Config = None,
     **flags: Any,
 ) -> None:
@@ -64,20 +69,32 @@ def check(
     if module:
         if url or case is not None or config:
             raise typer.BadParameter("--module is checked in this process, as a whole; leave --url, --case and --config out")
-        agree = [check_module(name, seed, cases or 1, convention(told or [])) for name in module]
-        raise typer.Exit(0 if all(agree) else 1)
+        raise typer.Exit(0 if _check_modules(module, seed, cases or 1, convention(told or []), as_json) else 1)
     if told:
         raise typer.BadParameter("--with says how a --module is called; there is none")
-    with reported("check"), open_backend(url, config, flags) as backend:
+    with reported("check"), open_backend(url, ca, config, flags) as backend:
         worst = _check_service(backend, seed, range(cases or CASES) if case is None else [case])
-    console = Console()
-    _show(console, worst)
+    where = (f" --url {url}" if url else "") + (f" --ca {ca}" if url and ca else "")
+    again = f"attend check{where} --seed {seed} --case {worst.trial.number}"
+    if as_json:
+        typer.echo(json.dumps(_document(worst, seed, again)))
+    else:
+        _show(Console(), worst, again)
     if not worst.agrees:
-        where = f" --url {url}" if url else ""
-        console.print(f"wrong: {_described(worst)}", soft_wrap=True, highlight=False, markup=False)
-        console.print(f"again: attend check{where} --seed {seed} --case {worst.trial.number}", soft_wrap=True, highlight=False)
         raise typer.Exit(1)
-    console.print(f"{worst.count} cases agree with the reference", highlight=False)
+
+
+def _check_modules(names: Sequence[str], seed: int, calls: int, options: dict[str, Any], as_json: bool) -> bool:
+    """Whether all of them agree. People are shown each as it is done."""
+    reports = []
+    for name in names:
+        reports.append(check_module(name, seed, calls, options))
+        if not as_json:
+            reports[-1].show()
+    agrees = all(report.agrees for report in reports)
+    if as_json:
+        typer.echo(json.dumps({"agrees": agrees, "modules": [report.document() for report in reports]}))
+    return agrees
 
 
 def _check_service(backend: Backend, seed: int, numbers: Sequence[int]) -> Worst:
@@ -89,12 +106,34 @@ def _check_service(backend: Backend, seed: int, numbers: Sequence[int]) -> Worst
     return worst
 
 
-def _show(console: Console, worst: Worst) -> None:
+def _document(worst: Worst, seed: int, again: str) -> dict[str, Any]:
+    """Everything there is to say; an error that is no number is null, and `about` says what is wrong."""
+    outputs = [
+        {
+            "output": name,
+            "agrees": finding.agrees,
+            "error": finding.error if math.isfinite(finding.error) else None,
+            "allowed": finding.allowed,
+            "about": finding.about,
+            "case": trial.number,
+        }
+        for name, (trial, finding) in worst.by_output.items()
+    ]
+    document = {"agrees": worst.agrees, "cases": worst.count, "seed": seed, "outputs": outputs}
+    return document if worst.agrees else {**document, "wrong": _described(worst), "again": again}
+
+
+def _show(console: Console, worst: Worst, again: str) -> None:
     table = Table("output", "largest error", "allowed there", "case", "")
     for name, (trial, finding) in worst.by_output.items():
         error = f"{finding.error:.2g}" if not finding.about else finding.about
         table.add_row(name, error, f"{finding.allowed:.2g}", str(trial.number), "agrees" if finding.agrees else "[bold red]WRONG")
     console.print(table)
+    if worst.agrees:
+        console.print(f"{worst.count} cases agree with the reference", highlight=False)
+    else:
+        console.print(f"wrong: {_described(worst)}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"again: {again}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _described(worst: Worst) -> str:

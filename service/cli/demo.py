@@ -1,12 +1,13 @@
 """`attend demo`: a real sentence through a real server, shown in the terminal, and how to repeat it by hand."""
 
+import json
 import shlex
 import tempfile
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import orjson
@@ -16,13 +17,16 @@ from rich.markup import escape
 
 from service.cli.child import NotStarted, child_server
 from service.cli.exits import complain, reported
+from service.cli.flags import AsJson
 from service.cli.infer import headline
-from service.cli.links import links_table
+from service.cli.links import linked, links_table
 from service.client import AttendResult, Client, calls
 from service.serving.words import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
 
-EPILOG = 'Example: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"'
+EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
+
+attend demo --vectors hash --save . --json"""
 SENTENCE = "The cat sat on the mat because it was tired"
 PORT = 8000  # of the lines to repeat it with
 HASH_NOTE = """Each word's vector is drawn from the word's own hash, and the layer's weights from a seed: nothing here was learnt.
@@ -50,7 +54,7 @@ def install(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(demo)
 
 
-def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None) -> None:
+def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
     """Start a server, put a sentence through it, show what each head links, and stop it."""
     console = Console(highlight=False, soft_wrap=True)
     read, note = read_sentence(sentence, vectors, layer)
@@ -65,6 +69,9 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
     except OSError as error:
         complain("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
         raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(_document(sentence, read, files, result, seconds)))
+        return
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
     _show(console, read, result, seconds)
     _show_how(console, read, files)
@@ -120,6 +127,22 @@ def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, f
     return calls.read_attend(response), time.perf_counter() - started
 
 
+def _document(sentence: str, read: Sentence, files: _Files, result: AttendResult, seconds: float) -> dict[str, Any]:
+    return {
+        "sentence": sentence,
+        "tokens": read.tokens,
+        "layer": result.layer.model_dump(),
+        "outputs": {name: list(array.shape) for name, array in result.items()},
+        "links": [
+            [{"query": q, "key": k, "weight": float(rows[q, k])} for q, k in links]
+            for rows, links in zip(result.attention_weights, linked(result.attention_weights, read.tokens), strict=True)
+        ],
+        "seconds": seconds,
+        "timing": result.timing,
+        "again": _again(read, files),
+    }
+
+
 def _show(console: Console, read: Sentence, result: AttendResult, seconds: float) -> None:
     first = ", ".join(f"{number:.3f}" for number in read.vectors[0, :3])
     n, width = read.vectors.shape
@@ -140,13 +163,18 @@ def _show(console: Console, read: Sentence, result: AttendResult, seconds: float
 
 
 def _show_how(console: Console, read: Sentence, files: _Files) -> None:
-    url = f"http://127.0.0.1:{PORT}"
     size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
     console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) stay; remove them when you are done.", markup=False)
     console.print("\n[bold]Again, by hand[/bold]")
+    for line in _again(read, files):
+        console.print(f"  {line}", markup=False)
+
+
+def _again(read: Sentence, files: _Files) -> list[str]:
+    """The lines for a shell that repeat it."""
+    url = f"http://127.0.0.1:{PORT}"
     lines = [f"attend serve --port {PORT}"]
     if files.layer is not None:
         lines.append(f"curl -s -X PUT {url}/layers/{read.layer} --data-binary {shlex.quote(f'@{files.layer}')}")
     lines.append(f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files.request}')}")
-    for line in lines:
-        console.print(f"  {line}", markup=False)
+    return lines

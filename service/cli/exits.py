@@ -8,19 +8,21 @@ from contextlib import contextmanager
 
 import typer
 
-from service.client import BadReply, TimedOut, Unreachable
-from service.errors import AttendError, CapacityError, Forbidden, LayerNotFound, NotReady, ServiceFault, TooLarge
+from service.client import BadReply, TimedOut, Unreachable, Untrusted
+from service.errors import AttendError, CapacityError, Forbidden, LayerNotFound, NotReady, ServiceFault, TooLarge, Unauthenticated
 from service.settings import BadSettings
 
 HINTS: dict[type[AttendError], str] = {
     TimedOut: "The server took too long; ask for less at once, or look at its log.",
+    Untrusted: "Name the file of its authority's certificate with --ca, or in ATTEND_CA.",
     Unreachable: "Start a server with `attend serve`, or leave --url out: then nothing has to run beforehand.",
     BadReply: "Is it a server of this version that answers at --url?",
     LayerNotFound: "`attend layers` shows what is held, with the same --url and layer flags.",
+    Unauthenticated: "Put a key of that server into the variable ATTEND_API_KEY.",
     Forbidden: "Run this against a server that listens on the loopback address, or leave --url out.",
     NotReady: "Try again in a moment; /health/ready tells when.",
     CapacityError: "The same may succeed later, or with less at once.",
-    TooLarge: "Ask for fewer outputs, or raise the limit it names where the server is started.",
+    TooLarge: "Send or ask for less, or raise the limit it names where the server is started.",
     ServiceFault: "This is the server's fault; its log has the cause under the request id.",
 }
 

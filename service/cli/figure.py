@@ -8,7 +8,7 @@ import typer
 
 from service.cli.backend import open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.infer import File, read_file
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
@@ -38,6 +38,8 @@ def figure(
     title: Title = None,
     width: Width = None,
     url: Url = None,
+    ca: Ca = None,
+    as_json: AsJson = False,
     config: Config = None,
     **flags: Any,
 ) -> None:
@@ -49,14 +51,14 @@ def figure(
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
     said = {"kind": kind, "theme": theme, "heads": head or None, "title": title, "width": width, "format": FORMATS[output.suffix.lower()]}
     body = _with_figure(read_file("figure", file), {name: value for name, value in said.items() if value is not None})
-    with reported("figure"), open_backend(url, config, flags) as backend:
+    with reported("figure"), open_backend(url, ca, config, flags) as backend:
         drawn = backend.figure(body)
     try:
         output.write_bytes(drawn)
     except OSError as error:
         complain("figure", f"cannot write {output}: {error.strerror}")
         raise typer.Exit(1) from None
-    typer.echo(f"{output}: {len(drawn)} bytes")
+    typer.echo(json.dumps({"file": str(output), "bytes": len(drawn)}) if as_json else f"{output}: {len(drawn)} bytes")
 
 
 def _with_figure(body: bytes, said: dict[str, Any]) -> bytes:

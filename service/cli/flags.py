@@ -3,13 +3,18 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from service.client.connection import CA
 from service.settings import LAYER_FIELDS, Settings
 
 Url = Annotated[str | None, typer.Option(help="A running server; computed in this process if not given.", show_default=False)]
+Ca = Annotated[
+    Path | None,
+    typer.Option(envvar=CA, help="Of --url https://…: the certificates to believe in, a file or a folder.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
 
@@ -20,7 +25,7 @@ def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FI
     """The command with a flag for each of these settings; it gets them as keyword arguments, None where not given."""
     signature = inspect.signature(command)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    command.__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # type: ignore[attr-defined]
+    cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # a function's, which types know nothing of
     return command
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service.cli.backend import open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.head_tables import is_batched, tables
 from service.cli.infer import read_file
 from service.client.result import read_metrics
@@ -31,7 +31,9 @@ def install(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(with_settings(heads))
 
 
-def heads(file: File, metrics: Names = None, url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+def heads(
+    file: File, metrics: Names = None, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any
+) -> None:
     """Measure what each head does with one request.
 
     Without --metrics they are those that the file names, or the cheap ones that it gives enough for. Without --url the layers are those
@@ -40,7 +42,7 @@ def heads(file: File, metrics: Names = None, url: Url = None, as_json: AsJson = 
     body = read_file("heads", file)
     if metrics is not None:
         body = _with_metrics(body, metrics)
-    with reported("heads"), open_backend(url, config, flags) as backend:
+    with reported("heads"), open_backend(url, ca, config, flags) as backend:
         response = backend.analyse(body)
     if as_json:
         sys.stdout.buffer.write(response.body + b"\n")

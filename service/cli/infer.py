@@ -10,7 +10,7 @@ from rich.console import Console
 
 from service.cli.backend import Response, open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.client.result import AttendResult, TopWeights, read_result
 from service.tensors import Array
 
@@ -28,13 +28,13 @@ def install(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(with_settings(infer))
 
 
-def infer(file: File, url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """Answer one request and show its shapes and numbers.
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
     body = read_file("infer", file)
-    with reported("infer"), open_backend(url, config, flags) as backend:
+    with reported("infer"), open_backend(url, ca, config, flags) as backend:
         response = backend.attend(body)
     if as_json:
         sys.stdout.buffer.write(response.body + b"\n")

@@ -6,7 +6,7 @@ folder follows.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import ENGINE_FIELDS, AsJson, Config, Url, with_settings
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.wire.documents import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
@@ -36,16 +36,16 @@ def install(app: typer.Typer) -> None:
     """Adds the command and those below it."""
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers, (*ENGINE_FIELDS, "layers_dir")))
-    for command in (add, export, remove):
-        group.command()(command)
+    for command, example in EXAMPLES.items():
+        group.command(epilog=f"Example: attend layers {example}")(command)
     app.add_typer(group, name="layers")
 
 
-def layers(context: typer.Context, url: Url = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
     if context.invoked_subcommand is not None:
         return
-    with reported("layers"), open_backend(url, config, flags) as backend:
+    with reported("layers"), open_backend(url, ca, config, flags) as backend:
         held = backend.layers()
     if as_json:
         sys.stdout.write(Layers(layers=held).model_dump_json() + "\n")
@@ -60,12 +60,13 @@ def add(
     prefix: Annotated[str | None, typer.Option(help="Which layer of a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: what tensors do not tell, as num_heads.", show_default=False)] = None,
     url: Server = None,
+    ca: Ca = None,
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
     """Add or replace a layer from a safetensors file."""
     fields = _object(spec)
-    with _opened("add", url, layers_dir) as backend:
+    with _opened("add", url, ca, layers_dir) as backend:
         layer = backend.put_layer_file(name, file.read_bytes(), layout=layout, prefix=prefix, spec=fields)
     if as_json:
         sys.stdout.write(layer.model_dump_json() + "\n")
@@ -77,11 +78,12 @@ def export(
     name: Name,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.", dir_okay=False, show_default=False)],
     url: Server = None,
+    ca: Ca = None,
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a layer to a safetensors file: canonical names, its spec in the metadata."""
-    with _opened("export", url, layers_dir) as backend:
+    with _opened("export", url, ca, layers_dir) as backend:
         body = backend.layer_file(name)
     try:
         output.write_bytes(body)
@@ -91,18 +93,25 @@ def export(
     _tell({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
 
 
-def remove(name: Name, url: Server = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
+def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
-    with _opened("remove", url, layers_dir) as backend:
+    with _opened("remove", url, ca, layers_dir) as backend:
         backend.delete_layer(name)
     _tell({"removed": name}, f"{name} is gone", as_json)
 
 
+EXAMPLES: dict[Callable[..., None], str] = {
+    add: "add encoder0 model.safetensors --prefix encoder.layer.0 --url http://127.0.0.1:8000",
+    export: "export encoder0 --output encoder0.safetensors --layers-dir layers",
+    remove: "remove encoder0 --url http://127.0.0.1:8000",
+}
+
+
 @contextmanager
-def _opened(command: str, url: str | None, layers_dir: Path | None) -> Iterator[Backend]:
+def _opened(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Backend]:
     if (url is None) == (layers_dir is None):
         raise typer.BadParameter("either --url or --layers-dir says where the layer is to be")
-    with reported(f"layers {command}"), open_backend(url, None, {"layers_dir": layers_dir}) as backend:
+    with reported(f"layers {command}"), open_backend(url, ca, None, {"layers_dir": layers_dir}) as backend:
         yield backend
 
 

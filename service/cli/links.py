@@ -16,15 +16,24 @@ SHOWN = 3
 def links_table(weights: Array, tokens: Sequence[str]) -> Table:
     """One row per head, a link being query → key. Special tokens have no links; what the words give them on average has a column."""
     names = labels(tokens)
-    words = np.array([token not in SPECIAL for token in tokens])
+    words = _words(tokens)
     table = Table("head", "strongest link", "second", "third", *([] if words.all() else ["special"]), box=SIMPLE, padding=(0, 1, 0, 0))
-    for head, rows in enumerate(weights):
-        links = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in strongest(rows, words)]
+    for head, (rows, places) in enumerate(zip(weights, linked(weights, tokens), strict=True)):
+        links = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in places]
         special = [] if words.all() else [f"{rows[words][:, ~words].sum(-1).mean():.2f}"]
         table.add_row(str(head), *links, *[""] * (SHOWN - len(links)), *special)
     if not words.all():
         table.caption = f"special: what a word gives on average to {' and '.join(sorted(SPECIAL & {*tokens}))}"
     return table
+
+
+def linked(weights: Array, tokens: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Of each head the places (query, key) of its strongest links between words."""
+    return [strongest(rows, _words(tokens)) for rows in weights]
+
+
+def _words(tokens: Sequence[str]) -> Array:
+    return np.array([token not in SPECIAL for token in tokens])
 
 
 def strongest(rows: Array, words: Array) -> list[tuple[int, int]]:

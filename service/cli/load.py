@@ -113,11 +113,12 @@ class Replies:
 class Load:
     """Requests to POST /attend, the bodies in turn, each connection sending its next one when it has its reply."""
 
-    def __init__(self, url: str, bodies: Sequence[bytes], form: str, connections: int) -> None:
+    def __init__(self, url: str, bodies: Sequence[bytes], form: str, connections: int, key: str | None = None) -> None:
         parts = urlsplit(url)
         self.address, self.connections = (parts.hostname or "", parts.port or 80), connections
         head = f"POST {parts.path.rstrip('/')}/attend HTTP/1.1\r\nHost: {parts.netloc}\r\n"
         head += f"Content-Type: {MEDIA[form]}\r\nAccept: {MEDIA[form]}\r\n"
+        head += f"Authorization: Bearer {key.strip()}\r\n" if key else ""
         self._turn = cycle([f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies])
         self._buffer = bytearray(CHUNK)
         self._replies, self._sent, self._least, self._until = Replies(), 0, 0, 0.0

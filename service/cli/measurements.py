@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ class Target:
     url: str
     layer: str
     process: int | None = None
+    key: str | None = field(default=None, repr=False)
+
+    def load(self, bodies: Sequence[bytes], form: str, connections: int) -> Load:
+        """So many callers with these bodies."""
+        return Load(self.url, bodies, form, connections, self.key)
 
 
 Opened = Callable[[LayerSpec], AbstractContextManager[Target]]
@@ -67,7 +72,7 @@ def measure_throughput(
                 floor = None if bench is None else bench.submit(measure_floor, case, form, seconds, device).result()
                 bodies = case.bodies(form, target.layer)
                 for count in connections or case.connections:
-                    load = Load(target.url, bodies, form, count)
+                    load = target.load(bodies, form, count)
                     load.run(seconds * WARM, count)
                     figures = load.run(seconds, count).figures()
                     ratio = figures["rate"] / floor if floor else None
@@ -151,7 +156,7 @@ def measure_growth(opened: Opened, forms: Sequence[str], sizes: Sequence[int], s
 def _row(target: Target, bodies: list[bytes], form: str, seconds: float) -> Row:
     """One connection, so that time per byte is that of a request which has the server to itself."""
     idle = resident(target.process)
-    load = Load(target.url, bodies, form, 1)
+    load = target.load(bodies, form, 1)
     load.run(0)
     figures = load.run(seconds, LEAST).figures()
     peak = resident(target.process, peak=True)
@@ -193,7 +198,7 @@ def measure_health(opened: Opened, seconds: float) -> Iterator[Row]:
     """One row: how long GET /health/live takes on a connection of its own while 8 MB JSON bodies are served over four others."""
     with opened(HEALTH.spec) as target, ThreadPoolExecutor(1) as pool:
         bodies = HEALTH.bodies("json", target.layer)
-        load = Load(target.url, bodies, "json", CONNECTIONS)
+        load = target.load(bodies, "json", CONNECTIONS)
         load.run(0, CONNECTIONS)
         loaded = pool.submit(load.run, seconds, CONNECTIONS)
         checks = _check(target.url, loaded)

@@ -4,7 +4,9 @@ A round has its own seed; the first that disagrees is shown and ends the check. 
 """
 
 import json
+import math
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from rich.table import Table
 from service.cli.exits import complain
 
 if TYPE_CHECKING:
-    from service.attention.agreement import Agreement
+    from service.attention.agreement.comparison import Agreement, CaseResult
 
 
 def convention(told: list[str]) -> dict[str, Any]:
@@ -33,8 +35,56 @@ def convention(told: list[str]) -> dict[str, Any]:
     return options
 
 
-def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> bool:
-    """Whether it agrees in at least so many calls; prints the report of the last round, or why there is none."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came out for one module: its last round, and in how many calls of all rounds it was asked."""
+
+    name: str
+    agreement: "Agreement"
+    calls: int
+    seed: int
+
+    @property
+    def agrees(self) -> bool:
+        return self.agreement.agrees
+
+    def document(self) -> dict[str, Any]:
+        """For programs; an error that is no number is null."""
+        cases = [
+            {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": _agrees(result)}
+            for result in self.agreement.results
+        ]
+        said = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
+        return said if self.agrees else {**said, "first": str(self.agreement.first), "again": self._again()}
+
+    def show(self) -> None:
+        """For people."""
+        console = Console()
+        table = Table("case", "largest error", "allowed there", "", title=self.name, title_justify="left")
+        for result in self.agreement.results:
+            if result.skipped or result.raised:
+                table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
+            else:
+                verdict = "agrees" if _agrees(result) else "[bold red]WRONG"
+                table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
+        console.print(table)
+        lines = (
+            [f"agrees with the reference in {self.calls} calls"] if self.agrees else [str(self.agreement.first), f"again: {self._again()}"]
+        )
+        for line in lines:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def _again(self) -> str:
+        return f"attend check --module {self.name} --seed {self.seed}"
+
+
+def _agrees(result: "CaseResult") -> bool | None:
+    """None where it was not asked."""
+    return None if result.skipped else result.raised is None and result.error <= result.tolerance
+
+
+def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> Report:
+    """What comes out in at least so many calls. Ends the command where it cannot be asked."""
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a module beside the caller is found
     stderr, done, rounds = Console(stderr=True), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
@@ -45,25 +95,7 @@ def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> b
             progress.update(task, completed=done)
             if done >= calls or not done or not agreement.agrees:
                 break
-    _show(name, agreement, done, f"--seed {seed + rounds - 1}")
-    return agreement.agrees
-
-
-def _show(name: str, agreement: "Agreement", done: int, again: str) -> None:
-    console = Console()
-    table = Table("case", "largest error", "allowed there", "", title=name, title_justify="left")
-    for result in agreement.results:
-        if result.skipped or result.raised:
-            table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
-        else:
-            verdict = "agrees" if result.error <= result.tolerance else "[bold red]WRONG"
-            table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
-    console.print(table)
-    if agreement.first is not None:
-        console.print(str(agreement.first), soft_wrap=True, highlight=False, markup=False)
-        console.print(f"again: attend check --module {name} {again}", soft_wrap=True, highlight=False, markup=False)
-    else:
-        console.print(f"agrees with the reference in {done} calls", soft_wrap=True, highlight=False, markup=False)
+    return Report(name, agreement, done, seed + rounds - 1)
 
 
 def _compared(name: str, seed: int, options: dict[str, Any]) -> "Agreement":

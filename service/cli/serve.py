@@ -39,7 +39,7 @@ def run(settings: Settings) -> None:
     try:
         threads = plan_threads(settings.workers, settings.threads, usable_cores())
     except ValueError as error:
-        typer.echo(f"attend serve: {error}", err=True)
+        typer.echo(f"attend serve: {error}; give fewer with --workers or --threads", err=True)
         raise typer.Exit(2) from None
     _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool

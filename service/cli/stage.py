@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from service import __version__
+from service.cli.backend import server_client
 from service.cli.child import child_server
 from service.cli.measurements import Target
 from service.client import BadReply, Client, calls
+from service.client.connection import API_KEY
 from service.errors import AttendError
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
@@ -73,11 +75,13 @@ class Stage:
     def opened(self, spec: LayerSpec) -> Iterator[Target]:
         """A server with such a layer. One that is started here ends with the block; elsewhere a layer that was made is removed."""
         with ExitStack() as stack:
-            url, process, transport = self.url, None, None
-            if url is None:
-                url, process, transport = *self._start(stack), httpx.HTTPTransport()  # whatever proxies there are
-            client = stack.enter_context(Client(url, transport=transport))
-            yield Target(url, stack.enter_context(_layer(client, spec)), process)
+            if self.url is None:
+                url, process = self._start(stack)
+                client = stack.enter_context(Client(url, transport=httpx.HTTPTransport()))  # whatever proxies there are
+                yield Target(url, stack.enter_context(_layer(client, spec)), process)
+                return
+            client = stack.enter_context(server_client(self.url))
+            yield Target(self.url, stack.enter_context(_layer(client, spec)), key=os.environ.get(API_KEY))
 
     def _start(self, stack: ExitStack) -> tuple[str, int | None]:
         others = _children()
@@ -103,7 +107,7 @@ def find_stage(url: str | None) -> Stage:
         if min(len(cores), usable_cores()) < 2:
             return Stage(None, usable_cores())
         return Stage(None, 1, server=frozenset(cores[:1]), load=frozenset(cores[1:]))
-    with Client(url) as client:
+    with server_client(url) as client:
         response = client.send(calls.Call("GET", "/"))
     try:
         index = response.json()

@@ -13,7 +13,7 @@ from service.client.client import Client
 from service.client.merge import merge
 from service.client.result import AnalysisResult, AttendResult, TopWeights
 from service.client.retries import Retries
-from service.errors import BadReply, TimedOut, Unreachable
+from service.errors import BadReply, TimedOut, Unreachable, Untrusted
 
 __all__ = [
     "AnalysisResult",
@@ -25,5 +25,6 @@ __all__ = [
     "TimedOut",
     "TopWeights",
     "Unreachable",
+    "Untrusted",
     "merge",
 ]

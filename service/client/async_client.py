@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from service.client import calls
 from service.client.calls import Call
-from service.client.connection import options
+from service.client.connection import CLIENTS, Connection, Timeout, Verify
 from service.client.failures import connection_failure
 from service.client.result import AnalysisResult, AttendResult
 from service.client.retries import Outcome, Retries, as_retries
@@ -38,13 +38,15 @@ class AsyncClient:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         retries: Retries | int | None = None,
+        verify: Verify = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """As those of `Client`."""
         self.base_url, self.timeout, self.retries = base_url, timeout, as_retries(retries)
         self._binary = True
+        connection = Connection(base_url, timeout, api_key, dict(headers or {}), verify)
         try:
-            self._http = httpx.AsyncClient(**options(base_url, timeout, api_key, headers), transport=transport)
+            self._http = httpx.AsyncClient(**connection.options(), transport=transport)
         except httpx.InvalidURL as error:
             raise connection_failure(error, base_url) from None
 
@@ -55,10 +57,11 @@ class AsyncClient:
         value: ArrayLike | None = None,
         *,
         layer: str = "default",
+        timeout: Timeout = CLIENTS,
         **fields: Any,
     ) -> AttendResult:
         """As `Client.attend`."""
-        return await self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}))
+        return await self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     async def analysis(
         self,
@@ -68,10 +71,12 @@ class AsyncClient:
         *,
         layer: str = "default",
         metrics: Sequence[str] | None = None,
+        timeout: Timeout = CLIENTS,
         **fields: Any,
     ) -> AnalysisResult:
         """As `Client.analysis`."""
-        return await self.ask(calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields}))
+        call = calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
+        return await self.ask(call, timeout)
 
     async def plan(
         self,
@@ -80,10 +85,11 @@ class AsyncClient:
         value: ArrayLike | Mapping[str, Any] | None = None,
         *,
         layer: str = "default",
+        timeout: Timeout = CLIENTS,
         **fields: Any,
     ) -> Plan:
         """As `Client.plan`."""
-        return await self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}))
+        return await self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     async def figure(
         self,
@@ -95,25 +101,31 @@ class AsyncClient:
         format: str = "png",
         layer: str = "default",
         figure: Mapping[str, Any] | None = None,
+        timeout: Timeout = CLIENTS,
         **fields: Any,
     ) -> bytes:
         """As `Client.figure`."""
         asked = {"kind": kind, "format": format, **(figure or {})}
-        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked))
+        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked), timeout)
 
-    async def layers(self) -> list[LayerDocument]:
+    async def layers(self, *, timeout: Timeout = CLIENTS) -> list[LayerDocument]:
         """As `Client.layers`."""
-        return await self.ask(calls.layers())
+        return await self.ask(calls.layers(), timeout)
 
-    async def layer(self, name: str) -> LayerDocument:
+    async def layer(self, name: str, *, timeout: Timeout = CLIENTS) -> LayerDocument:
         """As `Client.layer`."""
-        return await self.ask(calls.layer(name))
+        return await self.ask(calls.layer(name), timeout)
 
     async def put_layer(
-        self, name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, ArrayLike] | None = None
+        self,
+        name: str,
+        spec: LayerSpec | Mapping[str, Any],
+        weights: Mapping[str, ArrayLike] | None = None,
+        *,
+        timeout: Timeout = CLIENTS,
     ) -> LayerDocument:
         """As `Client.put_layer`."""
-        return await self.ask(calls.put_layer(name, spec, weights))
+        return await self.ask(calls.put_layer(name, spec, weights), timeout)
 
     async def put_layer_file(
         self,
@@ -123,56 +135,58 @@ class AsyncClient:
         layout: str | None = None,
         prefix: str | None = None,
         spec: Mapping[str, Any] | None = None,
+        timeout: Timeout = CLIENTS,
     ) -> LayerDocument:
         """As `Client.put_layer_file`."""
         body = file if isinstance(file, bytes) else await asyncio.to_thread(Path(file).read_bytes)
-        return await self.ask(calls.put_layer_file(name, body, layout, prefix, spec))
+        return await self.ask(calls.put_layer_file(name, body, layout, prefix, spec), timeout)
 
-    async def layer_file(self, name: str) -> bytes:
+    async def layer_file(self, name: str, *, timeout: Timeout = CLIENTS) -> bytes:
         """As `Client.layer_file`."""
-        return await self.ask(calls.layer_file(name))
+        return await self.ask(calls.layer_file(name), timeout)
 
-    async def layer_weights(self, name: str) -> dict[str, Array]:
+    async def layer_weights(self, name: str, *, timeout: Timeout = CLIENTS) -> dict[str, Array]:
         """As `Client.layer_weights`."""
-        return read_tensors(await self.layer_file(name))[0]
+        return read_tensors(await self.layer_file(name, timeout=timeout))[0]
 
-    async def delete_layer(self, name: str) -> None:
+    async def delete_layer(self, name: str, *, timeout: Timeout = CLIENTS) -> None:
         """As `Client.delete_layer`."""
-        await self.ask(calls.delete_layer(name))
+        await self.ask(calls.delete_layer(name), timeout)
 
-    async def ready(self) -> bool:
+    async def ready(self, *, timeout: Timeout = CLIENTS) -> bool:
         """As `Client.ready`."""
         try:
-            return calls.read_ready(await self._exchange(calls.ready()))
+            return calls.read_ready(await self._exchange(calls.ready(), timeout))
         except Unreachable:
             return False
 
-    async def ask(self, call: Call[T]) -> T:
+    async def ask(self, call: Call[T], timeout: Timeout = CLIENTS) -> T:
         """As `Client.ask`."""
         if call.plain is None:
-            return call.read(await self.send(call))
+            return call.read(await self.send(call, timeout))
         if self._binary:
             try:
-                return call.read(await self.send(call))
+                return call.read(await self.send(call, timeout))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return await self.ask(call.in_json())
+        return await self.ask(call.in_json(), timeout)
 
-    async def send(self, call: Call[Any]) -> httpx.Response:
+    async def send(self, call: Call[Any], timeout: Timeout = CLIENTS) -> httpx.Response:
         """As `Client.send`."""
-        return calls.checked(await self._exchange(call))
+        return calls.checked(await self._exchange(call, timeout))
 
-    async def _exchange(self, call: Call[Any]) -> httpx.Response:
-        attempts = self.retries.begin(call, self.timeout)
-        while (pause := attempts.pause(outcome := await self._once(call))) is not None:
+    async def _exchange(self, call: Call[Any], timeout: Timeout) -> httpx.Response:
+        seconds = self.timeout if timeout is CLIENTS else timeout
+        attempts = self.retries.begin(call, seconds)
+        while (pause := attempts.pause(outcome := await self._once(call, seconds))) is not None:
             await asyncio.sleep(pause)
         if isinstance(outcome, Exception):
             raise connection_failure(outcome, self.base_url) from outcome
         return outcome
 
-    async def _once(self, call: Call[Any]) -> Outcome:
+    async def _once(self, call: Call[Any], seconds: float | None) -> Outcome:
         try:
-            return await self._http.request(call.method, call.path, content=call.body, headers=call.headers)
+            return await self._http.request(call.method, call.path, content=call.body, headers=call.headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 

@@ -4,6 +4,7 @@ A refusal is told by the title of its problem document, which names one class of
 such a document (a proxy's page, a path that is not there) is told by its status. Pure: reads a response, sends nothing.
 """
 
+import ssl
 from collections.abc import Iterator
 
 import httpx
@@ -20,6 +21,7 @@ from service.errors import (
     ServiceFault,
     TimedOut,
     Unreachable,
+    Untrusted,
 )
 from service.wire.answer import decode_document
 from service.wire.documents import ProblemDocument
@@ -59,7 +61,16 @@ def connection_failure(error: Exception, url: str) -> AttendError:
         return TimedOut(f"no answer from {url} in time ({type(error).__name__})")
     if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
         return Unreachable(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
+    if (doubt := doubted(error)) is not None:
+        return Untrusted(f"the certificate of {url} is not trusted: {doubt.verify_message}")
     return Unreachable(f"no answer from {url}: {str(error) or type(error).__name__}")
+
+
+def doubted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The doubt in a certificate that is behind an error, if one is."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _class_of(status: int) -> type[AttendError]:

@@ -5,9 +5,14 @@
 
 The weights live in the service, so the module has no parameters; gradients go through it to query, key and value, asked of the service
 in a second call. Masks mean what they mean in torch (True = blocked) and are translated here. No other module of the client loads torch.
+
+torch's Transformer layers have a fast path that computes with the weights of their attention instead of calling it. Here those are
+placeholders with `__torch_function__`, which that path takes for tensors of a foreign kind and leaves alone.
 """
 
-from typing import Any
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,17 +21,37 @@ from torch.autograd.function import once_differentiable
 
 from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
+from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
 
 SEEDS = 2**32  # of dropout
+WHERE = "the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
+
+
+class _Elsewhere:
+    """Stands for weights that are not here. Whoever looks closer, or computes with them, is told so."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise TypeError(WHERE)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no {name}: {WHERE}")
+
+
+ELSEWHERE = _Elsewhere()
 
 
 class RemoteMultiheadAttention(nn.Module):
-    """The call signature and return shapes of `nn.MultiheadAttention` over a layer of a service.
+    """The call signature, return shapes and attributes of `nn.MultiheadAttention` over a layer of a service.
 
-    Differs where torch leaves no choice: a row whose keys are all masked gives zero weights, not NaN; the weights returned and masks of
-    floats carry no gradient. Raises what `Client` raises.
+    May stand in `nn.TransformerEncoderLayer` and its kind, be copied, and be pickled as its client is. Differs from torch's where it must:
+    a row whose keys are all masked gives zero weights, not NaN; gradients are those of the output alone, and one that comes back to the
+    weights, or a mask that wants one, is refused; there are no parameters. Raises what `Client` raises.
     """
+
+    bias_k = bias_v = None
+    add_zero_attn = False
 
     def __init__(self, client: Client, layer: str = "default", *, batch_first: bool = False, dropout: float = 0.0) -> None:
         """`batch_first` as in torch: [b, n, width] rather than [n, b, width]; `dropout` on the weights, while training."""
@@ -47,6 +72,27 @@ class RemoteMultiheadAttention(nn.Module):
         remote = cls(client, layer, batch_first=module.batch_first, dropout=module.dropout)
         return remote.train(module.training)
 
+    @cached_property
+    def spec(self) -> LayerSpec:
+        """The layer's, asked of the service when first needed."""
+        return self.client.layer(self.layer).spec
+
+    embed_dim = property(lambda self: self.spec.d_model)
+    num_heads = property(lambda self: self.spec.num_heads)
+    head_dim = property(lambda self: self.spec.head_dim)
+    kdim = property(lambda self: self.spec.key_dim)
+    vdim = property(lambda self: self.spec.value_dim)
+    _qkv_same_embed_dim = property(lambda self: self.kdim == self.embed_dim == self.vdim)
+    in_proj_weight = property(lambda self: ELSEWHERE if self._qkv_same_embed_dim else None)
+    q_proj_weight = property(lambda self: None if self._qkv_same_embed_dim else ELSEWHERE)
+    k_proj_weight = v_proj_weight = q_proj_weight
+    in_proj_bias = property(lambda self: ELSEWHERE if self._biased("query") else None)
+    out_proj = property(lambda self: SimpleNamespace(weight=ELSEWHERE, bias=ELSEWHERE if self._biased("output") else None))
+
+    def _biased(self, projection: str) -> bool:
+        bias = self.spec.bias
+        return bool(getattr(bias, projection) if isinstance(bias, Biases) else bias)
+
     def forward(
         self,
         query: Tensor,
@@ -60,8 +106,11 @@ class RemoteMultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`output` and, where needed, the weights [b, q, k] or per head [b, h, q, k]; without b for an unbatched query.
 
-        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it.
+        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it, and for nested
+        tensors; going back, it is raised where a gradient comes to the weights, which `detach()` keeps out of a loss.
         """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise InvalidRequest.where("/query", "padded tensors and a key_padding_mask", "a nested tensor")
         if is_causal and attn_mask is None:
             raise InvalidRequest.where("/attn_mask", "an attn_mask beside the hint is_causal", "none")
         turned = query.ndim == 3 and not self.batch_first
@@ -75,7 +124,7 @@ class RemoteMultiheadAttention(nn.Module):
         fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
         chosen = {"select": {"average": True}} if need_weights and average_attn_weights else {}
         inputs = tuple(x.transpose(0, 1) if turned else x for x in (query, query if key is query else key, value))
-        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]
+        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return output.transpose(0, 1) if turned else output, weights[0] if need_weights else None
 
     def extra_repr(self) -> str:
@@ -91,12 +140,17 @@ class _Attend(torch.autograd.Function):
         made = tuple(_tensor(array).to(inputs[0]) for array in result.values())
         ctx.client, ctx.fields, ctx.layer = client, fields, result.layer
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(*made[1:])
+        ctx.set_materialize_grads(False)
         return made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, of_weights: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if of_weights is not None and of_weights.any():
+            got = "a gradient of the attention weights, which the service does not compute; detach() them"
+            raise InvalidRequest.where("/attention_weights", "a loss of the output alone", got)
+        if gradient is None:
+            return None, None, None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
         names = ("query_gradient", "key_gradient", "value_gradient")
         needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
         asked = {**ctx.fields, "outputs": [name for name in names if needed[name]], "output_gradient": gradient}

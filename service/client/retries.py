@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from service.client.calls import Call
+from service.client.failures import doubted
 
 Outcome = httpx.Response | Exception
 LATER, GATEWAY = (429, 503), (502, 503)
@@ -73,7 +74,7 @@ def repeats(call: Call[Any], outcome: Outcome) -> bool:
     if call.repeat == "never":
         return False
     if isinstance(outcome, httpx.ConnectError):
-        return True
+        return doubted(outcome) is None  # nobody mends a certificate between two attempts
     if not isinstance(outcome, httpx.Response):
         return call.repeat == "always" and isinstance(outcome, BROKEN)
     ours = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)

@@ -127,11 +127,11 @@ def build(settings: Settings) -> serve.Application:
     leaving = settings.drain_seconds + settings.shutdown_seconds
     shards = None
     if settings.shards > 1:
-        shards = Shard.options(  # type: ignore[attr-defined]
+        shards = Shard.options(  # type: ignore[attr-defined]  # the decorator made a Deployment of it
             num_replicas=settings.shards, max_ongoing_requests=1, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
         ).bind(settings)
     scaling = {"min_replicas": min(2, settings.replicas), "max_replicas": settings.replicas, "target_ongoing_requests": 8}
-    application: serve.Application = Attend.options(  # type: ignore[attr-defined]
+    application: serve.Application = Attend.options(  # type: ignore[attr-defined]  # the decorator made a Deployment of it
         autoscaling_config=scaling, max_ongoing_requests=1000, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
     ).bind(settings, shards)
     return application

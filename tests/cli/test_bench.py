@@ -135,6 +135,22 @@ def test_health_under_load():
     assert set(document) == {"about", "health"}
 
 
+def test_what_the_client_adds_to_httpx(server):
+    document = bench("--client", "--sizes", "small,mid", "--seconds", "0.2", "--url", server.url)
+    assert set(document) == {"about", "client"} and [row["size"] for row in document["client"]] == ["small", "mid"]
+    for row in document["client"]:
+        assert row["requests"] >= 6 and row["bad"] == 0 and min(row["httpx_ms"], row["client_ms"]) > 0
+        assert row["added_ms"] == pytest.approx(row["client_ms"] - row["httpx_ms"], abs=1e-9)
+        assert row["to_httpx"] == pytest.approx(row["client_ms"] / row["httpx_ms"])
+    own = run_attend("bench", "--client", "--sizes", "small", "--seconds", "0.05", "--markdown").stdout.decode().splitlines()
+    assert own[-3] == "| size | requests | httpx ms | client ms | added ms | of httpx |" and own[-1].startswith("| small | ")
+
+
+def test_a_refusal_ends_the_comparison(start):
+    done = run_attend("bench", "--client", "--sizes", "small", "--seconds", "0.1", "--url", start("--max-scores", "100").url)
+    assert done.returncode == 1 and b"max_scores" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

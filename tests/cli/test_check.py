@@ -33,6 +33,15 @@ def test_the_service_agrees_in_process_and_by_url(server, http):
     assert http.get("/layers").json() == before  # it cleans up
 
 
+def test_what_was_found_for_programs(server):
+    done = run_attend("check", "--cases", "3", "--seed", "3", "--url", server.url, "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and set(told) == {"agrees", "cases", "seed", "outputs"}
+    assert (told["agrees"], told["cases"], told["seed"]) == (True, 3, 3)
+    assert {row["output"] for row in told["outputs"]} == set(OUTPUTS)
+    assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in told["outputs"])
+
+
 @pytest.fixture
 def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
     """Serves what the real server serves, but for the replies to POST /attend, which go through a function first."""
@@ -98,6 +107,10 @@ def test_a_wrong_server_is_found(lying, change, named):
     assert f"wrong: {named}" in shown and "query [" in shown
     again = shown.splitlines()[-1].removeprefix("again: attend ").split()
     assert again[:3] == ["check", "--url", url]
+    told = json.loads(run_attend(*again, "--json").stdout)
+    assert not told["agrees"] and told["cases"] == 1 and told["wrong"].startswith(named) and told["again"] == f"attend {' '.join(again)}"
+    [row] = [row for row in told["outputs"] if not row["agrees"]]
+    assert named.startswith(row["output"]) and (row["error"] is None) == bool(row["about"])
     assert run_attend(*again).returncode == 1
 
 
@@ -201,6 +214,17 @@ def test_a_wrong_module_is_shown_its_first_disagreement(package):
     assert "first disagreement: no mask, output[0, 0, 0]: expected " in shown
     assert "hint: this is what comes out when the scores are not divided by sqrt(head_dim)" in shown
     assert shown.count("agrees with the reference") == 1
+
+
+def test_modules_for_programs(package):
+    done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and not told["agrees"]
+    right, unscaled, raises = told["modules"]
+    assert right["agrees"] and right["calls"] == 7 and all(case["agrees"] for case in right["cases"])
+    assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
+    assert unscaled["again"] == "attend check --module theirs:Unscaled --seed 0"
+    assert "KeyError" in raises["cases"][0]["raised"] and raises["cases"][0]["error"] is None
 
 
 def test_what_a_module_raises_is_told_in_its_own_words(package):

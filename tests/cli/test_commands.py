@@ -2,34 +2,64 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import trustme
 from command import run_attend
+from live import start_server
 
 from service import __version__
 from service.settings import Settings
 
-COMMANDS = ["serve", "demo", "infer", "layers", "config", "check", "bench", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "bench", "openapi", "version"]
+BELOW = ["layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
 def test_help_has_an_example(command):
-    done = run_attend(command, "--help", env=WIDE)
+    done = run_attend(*command.split(), "--help", env=WIDE)
     assert done.returncode == 0
     assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
 
 
 def test_help_names_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
-    assert all(f"│ {command} " in shown for command in COMMANDS)
+    assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
+    assert "Exit codes: 0 done; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
+    for group in ("layers", "keys"):
+        listed = re.findall(r"^│ (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode(), re.MULTILINE)
+        assert [f"{group} {name}" for name in listed] == [command for command in BELOW if command.startswith(group)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_offered_what_there_is(shell):
+    """What the script that `--show-completion` prints asks the command, at `attend lay` and at `attend bench --hea`."""
+    env = {**WIDE, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    assert "_ATTEND_COMPLETE" in run_attend("--show-completion", shell, env=env).stdout.decode()
+    for line, offered in (("attend lay", "layers"), ("attend bench --hea", "--health")):
+        asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
+        asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
+        assert offered in done.stdout, done
 
 
 def test_version():
     assert run_attend("version").stdout.decode() == f"{__version__}\n"
+    assert json.loads(run_attend("version", "--json").stdout) == {"version": __version__}
+
+
+def test_keys_for_programs(tmp_path):
+    file = ["--file", str(tmp_path / "keys.txt"), "--json"]
+    made = json.loads(run_attend("keys", "add", "one", "--scope", "metrics", "--scope", "infer", *file).stdout)
+    assert made["name"] == "one" and made["scopes"] == ["infer", "metrics"] and len(made["key"]) > 20
+    assert json.loads(run_attend("keys", "list", *file).stdout) == {"keys": [{"name": "one", "scopes": ["infer", "metrics"]}]}
+    assert json.loads(run_attend("keys", "remove", "one", *file).stdout) == {"removed": "one"}
+    assert json.loads(run_attend("keys", "list", *file).stdout) == {"keys": []}
 
 
 def test_a_command_loads_no_more_than_it_needs():
@@ -136,6 +166,83 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
     assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
 
 
+def test_settings_that_belong_together_are_named():
+    done = run_attend("config", "--tls-cert", "chain.pem", env=WIDE)
+    assert (done.returncode, done.stderr) == (2, b"attend config: tls_cert and tls_key go together\n")
+
+
+def test_keys_of_no_file(tmp_path):
+    done = run_attend("keys", "list", "--file", str(tmp_path / "none"))
+    assert done.returncode == 1 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
+
+
 def test_config_says_what_is_wrong():
     done = run_attend("config", env={**WIDE, "ATTEND_PORT": "many"})
     assert done.returncode == 2 and done.stderr.startswith(b"attend config: ATTEND_PORT: ")
+
+
+# --- servers that want a key, or show a certificate ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with keys and TLS, the file of its authority's certificate, and a key."""
+    folder, authority = tmp_path_factory.mktemp("guarded"), trustme.CA()
+    certificate, ca, chain, key, keys = authority.issue_cert("127.0.0.1"), *(folder / name for name in ("ca", "chain", "key", "keys"))
+    authority.cert_pem.write_to_path(ca)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    certificate.private_key_pem.write_to_path(key)
+    secret = run_attend("keys", "add", "tests", "--scope", "admin", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
+    server = start_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
+    yield server.url, str(ca), secret
+    server.stop()
+
+
+def test_a_certificate_is_believed_as_said(guarded, tmp_path):
+    url, ca, secret = guarded
+    keyed = {**WIDE, "ATTEND_API_KEY": secret}
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"query": [[0.5] * 64, [1.0] * 64]}))
+    for command in (["layers"], ["infer", str(request)], ["heads", str(request)], ["figure", str(request), "-o", str(tmp_path / "x.svg")]):
+        for arguments, env in ((["--ca", ca], keyed), ([], {**keyed, "ATTEND_CA": ca})):
+            done = run_attend(*command, "--url", url, *arguments, env=env)
+            assert done.returncode == 0, done.stderr.decode()
+    done = run_attend("check", "--cases", "2", "--url", url, "--ca", ca, env=keyed)
+    assert done.returncode == 0, done.stderr.decode()
+    doubted = run_attend("layers", "--url", url, env=keyed)
+    assert doubted.returncode == 1 and b"is not trusted" in doubted.stderr and b"--ca" in doubted.stderr
+    assert b"Start a server" not in doubted.stderr
+    nothing = run_attend("layers", "--url", url, "--ca", str(request), env=keyed)
+    assert nothing.returncode == 2 and b"expected the file of one or more certificates" in b" ".join(nothing.stderr.split())
+
+
+def test_what_callers_read_from_the_environment_is_no_setting(guarded):
+    """Whoever exports their key can still compute here, and start a server."""
+    env = {**WIDE, "ATTEND_API_KEY": "x", "ATTEND_CA": "/nowhere"}
+    for command in (["layers", "--json"], ["config", "--json"]):
+        done = run_attend(*command, env=env)
+        assert done.returncode == 0 and json.loads(done.stdout)
+
+
+def test_bench_shows_its_key(start, tmp_path):
+    keys = tmp_path / "keys.txt"
+    secret = run_attend("keys", "add", "tests", "--scope", "infer", "--scope", "admin", "--file", str(keys)).stdout.decode().strip()
+    url = start("--keys-file", str(keys)).url
+    arguments = [
+        "bench",
+        "--url",
+        url,
+        "--json",
+        "--sizes",
+        "small,mid",
+        "--forms",
+        "safetensors",
+        "--connections",
+        "1",
+        "--seconds",
+        "0.05",
+    ]
+    rows = json.loads(run_attend(*arguments, env={**WIDE, "ATTEND_API_KEY": secret}).stdout)["throughput"]
+    assert [row["bad"] for row in rows] == [0, 0]
+    refused = run_attend(*arguments, env=WIDE)
+    assert refused.returncode == 1 and b"ATTEND_API_KEY" in refused.stderr

@@ -67,6 +67,18 @@ def test_the_demo_with_hash_vectors(start, tmp_path):
         assert row[0][:2] == (words[q], words[k])
 
 
+def test_the_demo_for_programs(start, tmp_path):
+    told = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
+    assert told["sentence"] == SENTENCE and told["tokens"] == SENTENCE.split()
+    assert told["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and told["seconds"] > 0
+    reply = repeat(start, told["again"])
+    assert reply["layer"] == told["layer"]
+    for head, links in zip(reply["attention_weights"], told["links"], strict=True):
+        for link in links:
+            assert link["weight"] == pytest.approx(head[link["query"]][link["key"]], abs=1e-4)
+        assert links[0]["weight"] == pytest.approx(np.max(head), abs=1e-4) and len(links) == 3
+
+
 @pytest.mark.checkpoint
 def test_the_demo_with_the_models_vectors(start, tmp_path):
     shown = show("--save", str(tmp_path))

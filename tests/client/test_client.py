@@ -1,6 +1,13 @@
 """The client against a real server: arrays in and out in every form, and refusals as the exceptions they were."""
 
+import asyncio
+import copy
+import inspect
+import pickle
 import socket
+import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -9,9 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import trustme
 
 from service import errors
-from service.client import BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, calls
+from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, calls
 from service.client.failures import CLASSES
 from service.spec import LayerSpec
 from service.web.failures import STATUSES, problem
@@ -388,3 +396,136 @@ def test_ready(client):
     assert not answering(httpx.Response(503, json={"ready": False})).ready()
     with pytest.raises(errors.RequestError):
         answering(httpx.Response(404)).ready()
+
+
+# --- time, certificates, processes ----------------------------------------------------------------------------------------------------
+
+PATIENCE = {  # of every method, what it is called with
+    "attend": (SMALL,),
+    "analysis": (SMALL,),
+    "plan": (SMALL,),
+    "figure": (SMALL,),
+    "layers": (),
+    "layer": ("x",),
+    "put_layer": ("x", SPEC),
+    "put_layer_file": ("x", b""),
+    "layer_file": ("x",),
+    "layer_weights": ("x",),
+    "delete_layer": ("x",),
+    "ready": (),
+    "ask": (calls.layers(),),
+    "send": (calls.layers(),),
+}
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("method", PATIENCE)
+def test_every_call_can_have_a_time_of_its_own(kind, method):
+    """Without one it has the client's; None is for ever."""
+    waited = []
+
+    def handle(request):
+        waited.append(request.extensions["timeout"]["read"])
+        return httpx.Response(404)
+
+    async def later(request):
+        return handle(request)
+
+    client = kind(timeout=7.0, transport=httpx.MockTransport(handle if kind is Client else later))
+    for given in ({"timeout": 2.5}, {"timeout": None}, {}):
+        with pytest.raises(errors.AttendError):
+            asked = getattr(client, method)(*PATIENCE[method], **given)
+            asyncio.run(asked)
+    assert waited == [2.5, None, 7.0]
+    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "close"}
+
+
+def test_a_time_of_its_own_is_kept(silent):
+    with Client(silent[0], timeout=None) as client, pytest.raises(TimedOut, match="in time"):
+        client.attend(SMALL, timeout=0.1)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """A certificate authority, and the flags of a server that shows a certificate of it."""
+    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
+    certificate, files = authority.issue_cert("127.0.0.1"), {name: folder / f"{name}.pem" for name in ("ca", "chain", "key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    certificate.cert_chain_pems[0].write_to_path(files["chain"])
+    certificate.private_key_pem.write_to_path(files["key"])
+    return files
+
+
+def test_a_certificate_is_believed_where_its_authority_is(start, authority):
+    url = start("--tls-cert", str(authority["chain"]), "--tls-key", str(authority["key"])).url
+    for verify in (authority["ca"], str(authority["ca"]), ssl.create_default_context(cafile=authority["ca"])):
+        with Client(url, verify=verify) as client:
+            assert client.ready()
+
+    async def ask():
+        async with AsyncClient(url, verify=authority["ca"]) as client:
+            return await client.ready()
+
+    assert asyncio.run(ask())
+    with Client(url, retries=Retries(first=1e9)) as client, pytest.raises(Untrusted, match="unable to get local issuer"):
+        client.layers()  # and at once
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_a_file_without_certificates_is_refused_by_name(tmp_path, kind, text):
+    path = tmp_path / "ca.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OSError, match=rf"expected the file .* got {path}: "):
+        kind(verify=path)
+
+
+def test_a_client_is_pickled_without_its_key(server, monkeypatch):
+    secrets = {"X-API-Key": "secret-2", "authorization": "secret-3"}
+    client = Client(server.url, timeout=9, api_key="secret-1", headers={**secrets, "X-Request-Id": "mine"}, retries=2)
+    pickled = pickle.dumps(client)
+    assert b"secret" not in pickled
+    monkeypatch.setenv("ATTEND_API_KEY", "found-there")
+    with pickle.loads(pickled) as again:
+        assert (again.base_url, again.timeout, again.retries) == (client.base_url, 9, client.retries)
+        assert again._http.headers["authorization"] == "Bearer found-there" and "x-api-key" not in again._http.headers
+        assert again.attend(np.zeros((1, 64))).request_id == "mine"
+    with pickle.loads(pickle.dumps(Client(server.url))) as open_to_all:
+        assert "authorization" not in open_to_all._http.headers
+    assert copy.deepcopy(client) is client
+
+
+@pytest.mark.parametrize("given", [{"transport": httpx.MockTransport(print)}, {"verify": ssl.create_default_context()}])
+def test_a_client_that_cannot_be_made_again_is_not_pickled(given):
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(Client(**given))
+
+
+def test_a_forked_process_has_connections_of_its_own(server):
+    """Over the parent's, each would read the other's replies."""
+    code = f"""
+import os
+import numpy as np
+from service.client import Client
+
+def ask(client, width, times):
+    for n in range(1, times):
+        assert client.attend(np.zeros((n, 64)), outputs=["output"]).output.shape == (n, width)
+
+with Client({server.url!r}) as client:
+    ask(client, 64, 3)
+    opened = client._http
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            ask(client, 64, 40)
+            os._exit(0 if client._http is not opened else 3)
+        children.append(child)
+    ask(client, 64, 40)
+    assert client._http is opened
+    print([os.waitpid(child, 0)[1] for child in children])
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[0, 0, 0, 0]\n", "")

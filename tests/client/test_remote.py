@@ -1,6 +1,9 @@
 """RemoteMultiheadAttention beside a local `nn.MultiheadAttention` of the same seed: outputs, weights and gradients."""
 
+import copy
+import io
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -130,9 +133,9 @@ def test_a_layer_replaced_before_its_gradients_is_noticed(client):
 def test_only_the_gradients_that_are_needed_are_asked_for(client):
     query, key, value = inputs(True)
     value.requires_grad_()
-    output, weights = RemoteMultiheadAttention(client, "float64", batch_first=True)(query, key, value)
+    output, _ = RemoteMultiheadAttention(client, "float64", batch_first=True)(query, key, value)
     output.sum().backward()
-    assert value.grad is not None and query.grad is None and not weights.requires_grad
+    assert value.grad is not None and query.grad is None
 
 
 def test_dtypes_are_those_of_the_query(client):
@@ -202,3 +205,158 @@ def test_one_call_forward_and_one_back(server):
         x = torch.tensor(np.ones((1, 3, 64)), requires_grad=True)
         RemoteMultiheadAttention(client, batch_first=True)(x, x, x)[0].sum().backward()
     assert [request.url.path for request in sent] == ["/attend", "/attend"]
+
+
+def test_a_gradient_of_the_weights_is_refused_and_never_lost(client):
+    """A loss with the weights in it would otherwise be minimised without them, and nobody would see."""
+    query, key, value = (x.requires_grad_() for x in inputs(True))
+    remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
+    for loss in (lambda output, weights: weights.square().sum(), lambda output, weights: output.sum() + weights.max()):
+        with pytest.raises(InvalidRequest, match=r"a loss of the output alone.*detach\(\)") as refused:
+            loss(*remote(query, key, value)).backward()
+        assert refused.value.problems[0].at == "/attention_weights" and query.grad is None
+    output, weights = remote(query, key, value)
+    (output.sum() + weights.detach().square().sum() + 0 * weights.sum()).backward()
+    expected = torch.autograd.grad(local(batch_first=True)(query, key, value)[0].sum(), query)[0]
+    torch.testing.assert_close(query.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", ["float64", "dims", "plain"])
+def test_attributes_are_those_of_the_local_module(client, layer):
+    options = {"dims": {"kdim": 6, "vdim": 10}, "plain": {"bias": False}}.get(layer, {})
+    if layer == "plain":
+        client.put_layer(layer, {"d_model": WIDTH, "num_heads": HEADS, "bias": False})
+    there, remote = local(batch_first=True, dropout=0.1, **options), RemoteMultiheadAttention(client, layer, batch_first=True, dropout=0.1)
+    for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "batch_first", "dropout", "add_zero_attn", "_qkv_same_embed_dim"):
+        assert getattr(remote, name) == getattr(there, name), name
+    for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
+        assert (getattr(remote, name) is None) == (getattr(there, name) is None), name
+    assert (remote.out_proj.bias is None) == (there.out_proj.bias is None)
+
+
+def test_whoever_wants_the_weights_learns_where_they_are(client):
+    remote = RemoteMultiheadAttention(client, "float64")
+    with pytest.raises(AttributeError, match=r"no shape.*client\.layer_weights"):
+        _ = remote.in_proj_weight.shape
+    with pytest.raises(TypeError, match=r"client\.layer_weights"):
+        torch.nn.functional.linear(torch.ones(WIDTH, dtype=torch.float64), remote.out_proj.weight)
+
+
+def test_a_nested_tensor_is_refused(client):
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.zeros(2, WIDTH)])
+    with pytest.raises(InvalidRequest, match="key_padding_mask"):
+        RemoteMultiheadAttention(client, "float64", batch_first=True)(nested, nested, nested)
+
+
+# --- in torch's own layers ------------------------------------------------------------------------------------------------------------
+
+
+def encoder_layer(**options):
+    """torch's, with the seed's attention in it."""
+    made = nn.TransformerEncoderLayer(WIDTH, HEADS, 20, dropout=0.0, dtype=torch.float64, **options)
+    made.self_attn.load_state_dict(local().state_dict())
+    return made
+
+
+def swapped(layer, client, *names):
+    """A copy of the layer with remote attention in these places."""
+    layer = copy.deepcopy(layer)
+    for name in names:
+        there = getattr(layer, name)
+        setattr(layer, name, RemoteMultiheadAttention(client, "float64", batch_first=there.batch_first).train(layer.training))
+    return layer
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"batch_first": False}, {"batch_first": True, "norm_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"src_mask": torch.triu(torch.ones(K, K, dtype=torch.bool), 1), "is_causal": True},
+        {"src_mask": nn.Transformer.generate_square_subsequent_mask(K, dtype=torch.float64)},
+        {"src_key_padding_mask": PADDING},
+        {"src_key_padding_mask": PADDING, "src_mask": torch.triu(torch.ones(K, K, dtype=torch.bool), 3)},
+    ],
+    ids=["none", "causal", "added", "padding", "both"],
+)
+def test_in_an_encoder_layer(client, options, training, fields):
+    there = encoder_layer(**options).train(training)
+    remote = swapped(there, client, "self_attn")
+    x = inputs(options["batch_first"])[1]
+    with torch.no_grad():
+        torch.testing.assert_close(remote(x, **fields), there(x, **fields), rtol=1e-9, atol=1e-9)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for layer, given in ((remote, mine), (there, theirs)):
+        layer(given, **fields).square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(remote.linear1.weight.grad, there.linear1.weight.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_in_a_decoder_layer(client, training):
+    there = nn.TransformerDecoderLayer(WIDTH, HEADS, 20, dropout=0.0, batch_first=True, dtype=torch.float64).train(training)
+    for attention in (there.self_attn, there.multihead_attn):
+        attention.load_state_dict(local().state_dict())
+    remote = swapped(there, client, "self_attn", "multihead_attn")
+    target, memory, _ = inputs(True)
+    causal = torch.triu(torch.ones(Q, Q, dtype=torch.bool), 1)
+    for fields in ({}, {"tgt_mask": causal, "tgt_is_causal": True}, {"tgt_mask": causal, "memory_key_padding_mask": PADDING}):
+        torch.testing.assert_close(remote(target, memory, **fields), there(target, memory, **fields), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("built", ["of copies", "afterwards"])
+def test_in_a_whole_encoder(client, built):
+    """As torch builds it, of copies of one layer; or with the attention of an encoder that is there exchanged."""
+    there = nn.TransformerEncoder(encoder_layer(batch_first=True), 2).eval()
+    if built == "of copies":
+        remote = nn.TransformerEncoder(swapped(there.layers[0], client, "self_attn"), 2).eval()
+    else:
+        remote = copy.deepcopy(there)
+        remote.layers = nn.ModuleList(swapped(layer, client, "self_attn") for layer in there.layers)
+    x = inputs(True)[1]
+    real = torch.arange(K) < torch.tensor([[4], [7], [5]])
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            torch.testing.assert_close(remote(x), there(x), rtol=1e-9, atol=1e-9)
+            got, expected = (encoder(x, src_key_padding_mask=~real) for encoder in (remote, there))
+        torch.testing.assert_close(got[real], expected[real], rtol=1e-9, atol=1e-9)  # torch's fast path leaves zeros elsewhere
+
+
+def test_a_model_is_copied_pickled_and_saved(client):
+    """Each of them calls the same service, over connections of its own where it was read back."""
+    model = nn.Sequential(swapped(encoder_layer(batch_first=True), client, "self_attn")).eval()
+    x, saved = inputs(True)[1], io.BytesIO()
+    expected = model(x)
+    torch.save(model, saved)
+    saved.seek(0)
+    again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    for other in again:
+        torch.testing.assert_close(other(x), expected, rtol=0, atol=0)
+    assert again[0][0].self_attn.client is client and again[1][0].self_attn.client is not client
+    for other in again[1:]:
+        other[0].self_attn.client.close()
+
+
+class Attended(torch.utils.data.Dataset):
+    """Items that are computed by the service, in whichever process asks for them."""
+
+    def __init__(self, remote):
+        self.remote = remote
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        x = torch.full((2, WIDTH), float(i), dtype=torch.float64)
+        return self.remote(x, x, x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # which is what is tested
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_in_the_workers_of_a_data_loader(client, start):
+    items = Attended(RemoteMultiheadAttention(client, "float64"))
+    expected = torch.stack([items[i] for i in range(6)])  # over a connection that is open when workers begin
+    loader = torch.utils.data.DataLoader(items, batch_size=3, num_workers=2, multiprocessing_context=start)
+    torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=1e-12, atol=1e-12)
