@@ -13,10 +13,12 @@ import termios
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.web.failures import PROBLEM_JSON, problem
 
+log = structlog.get_logger("attend")
 FAREWELL = 1.0  # seconds
 BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info
 LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
@@ -45,7 +47,10 @@ class Watch:
         self._looked = now
         for connection in list(connections):
             if isinstance(connection, Connection):
-                connection.look(self.now)
+                try:
+                    connection.look(self.now)
+                except Exception:  # of one connection; the others are watched all the same
+                    log.exception("a connection cannot be watched")
         self._running = bool(connections)
         if self._running:
             loop.call_later(self.interval, self._look, loop, connections)
@@ -105,8 +110,10 @@ class Connection(HttpToolsProtocol):
         """Bytes that the other side is still to take; 0 for none. The TLS layer does not tell: there, a count of those that it took."""
         if self.scheme != "https" or sys.platform != "linux":
             return self.transport.get_write_buffer_size()
+        if (own := self.transport.get_extra_info("socket")) is None:  # lost a moment ago, which uvicorn is told in the loop's next turn
+            return 0
         try:
-            with socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as twin:
+            with socket.socket(fileno=os.dup(own.fileno())) as twin:
                 if not any(fcntl.ioctl(twin, termios.TIOCOUTQ, bytes(4))):
                     return 0
                 info = twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)

@@ -186,14 +186,15 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
 class Transport:
     """What a connection does to its socket."""
 
-    def __init__(self) -> None:
-        self.unsent, self.closed, self.written = 0, False, b""
+    def __init__(self, tls: bool = False) -> None:
+        self.unsent, self.closed, self.written, self.tls = 0, False, b"", tls
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
-    def get_extra_info(self, name: str) -> None:
-        return None
+    def get_extra_info(self, name: str) -> Any:
+        """As of a connection that was lost a moment ago: its socket is gone, and its protocol not yet told."""
+        return object() if name == "sslcontext" and self.tls else None
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -232,14 +233,19 @@ class Loop:
 
 def watched(patience: float = 10.0) -> tuple[Connection, Transport, Loop]:
     """A connection without a socket, its clock at 0."""
+    loop, transport = Loop(), Transport()
+    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
+    return joined(kind, ServerState(), loop, transport), transport, loop
+
+
+def joined(kind: type[Connection], state: ServerState, loop: Loop, transport: Transport) -> Connection:
+    """One more connection of a server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    loop, transport = Loop(), Transport()
-    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
-    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), ServerState(), {}, loop)
-    connection.connection_made(transport)
-    return connection, transport, loop
+    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), state, {}, loop)  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection
 
 
 def test_steady_progress_is_enough() -> None:
@@ -276,6 +282,23 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
             loop.pass_time(1.0)
         assert transport.closed
         assert transport.written == b""  # a reply was under way
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("lost", ["by the transport", "by a mistake of ours"])
+def test_one_connection_never_ends_the_watch_over_the_others(lost: str) -> None:
+    """Under TLS a lost connection is, for one turn of the loop, still among those that are looked at."""
+
+    async def test() -> None:
+        connection, transport, loop = watched()
+        gone = joined(type(connection), connection.server_state, loop, Transport(tls=True))
+        if lost == "by a mistake of ours":
+            gone.look = None  # type: ignore[assignment,method-assign]
+        connection.data_received(b"POST /att")
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
 
     asyncio.run(test())
 
