@@ -52,6 +52,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         log_config=None,
         server_header=False,
         http=Connection,
+        loop="auto" if settings.tls_cert is None else "service.web.connections:patient_loop",
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
         root_path=settings.root_path,

@@ -11,15 +11,20 @@ import socket
 import sys
 import termios
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import structlog
+from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.web.failures import PROBLEM_JSON, problem
 
 log = structlog.get_logger("attend")
-FAREWELL = 1.0  # seconds
+FAREWELL = 1.0  # seconds that the other side has for its own, at the end of the server
+LAST = (
+    86400.0  # seconds until the TLS layer ends by itself what is closed but not yet taken: the watch does so earlier, where nothing moves
+)
 BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info
 LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
 LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patience
@@ -97,10 +102,12 @@ class Connection(HttpToolsProtocol):
             self._cut_off(state[0])
 
     def _due(self) -> tuple[tuple[str, Any], int]:
-        """What the other side owes, of which request, and how far it has come: the headers, the body, or to take the reply."""
+        """What the other side owes, of which request, and how far it has come: headers, a body, taking the reply, or its farewell."""
         cycle = self.cycle
         if unsent := self._unsent():
             return ("reply", cycle), unsent
+        if self.transport.is_closing():
+            return ("farewell", cycle), 0  # of TLS
         if cycle is None or cycle.response_complete:
             idle = self.timeout_keep_alive_task is not None  # between two requests uvicorn itself looks at the time
             return ("" if idle else "headers", cycle), 0
@@ -125,9 +132,19 @@ class Connection(HttpToolsProtocol):
         """Ends an idle connection; one of TLS would otherwise wait half a minute for the other side's farewell."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
-            self.loop.call_later(FAREWELL, self.transport.abort)
+            self.loop.call_later(FAREWELL, self._part)
+
+    def _part(self) -> None:
+        """Ends a closed connection of TLS once the other side has taken the whole reply."""
+        if self._unsent():
+            self.loop.call_later(FAREWELL, self._part)
+        else:
+            self.transport.abort()
 
     def _cut_off(self, due: str) -> None:
+        if due == "farewell":
+            self.transport.abort()
+            return
         if due == "headers" and not self._heard:  # a connection opened ahead of its first request
             self.transport.close()
             return
@@ -148,3 +165,14 @@ class Connection(HttpToolsProtocol):
         headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + headers.encode() + body)
         self.transport.close()
+
+
+def patient_loop() -> Any:
+    """uvicorn's own loop, for TLS; see `patient`."""
+    return patient(auto_loop_factory()())
+
+
+def patient(loop: Any) -> Any:
+    """The loop, whose servers speak TLS and do not end a closed connection by themselves: 30 seconds later they would, in mid-reply."""
+    loop.create_server = partial(loop.create_server, ssl_shutdown_timeout=LAST)  # uvicorn lets no such setting through
+    return loop

@@ -7,6 +7,7 @@ import asyncio
 import json
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import trustme
 import uvicorn
 from live import Server, start_server
 from uvicorn.server import ServerState
 
-from service.web.connections import LEAST, Connection, Watch
+from service.web.connections import LEAST, Connection, Watch, patient
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -196,6 +198,9 @@ class Transport:
         """As of a connection that was lost a moment ago: its socket is gone, and its protocol not yet told."""
         return object() if name == "sslcontext" and self.tls else None
 
+    def is_closing(self) -> bool:
+        return self.closed
+
     def write(self, data: bytes) -> None:
         self.written += data
 
@@ -301,6 +306,57 @@ def test_one_connection_never_ends_the_watch_over_the_others(lost: str) -> None:
         assert transport.closed
 
     asyncio.run(test())
+
+
+class Skewed(asyncio.SelectorEventLoop):
+    """A loop whose clock can be put forward."""
+
+    skew = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skew
+
+
+def test_a_reply_over_https_is_taken_slowly_too() -> None:
+    """An hour after the server closed the connection behind its reply, to end itself, the caller still gets all of it."""
+    authority, size = trustme.CA(), 40 << 20
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    made: list[Connection] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    def ask(port: int) -> ssl.SSLSocket:
+        connection = theirs.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE), server_hostname="127.0.0.1")
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert connection.recv(1) == b"H"
+        return connection
+
+    async def test(loop: Skewed) -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+
+        def make() -> Connection:
+            made.append(Connection(config, ServerState(), {}, loop))
+            return made[-1]
+
+        async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours) as listening:
+            connection = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
+            while not made[0].transport.is_closing():
+                await asyncio.sleep(0)
+            made[0].shutdown()  # and the server is about to end
+            loop.skew += 3600.0
+            for _ in range(10):
+                await asyncio.sleep(0)
+            answer = b"H" + await asyncio.to_thread(everything, connection)
+            connection.close()
+        assert len(answer.partition(b"\r\n\r\n")[2]) == size
+
+    loop = Skewed()
+    with asyncio.Runner(loop_factory=lambda: patient(loop)) as runner:
+        runner.run(test(loop))
 
 
 def test_a_clock_that_jumps_cuts_nobody_off() -> None:
