@@ -18,6 +18,7 @@ import structlog
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from service.errors import Problem
 from service.web.failures import PROBLEM_JSON, problem
 
 log = structlog.get_logger("attend")
@@ -31,10 +32,10 @@ LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patie
 
 
 class Watch:
-    """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason."""
+    """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason; the log too, if it is to be."""
 
-    def __init__(self, patience: float = 20.0, refused: Callable[[str], None] = lambda reason: None) -> None:
-        self.patience, self.refused = patience, refused
+    def __init__(self, patience: float = 20.0, refused: Callable[[str], None] = lambda reason: None, log_requests: bool = False) -> None:
+        self.patience, self.refused, self.log_requests = patience, refused, log_requests
         self.interval = min(1.0, patience / 4)
         self.now = 0.0  # advances while this process runs: what was held up here is no fault of those who are watched
         self._looked = 0.0
@@ -73,17 +74,19 @@ class Connection(HttpToolsProtocol):
         self._headed = self._turned = False  # whether the headers are whole, or have just begun or ended
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
+        self._last_words: bytes | None = None  # the refusal after which the connection is closed, behind answers that are still due
         self.watch.start(self.loop, self.connections)
 
     def data_received(self, data: bytes) -> None:
+        if self._last_words is not None:
+            return
         self._heard += len(data)
         self._turned = False
         super().data_received(data)
         if not self._headed and not self._turned:
             self._head += len(data)
             if self._head > LONGEST_HEAD and not self.transport.is_closing():
-                self.watch.refused("long_headers")
-                self._refuse(431, "headers too large", f"expected headers of at most {LONGEST_HEAD} bytes, got more")
+                self._refuse("long_headers", 431, "headers too large", f"headers of at most {LONGEST_HEAD} bytes", "more")
 
     def on_headers_complete(self) -> None:
         self._head, self._headed, self._turned = 0, True, True
@@ -148,23 +151,50 @@ class Connection(HttpToolsProtocol):
         if due == "headers" and not self._heard:  # a connection opened ahead of its first request
             self.transport.close()
             return
-        self.watch.refused(f"slow_{due}")
-        if due == "reply" or (due == "body" and self.cycle.response_started):
+        if due == "reply":
+            self.watch.refused("slow_reply")
             self.transport.abort()
             return
         wanted = f"the {due} of a request within {self.watch.patience:g} seconds (client_timeout)"
-        self._refuse(408, "request timeout", f"expected {wanted}, got a part of it")
+        self._refuse(f"slow_{due}", 408, "request timeout", wanted, "a part of it")
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn says to bytes that are no HTTP, in our words."""
-        self.watch.refused("malformed_http")
-        self._refuse(400, "malformed request", "expected HTTP/1.1, got something else")
+        error = sys.exc_info()[1]
+        beneath = error and error.__context__  # what parsing the target raised; all else the parser says itself
+        why = "its target is no path" if beneath else str(error or msg)
+        self._refuse("malformed_http", 400, "malformed request", "a request in HTTP/1.1", f"bytes that are none ({why})")
 
-    def _refuse(self, status: int, title: str, detail: str) -> None:
-        body = problem(status, title, detail, "")
-        headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[status] + headers.encode() + body)
-        self.transport.close()
+    def _refuse(self, reason: str, status: int, title: str, expected: str, got: str) -> None:
+        """A problem document and the end; whole requests that came before are answered first."""
+        self.watch.refused(reason)
+        request_id, problems = os.urandom(8).hex(), (Problem("", expected, got),)
+        detail = f"expected {expected}, got {got}"
+        if self.watch.log_requests:
+            client = self.client[0] if self.client else ""
+            log.info("request", request_id=request_id, method="", path="", client=client, status=status, reason=reason, detail=detail)
+        body = problem(status, title, detail, request_id, problems)
+        headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+        self._last_words = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body
+        if self.pipeline and self.cycle.more_body:  # the request of which a part came, behind others
+            self.pipeline.popleft()
+        elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            self._close()
+
+    def on_response_complete(self) -> None:
+        last = not self.pipeline
+        super().on_response_complete()
+        if last and self._last_words is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """With the last words, unless they would stand in the middle of a reply."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        if self._last_words is not None and not self.transport.is_closing():
+            self.transport.write(self._last_words)
+            self.transport.close()
 
 
 def patient_loop() -> Any:

@@ -60,6 +60,10 @@ def refusal(answer: bytes) -> dict[str, Any]:
     assert b"connection: close" in head
     document: dict[str, Any] = json.loads(body)
     assert head.startswith(b"HTTP/1.1 %d " % document["status"])
+    assert b"x-request-id: " + document["request_id"].encode() in head.split(b"\r\n")
+    assert len(document["request_id"]) == 16
+    (error,) = document["errors"]
+    assert document["detail"] == f"expected {error['expected']}, got {error['got']}"
     return document
 
 
@@ -134,6 +138,7 @@ def test_who_leaves_early_is_counted(brisk: Server) -> None:
         b"\x16\x03\x01\x02\x00\x01",
         b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
         b"GET / HTTP/9\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
@@ -141,8 +146,31 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     before = counted(brisk, "malformed_http")
     with connect(brisk) as connection:
         connection.sendall(sent)
-        assert refusal(everything(connection))["status"] == 400
+        document = refusal(everything(connection))
+    assert document["status"] == 400
+    assert "HTTP/1.1" in document["detail"]
     assert counted(brisk, "malformed_http") == before + 1
+    assert brisk.told(document["request_id"])["reason"] == "malformed_http"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    "rest",
+    [b"garbage\r\n\r\n", b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"],
+    ids=["no request", "a broken body"],
+)
+def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: bytes, count: int) -> None:
+    """All in one packet: every whole request gets its answer, then the rest its refusal, then the connection ends."""
+    with connect(brisk) as connection:
+        connection.sendall((HEAD % len(BODY) + BODY) * count + rest)
+        left = everything(connection)
+    for _ in range(count):
+        head, _, left = left.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        length = int(head.partition(b"content-length: ")[2].split()[0])
+        assert np.shape(json.loads(left[:length])["output"]) == (3, 64)
+        left = left[length:]
+    assert refusal(left)["status"] == 400
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
