@@ -14,7 +14,7 @@ Url = Annotated[str | None, typer.Option(help="A running server; computed in thi
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
 
-ENGINE_FIELDS = (*LAYER_FIELDS, "device", "threads")
+ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 
 def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FIELDS) -> Callable[..., None]:
