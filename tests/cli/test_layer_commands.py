@@ -103,6 +103,13 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    """Is told what it is taken for."""
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + b"\0" * 60)
+    done = run_attend("layers", "add", "one", str(tmp_path / "model.pt"), "--layers-dir", str(tmp_path / "kept"))
+    assert done.returncode == 1 and b"expected safetensors" in done.stderr and b"torch.save" in done.stderr
+
+
 def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None:
     """It holds no layer, and stands in the way of nothing but a clean log."""
     (tmp_path / "torn.safetensors").write_bytes(checkpoint.read_bytes()[:100])
