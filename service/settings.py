@@ -3,22 +3,25 @@
 Only `cli` and `web/app` import this; everything below gets the values it needs. Unknown names are refused wherever they stand.
 """
 
+import json
 import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
+from service.wire.documents import LAYER_NAME
 from service.wire.limits import MIB
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
 CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # what clients and commands with --url read; no setting of a server
 KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
+EXAMPLE = '{"small": {"d_model": 8, "num_heads": 2}}'
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
 
@@ -49,7 +52,9 @@ class Settings(BaseSettings):
     init: Init = Field(default="xavier_uniform", description="How its weights are drawn.")
     dtype: DType = Field(default="float32", description="Of its weights and arithmetic.")
     matmul_precision: MatmulPrecision = Field(default="highest", description="Of its float32 products; high and medium allow TF32.")
-    layers: dict[str, LayerSpec] = Field(default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere.")
+    layers: Annotated[dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec], NoDecode] = Field(
+        default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere."
+    )
 
     layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
 
@@ -117,6 +122,14 @@ class Settings(BaseSettings):
             env_settings.env_vars = {name: text for name, text in env_settings.env_vars.items() if not (text and INJECTED.match(text))}
         return init_settings, env_settings
 
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _from_json(cls, layers: Any) -> Any:
+        try:
+            return json.loads(layers) if isinstance(layers, str) else layers
+        except ValueError as error:
+            raise ValueError(f"expected JSON, such as {EXAMPLE}: {error}") from None
+
     @model_validator(mode="after")
     def _certificate_and_key(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -144,10 +157,26 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
-        settings.all_layers()
+        layers = settings.all_layers()
     except ValidationError as error:
         raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
+    _demand_makeable(settings, layers)
     return settings
+
+
+def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
+    """Raises BadSettings where a configured layer could never be made."""
+    together = 0
+    for name, spec in layers.items():
+        together += spec.num_parameters
+        if spec.init is None:
+            raise BadSettings(f'the layer "{name}": expected a way to draw the weights (init), got null')
+        if spec.num_parameters > settings.max_layer_parameters:
+            wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
+            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
+    if together > settings.max_total_parameters:
+        wanted = f"at most {settings.max_total_parameters} parameters in all layers (max_total_parameters)"
+        raise BadSettings(f"expected {wanted}, got {together}")
 
 
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
@@ -183,16 +212,20 @@ def _file(config: Path, known: set[str]) -> dict[str, Any]:
 
 
 def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], config: Path | None) -> str:
-    path = [str(part) for part in error["loc"]] or [error.get("ctx", {}).get("at", "").strip("/")]
-    name = path[0]
+    path = [str(part) for part in error["loc"] if part != "[key]"] or [error.get("ctx", {}).get("at", "").strip("/")]
+    name, within = path[0], f", at {'.'.join(path)}" if len(path) > 1 else ""
     if name in flags:
         source = f"--{name.replace('_', '-')}"
     elif name in in_environment:
         source = f"{PREFIX}{name.upper()}"
     else:
-        source = f"{'.'.join(path)} in {config}" if config else ".".join(path)
-    text = error["msg"].removeprefix("Value error, ")
-    return f"{source}: {text[0].lower()}{text[1:]}" if name else text  # what several settings must agree on has no one place
+        source, within = f"{'.'.join(path)} in {config}" if config else ".".join(path), ""
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "string_pattern_mismatch" and len(path) == 1:  # a pattern says less than the description
+        wanted = str(Settings.model_fields[name].description).rstrip(".")
+        message = f"expected {wanted[0].lower()}{wanted[1:]}, got {json.dumps(error['input'])}"
+    source = f"{source}: " if name else ""  # what several settings must agree on has no one place
+    return f"{source}{message[0].lower()}{message[1:]}{within}"
 
 
 def settings_table() -> str:

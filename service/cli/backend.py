@@ -90,7 +90,10 @@ class EngineBackend:
 
         torch.set_num_threads(threads)
         configure_logs(settings.log_format, "warning")
-        self._asked, self._engine = Asked, create_engine(settings)
+        try:
+            self._asked, self._engine = Asked, create_engine(settings)
+        except ValueError as error:  # no such device
+            raise BadSettings(str(error)) from None
         self._loop = asyncio.Runner()
         try:
             self._loop.run(self._engine.start(settings.all_layers()))
@@ -99,7 +102,7 @@ class EngineBackend:
             self.close()
             if isinstance(error, OSError) and settings.layers_dir is not None:
                 raise BadSettings(f"cannot use the folder of layers {settings.layers_dir}: {error.strerror}") from None
-            if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, where there is no such device
+            if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, of a device that is there
                 raise BadSettings(f"cannot compute on {settings.device}: {str(error).splitlines()[0]}") from None
             raise
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
+from rich.markup import escape
 
 from service.client.connection import CA
 from service.settings import LAYER_FIELDS, Settings
@@ -18,7 +19,7 @@ Ca = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
 
-ENGINE_FIELDS = (*LAYER_FIELDS, "device", "threads")
+ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 
 def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FIELDS) -> Callable[..., None]:
@@ -39,6 +40,6 @@ def _flag(name: str) -> inspect.Parameter:
     field = Settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
     default = "" if field.default in (None, {}) else f" (default {field.default})"
-    option = typer.Option(help=f"{field.description}{default}", show_default=False)
+    option = typer.Option(help=escape(f"{field.description}{default}"), show_default=False)  # brackets are no markup
     annotation = Annotated[(kinds[0] if kinds else str) | None, option]  # type: ignore[valid-type]  # built at run time
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

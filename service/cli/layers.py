@@ -18,7 +18,7 @@ from rich.table import Table
 
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import complain, reported
-from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.wire.documents import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
@@ -35,7 +35,7 @@ Folder = Annotated[Path | None, typer.Option(help="The folder that keeps layers,
 def install(app: typer.Typer) -> None:
     """Adds the command and those below it."""
     group = typer.Typer(rich_markup_mode="rich")
-    group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers, (*ENGINE_FIELDS, "layers_dir")))
+    group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers))
     for command, example in EXAMPLES.items():
         group.command(epilog=f"Example: attend layers {example}")(command)
     app.add_typer(group, name="layers")

@@ -52,6 +52,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         log_config=None,
         server_header=False,
         http=Connection,
+        loop="auto" if settings.tls_cert is None else "service.web.connections:patient_loop",
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
         root_path=settings.root_path,
@@ -131,7 +132,7 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
-    Connection.watch = Watch(settings.client_timeout, app.state.engine.metrics.failed)
+    Connection.watch = Watch(settings.client_timeout, app.state.engine.metrics.failed, settings.access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -44,7 +44,13 @@ def run(settings: Settings) -> None:
     _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
     from service.cli.process import serve_processes
+    from service.serving.device import find_device
 
+    try:
+        find_device(settings.device)
+    except ValueError as error:
+        typer.echo(f"attend serve: {error}", err=True)
+        raise typer.Exit(2) from None
     where = f"{settings.host}:{settings.grpc_port}, for gRPC"
     try:
         settings = _with_free_grpc_port(settings)

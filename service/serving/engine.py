@@ -26,6 +26,7 @@ from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.computing import Outcome
 from service.serving.decoding import Decoder, predict
 from service.serving.door import Door
+from service.serving.device import find_device
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
 from service.serving.folder import LayerFolder
@@ -291,11 +292,11 @@ def open_engine(
     batch: BatchLimits | None = None,
     layers_dir: Path | None = None,
 ) -> Engine:
-    """An engine without layers on a device of torch's naming; "auto" takes the first GPU, or the CPU where there is none.
+    """An engine without layers on a device of torch's naming, or "auto". Raises ValueError where there is none of that name.
 
     With `layers_dir` the layers that are put are kept there, and those that are there are held once it starts.
     """
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = find_device(device)
     metrics = Metrics()
     folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
     return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits, folder)

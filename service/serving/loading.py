@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.attention.layouts import read_layer
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, Problem, RequestError
 from service.serving.catalogue import HeldLayer
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -35,7 +35,7 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
     """Spec and weights, over the body's memory. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
-        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}"))
+        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}", "/spec"))
         return given_weights(validate(LayerSpec, fields, "/spec")), weights
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -44,7 +44,7 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
     for name in ("prefix", "spec"):
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    return given_weights(validate(LayerSpec, _object(metadata[SPEC]), "/spec")), tensors
+    return given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors
 
 
 def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
@@ -52,7 +52,7 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
-    return validate(LayerSpec, _object(metadata[SPEC]), "/spec"), tensors, metadata.get(FINGERPRINT, "")
+    return validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"), tensors, metadata.get(FINGERPRINT, "")
 
 
 def given_weights(spec: LayerSpec) -> LayerSpec:
@@ -65,6 +65,9 @@ def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
     return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
 
 
-def _object(text: str) -> Mapping[str, Any]:
-    """A JSON object. Raises MalformedBody or InvalidRequest."""
-    return json_form.parse(text.encode(errors="replace"), {}, WireLimits())
+def _object(text: str, at: str) -> Mapping[str, Any]:
+    """A JSON object that stands at that pointer. Raises MalformedBody or InvalidRequest."""
+    try:
+        return json_form.parse(text.encode(errors="replace"), {}, WireLimits())
+    except RequestError as error:
+        raise type(error)(problems=[Problem(at + problem.at, problem.expected, problem.got) for problem in error.problems]) from None

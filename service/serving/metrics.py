@@ -50,7 +50,7 @@ class Metrics:
         self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
         self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
         self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
-        self.layers = self._gauge("attend_layers", "Layers held.", "max")
+        self.layers = self._gauge("attend_layers", "Layers held.", "livemax")
         names = {"calls": "Calls that wait.", "operations": "Predicted operations that wait.", "bytes": "Predicted memory that waits."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
         self._held = self._gauge("attend_held_body_bytes", "Request bodies between their first byte and their answer.")

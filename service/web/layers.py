@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, Problem
 from service.serving.engine import Engine
 from service.serving.loading import Source
 from service.web.attend import BINARY, demand_started, refusals, takes
@@ -15,10 +15,11 @@ from service.web.examples import PUT_TINY
 from service.web.reading import deadline_of, read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
 from service.wire.negotiation import SAFETENSORS
-from service.wire.refusals import shown
+from service.wire.refusals import pointer, shown
 from service.wire.reply import Buffer
 
 NAME = re.compile(LAYER_NAME)
+QUERY = ("layout", "prefix", "spec")
 CHUNK = 1 << 20  # bytes handed to the socket at a time, so that a slow reader holds no second copy
 
 
@@ -26,6 +27,14 @@ def demand_name(name: str) -> None:
     """Raises InvalidRequest where no layer may have the name."""
     if not NAME.fullmatch(name):
         raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+
+
+def demand_query(names: Sequence[str]) -> None:
+    """Raises InvalidRequest where a parameter of PUT's query is none of ours, or stands twice."""
+    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in names if name not in QUERY]
+    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
+    if problems:
+        raise InvalidRequest(problems=problems)
 
 
 def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
@@ -69,6 +78,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         """
         demand_writable()
         demand_name(name)
+        demand_query([name for name, _ in request.query_params.multi_items()])
         demand_started(engine)
         with engine.holding() as hold:
             asked = await read(request.scope, request.receive, engine, hold, layer=True)

@@ -15,6 +15,7 @@ from service.wire import shapes
 from service.wire.arrays import Bias, HeadScale, KeyMask, Kind, Lengths, Mask, Sequences, Weight, tensor_kinds
 from service.wire.refusals import shown
 
+WEIGHTS = "Canonical name -> tensor; null draws them by init and seed, which say nothing where weights are given: both become null."
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 MASK_FIELDS = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias"
 
@@ -163,7 +164,7 @@ class PutLayer(Document):
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description="Canonical name -> tensor; null draws them by init and seed.")
+    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
 
 
 class LayerReference(Document):

@@ -26,6 +26,17 @@ from service.wire.scan import parse_strictly
 HEADER_BYTES = 16 * 1024 * 1024  # far above what tensors need, far below what a parser minds
 REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
 LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
+OPENING = ord("{")
+OTHERS = {  # how files begin that are taken for safetensors
+    b"PK": "a zip archive, such as torch.save and numpy.savez write",
+    b"\x80": "a pickle",
+    b"\x89HDF": "HDF5",
+    b"\x1f\x8b": "gzip",
+    b"GGUF": "GGUF",
+    b"\x93NUMPY": "an array of numpy.save",
+    b"{": "JSON",
+    b"version ": "a pointer of Git LFS, without the file that it points to",
+}
 ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -33,6 +44,8 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     """Name -> array over the body's memory, and the metadata. Raises MalformedBody or TooLarge, naming the tensor."""
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
+    if len(body) > 8 and body[8] != OPENING:
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", _recognised(bytes(body[:8])))
     size = int.from_bytes(body[:8], "little")
     if size > HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {HEADER_BYTES} bytes", str(size))
@@ -42,6 +55,11 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     read = _read_header if size > REMEMBERED else _read_known_header
     spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
     return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
+
+
+def _recognised(start: bytes) -> str:
+    """What other file begins that way."""
+    return next((kind for magic, kind in OTHERS.items() if start.startswith(magic)), "something else")
 
 
 @dataclass(frozen=True, slots=True)

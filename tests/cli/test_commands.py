@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import httpx
 import pytest
 import trustme
 from command import run_attend
@@ -25,6 +26,15 @@ def test_help_has_an_example(command):
     done = run_attend(*command.split(), "--help", env=WIDE)
     assert done.returncode == 0
     assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
+
+
+def test_help_says_of_every_setting_what_its_description_says():
+    """Word for word: brackets in it are not taken for markup. The columns of the table are narrow, so spaces do not count."""
+    shown = run_attend("serve", "--help", env=WIDE).stdout.decode().replace("│", " ")
+    shown = "".join(shown.split())
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert "".join(str(field.description).split()) in shown
 
 
 def test_help_names_every_command():
@@ -174,6 +184,46 @@ def test_settings_that_belong_together_are_named():
 def test_keys_of_no_file(tmp_path):
     done = run_attend("keys", "list", "--file", str(tmp_path / "none"))
     assert done.returncode == 1 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["flag", "variable"])
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ("{", "expected JSON"),
+        ("[1]", "dictionary"),
+        ('{"bad name": {"d_model": 8, "num_heads": 2}}', "bad name"),
+        ('{"a": {"d_model": 8, "num_heads": 2, "nonsense": 3}}', "layers.a.nonsense"),
+        ('{"a": {"d_model": 8, "num_heads": 3}}', "layers.a"),
+        ('{"a": {"d_model": 8, "num_heads": 2, "init": null}}', '"a"'),
+        ('{"a": {"d_model": 100000, "num_heads": 2}}', "max_layer_parameters"),
+        ('{"a": {"d_model": 8000, "num_heads": 2}, "b": {"d_model": 8000, "num_heads": 2}}', "max_total_parameters"),
+    ],
+)
+def test_layers_that_can_never_be_made_stop_a_server_before_it_listens(setting, layers, told):
+    """And the message says which, and what of it."""
+    flags = ["serve", "--port", "0", "--max-total-parameters", "400000000"]
+    env = {name: value for name, value in WIDE.items() if name != "ATTEND_LAYERS"}
+    done = (
+        run_attend(*flags, "--layers", layers, env=env) if setting == "flag" else run_attend(*flags, env={**env, "ATTEND_LAYERS": layers})
+    )
+    message = done.stderr.decode()
+    assert done.returncode == 2 and message.startswith("attend serve: ") and told in message and "Traceback" not in message
+
+
+def test_layers_as_json(start):
+    """As a flag and as a variable."""
+    text = json.dumps({"more": {"d_model": 4, "num_heads": 2}})
+    assert json.loads(run_attend("config", "--json", "--layers", text).stdout)["layers"]["value"]["more"]["d_model"] == 4
+    server = start("--layers", text)
+    assert httpx.get(f"{server.url}/layers/more").json()["spec"]["num_heads"] == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "cpu:1", "mps"])
+def test_a_server_without_its_device_does_not_listen(device):
+    done = run_attend("serve", "--port", "0", "--device", device)
+    assert done.returncode == 2 and b"listening" not in done.stderr
+    assert done.stderr.startswith(b"attend serve: ") and device.encode() in done.stderr and done.stderr.count(b"\n") == 1
 
 
 def test_config_says_what_is_wrong():

@@ -54,6 +54,29 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
     assert gone.returncode == 1 and b'"one"' in gone.stderr
 
 
+@pytest.mark.parametrize(("command", "setting"), [("infer", "flag"), ("heads", "variable"), ("figure", "file"), ("figure", "variable")])
+def test_commands_find_the_layers_that_are_kept(command: str, setting: str, tmp_path: Path) -> None:
+    """As a server with the same settings would: those of the folder, and those of the configuration."""
+    kept, request, config = tmp_path / "kept", tmp_path / "request.json", tmp_path / "attend.toml"
+    save_file(
+        {"query.weight": np.eye(4, dtype=np.float32)} | {f"{x}.weight": np.eye(4, dtype=np.float32) for x in ("key", "value", "output")},
+        tmp_path / "model.safetensors",
+    )
+    added = run_attend("layers", "add", "mine", str(tmp_path / "model.safetensors"), "--spec", HEADS, "--layers-dir", str(kept))
+    assert added.returncode == 0, added.stderr
+    more = json.dumps({"more": {"d_model": 4, "num_heads": 2}})
+    config.write_text(f"layers_dir = {json.dumps(str(kept))}\n[layers.more]\nd_model = 4\nnum_heads = 2\n")
+    flags = {"flag": ["--layers-dir", str(kept), "--layers", more], "variable": [], "file": ["--config", str(config)]}[setting]
+    env = {**os.environ, **({"ATTEND_LAYERS_DIR": str(kept), "ATTEND_LAYERS": more} if setting == "variable" else {})}
+    flags += ["-o", str(tmp_path / "drawn.svg")] if command == "figure" else ["--json"]
+    for name in ("mine", "more"):
+        request.write_text(json.dumps({"layer": name, "query": [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]}))
+        done = run_attend(command, str(request), *flags, env=env)
+        assert done.returncode == 0, done.stderr
+        if command != "figure":
+            assert json.loads(done.stdout)["layer"]["name"] == name
+
+
 def test_the_folder_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     """What `add` puts there is what `layers` finds there."""
     place = ["--layers-dir", str(tmp_path / "kept")]
@@ -78,6 +101,13 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
     ):
         done = run_attend("layers", *arguments, env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
         assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    """Is told what it is taken for."""
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + b"\0" * 60)
+    done = run_attend("layers", "add", "one", str(tmp_path / "model.pt"), "--layers-dir", str(tmp_path / "kept"))
+    assert done.returncode == 1 and b"expected safetensors" in done.stderr and b"torch.save" in done.stderr
 
 
 def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None:

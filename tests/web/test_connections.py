@@ -7,6 +7,7 @@ import asyncio
 import json
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import trustme
 import uvicorn
 from live import Server, start_server
 from uvicorn.server import ServerState
 
-from service.web.connections import LEAST, Connection, Watch
+from service.web.connections import LEAST, Connection, Watch, patient
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -58,6 +60,10 @@ def refusal(answer: bytes) -> dict[str, Any]:
     assert b"connection: close" in head
     document: dict[str, Any] = json.loads(body)
     assert head.startswith(b"HTTP/1.1 %d " % document["status"])
+    assert b"x-request-id: " + document["request_id"].encode() in head.split(b"\r\n")
+    assert len(document["request_id"]) == 16
+    (error,) = document["errors"]
+    assert document["detail"] == f"expected {error['expected']}, got {error['got']}"
     return document
 
 
@@ -132,6 +138,7 @@ def test_who_leaves_early_is_counted(brisk: Server) -> None:
         b"\x16\x03\x01\x02\x00\x01",
         b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
         b"GET / HTTP/9\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
@@ -139,8 +146,31 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     before = counted(brisk, "malformed_http")
     with connect(brisk) as connection:
         connection.sendall(sent)
-        assert refusal(everything(connection))["status"] == 400
+        document = refusal(everything(connection))
+    assert document["status"] == 400
+    assert "HTTP/1.1" in document["detail"]
     assert counted(brisk, "malformed_http") == before + 1
+    assert brisk.told(document["request_id"])["reason"] == "malformed_http"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    "rest",
+    [b"garbage\r\n\r\n", b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"],
+    ids=["no request", "a broken body"],
+)
+def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: bytes, count: int) -> None:
+    """All in one packet: every whole request gets its answer, then the rest its refusal, then the connection ends."""
+    with connect(brisk) as connection:
+        connection.sendall((HEAD % len(BODY) + BODY) * count + rest)
+        left = everything(connection)
+    for _ in range(count):
+        head, _, left = left.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        length = int(head.partition(b"content-length: ")[2].split()[0])
+        assert np.shape(json.loads(left[:length])["output"]) == (3, 64)
+        left = left[length:]
+    assert refusal(left)["status"] == 400
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
@@ -186,14 +216,18 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
 class Transport:
     """What a connection does to its socket."""
 
-    def __init__(self) -> None:
-        self.unsent, self.closed, self.written = 0, False, b""
+    def __init__(self, tls: bool = False) -> None:
+        self.unsent, self.closed, self.written, self.tls = 0, False, b"", tls
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
-    def get_extra_info(self, name: str) -> None:
-        return None
+    def get_extra_info(self, name: str) -> Any:
+        """As of a connection that was lost a moment ago: its socket is gone, and its protocol not yet told."""
+        return object() if name == "sslcontext" and self.tls else None
+
+    def is_closing(self) -> bool:
+        return self.closed
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -232,14 +266,19 @@ class Loop:
 
 def watched(patience: float = 10.0) -> tuple[Connection, Transport, Loop]:
     """A connection without a socket, its clock at 0."""
+    loop, transport = Loop(), Transport()
+    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
+    return joined(kind, ServerState(), loop, transport), transport, loop
+
+
+def joined(kind: type[Connection], state: ServerState, loop: Loop, transport: Transport) -> Connection:
+    """One more connection of a server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    loop, transport = Loop(), Transport()
-    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
-    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), ServerState(), {}, loop)
-    connection.connection_made(transport)
-    return connection, transport, loop
+    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), state, {}, loop)  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection
 
 
 def test_steady_progress_is_enough() -> None:
@@ -278,6 +317,74 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
         assert transport.written == b""  # a reply was under way
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("lost", ["by the transport", "by a mistake of ours"])
+def test_one_connection_never_ends_the_watch_over_the_others(lost: str) -> None:
+    """Under TLS a lost connection is, for one turn of the loop, still among those that are looked at."""
+
+    async def test() -> None:
+        connection, transport, loop = watched()
+        gone = joined(type(connection), connection.server_state, loop, Transport(tls=True))
+        if lost == "by a mistake of ours":
+            gone.look = None  # type: ignore[assignment,method-assign]
+        connection.data_received(b"POST /att")
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+
+    asyncio.run(test())
+
+
+class Skewed(asyncio.SelectorEventLoop):
+    """A loop whose clock can be put forward."""
+
+    skew = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skew
+
+
+def test_a_reply_over_https_is_taken_slowly_too() -> None:
+    """An hour after the server closed the connection behind its reply, to end itself, the caller still gets all of it."""
+    authority, size = trustme.CA(), 40 << 20
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    made: list[Connection] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    def ask(port: int) -> ssl.SSLSocket:
+        connection = theirs.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE), server_hostname="127.0.0.1")
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert connection.recv(1) == b"H"
+        return connection
+
+    async def test(loop: Skewed) -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+
+        def make() -> Connection:
+            made.append(Connection(config, ServerState(), {}, loop))
+            return made[-1]
+
+        async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours) as listening:
+            connection = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
+            while not made[0].transport.is_closing():
+                await asyncio.sleep(0)
+            made[0].shutdown()  # and the server is about to end
+            loop.skew += 3600.0
+            for _ in range(10):
+                await asyncio.sleep(0)
+            answer = b"H" + await asyncio.to_thread(everything, connection)
+            connection.close()
+        assert len(answer.partition(b"\r\n\r\n")[2]) == size
+
+    loop = Skewed()
+    with asyncio.Runner(loop_factory=lambda: patient(loop)) as runner:
+        runner.run(test(loop))
 
 
 def test_a_clock_that_jumps_cuts_nobody_off() -> None:

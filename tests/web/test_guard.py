@@ -1,11 +1,13 @@
 """Who gets past the door: keys and scopes on a real server, other people's web pages, CORS, TLS, a Unix socket, a prefix and a proxy."""
 
 import asyncio
+import json
 import re
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -345,12 +347,37 @@ def test_what_no_rule_names_is_the_admins() -> None:
     assert scopes_for("GET", "/v2/health/ready") == frozenset()
 
 
-def test_https_by_flags(start: Callable[..., Server], tmp_path: Path) -> None:
-    """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[trustme.CA, Path, Path]:
+    """An authority, and the chain and the key that it gave this machine."""
     authority, chain, key = trustme.CA(), tmp_path / "chain.pem", tmp_path / "key.pem"
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(str(key))
     leaf.cert_chain_pems[0].write_to_path(str(chain))
+    return authority, chain, key
+
+
+def test_over_https_too_who_never_reads_is_cut_off(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """Again and again, while others come and go: one that goes just when the server looks must not end the watch over the rest."""
+    authority, chain, key = certificate
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    request = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    for cut_off in range(1, 4):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+            mute = context.wrap_socket(plain, server_hostname="127.0.0.1")
+            mute.sendall(request)
+            wanted, end = f'attend_failures_total{{reason="slow_reply"}} {cut_off}.0', time.monotonic() + 60
+            while wanted not in httpx.get(f"{server.url}/metrics", verify=context).text:
+                assert time.monotonic() < end, "\n".join(server.log)
+            mute.close()
+
+
+def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
+    authority, chain, key = certificate
     server = start("--tls-cert", str(chain), "--tls-key", str(key), "--grpc-port", "0")
     assert server.url.startswith("https://")
     context = ssl.create_default_context()

@@ -164,8 +164,25 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
     "a shape beyond its data": (framed(json.dumps({"a": entry(0, 8, [1 << 40, 1 << 40])}).encode(), b"\0" * 8), 400),
     "a spec twice": (packed(PLAIN, {"spec": '{"d_model": 2, "d_model": 2, "num_heads": 1}'}), 400),
     "a spec of more than is allowed": (packed(PLAIN, {"spec": '{"d_model": 1000000, "num_heads": 1}'}), 413),
-    "a pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins", 413),
+    "a pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins", 400),
 }
+FOREIGN: dict[str, bytes] = {
+    "a pickle": HOSTILE["a pickle"][0],
+    "zip": b"PK\x03\x04" + b"\0" * 60,
+    "HDF5": b"\x89HDF\r\n\x1a\n" + b"\0" * 60,
+    "gzip": b"\x1f\x8b\x08" + b"\0" * 60,
+    "JSON": b'{"spec": {"d_model": 4, "num_heads": 2}}',
+    "Git LFS": b"version https://git-lfs.github.com/spec/v1\n",
+    "something else": b"hello, this is no checkpoint",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_kind_is_told_what_it_is(http: httpx.Client, kind: str) -> None:
+    """Its first bytes are no length, so there is no talk of one that would be too large."""
+    found = problem(put(http, FOREIGN[kind], spec=HEADS), 400)
+    assert "safetensors" in found["expected"]
+    assert kind in found["got"]
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -181,6 +198,41 @@ def test_the_query_belongs_to_a_checkpoint(http: httpx.Client) -> None:
     """Beside a JSON body it would be ignored, so it is refused."""
     answer = http.put("/layers/filed", params={"layout": "bert"}, json={"spec": {"d_model": 4, "num_heads": 2}})
     assert problem(answer, 422)["at"] == "/layout"
+
+
+@pytest.mark.parametrize("body", [packed(ONE), b'{"spec": {"d_model": 4, "num_heads": 2}}'])
+def test_what_is_no_parameter_of_the_query_is_refused(http: httpx.Client, body: bytes) -> None:
+    """By name, like an unknown field; and one of ours that stands twice."""
+    headers = {"Content-Type": SAFETENSORS if body == packed(ONE) else "application/json"}
+    answer = http.put("/layers/filed", params={"dry/run": "1"}, content=body, headers=headers)
+    assert problem(answer, 422)["at"] == "/dry~1run" and "prefix" in problem(answer, 422)["expected"]
+    answer = http.put("/layers/filed", params=[("prefix", "a"), ("prefix", "b")], content=body, headers=headers)
+    assert problem(answer, 422)["at"] == "/prefix"
+    assert http.get("/layers/filed").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "at"),
+    [
+        ("{", 400, ""),
+        ("[1]", 422, ""),
+        ('{"num_heads": NaN}', 400, "/num_heads"),
+        ('{"num_heads": 2, "num_heads": 2}', 400, "/num_heads"),
+    ],
+)
+def test_a_spec_that_is_no_object_is_pointed_at(http: httpx.Client, spec: str, status: int, at: str) -> None:
+    """In the query, and in the file."""
+    assert problem(put(http, packed(ONE), spec=spec), status)["at"] == f"/spec{at}"
+    assert problem(put(http, packed(PLAIN, {"spec": spec})), status)["at"] == f"/__metadata__/spec{at}"
+
+
+def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
+    """As /docs says; the layer's spec shows that its weights were not drawn."""
+    spec, weights = {"d_model": 2, "num_heads": 1, "bias": False}, {name: tensor.tolist() for name, tensor in PLAIN.items()}
+    seeded = http.put("/layers/filed", json={"spec": {**spec, "seed": 7, "init": "numpy_normal"}, "weights": weights}).json()
+    plain = http.put("/layers/filed", json={"spec": spec, "weights": weights}).json()
+    assert http.delete("/layers/filed").status_code == 204
+    assert seeded == plain and plain["spec"]["seed"] is None and plain["spec"]["init"] is None
 
 
 def test_a_spec_without_an_init_needs_weights(http: httpx.Client) -> None:

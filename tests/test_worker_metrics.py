@@ -1,0 +1,91 @@
+"""What `/metrics` says of several workers, whichever of them is asked: every counter and gauge over all that live, and no more."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from live import Server
+from test_processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
+
+Start = Callable[..., Server]
+DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}
+CALLS = 'attend_requests_total{endpoint="/attend",status="200"}'
+REFUSED = 'attend_requests_total{endpoint="/attend",status="422"}'
+
+
+def told(url: str) -> Counter[str]:
+    """Sample -> value, as whoever answers tells it."""
+    lines = [line for line in ask(url, path="/metrics").text.splitlines() if not line.startswith("#")]
+    return Counter({name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)})  # type: ignore[misc]
+
+
+def two_workers(start: Start, *flags: str) -> Server:
+    server = start("--workers", "2", *flags)
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    return server
+
+
+@several_cores
+def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
+    """Requests, refusals, bytes, phases, batches and layers' calls: what each did is told by the other as well."""
+    server = two_workers(start, "--layers-dir", str(tmp_path))
+    assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
+    before, sent, received = told(server.url), 0, 0
+    for count, worker in enumerate(workers_of(server.process.pid), 2):
+        with only(worker, server.process.pid):
+            for document in [DOCUMENT] * count + [{"layer": "more", "query": [[1.0]]}]:
+                reply = ask(server.url, "POST", "/attend", json=document)
+                sent, received = sent + len(reply.request.content), received + len(reply.content)
+    for worker in workers_of(server.process.pid):
+        with only(worker, server.process.pid):
+            grown = told(server.url) - before
+            assert grown[CALLS] == grown['attend_layer_calls_total{layer="more"}'] == grown["attend_batch_calls_sum"] == 5
+            assert grown[REFUSED] == grown['attend_failures_total{reason="InvalidRequest"}'] == 2
+            assert all(grown[f'attend_phase_seconds_count{{phase="{phase}"}}'] == 5 for phase in ("decode", "queue", "compute", "encode"))
+            assert all(grown[f'attend_phase_seconds_bucket{{le="+Inf",phase="{phase}"}}'] == 5 for phase in ("decode", "encode"))
+            assert grown['attend_layer_operations_total{layer="more"}'] % 5 == 0 < grown['attend_layer_operations_total{layer="more"}']
+            assert grown["attend_received_bytes_total"] == sent
+            assert grown["attend_sent_bytes_total"] >= received
+
+
+@several_cores
+def test_gauges_tell_of_all_workers(start: Start) -> None:
+    """What waits in either, and the bodies that either holds; one stands still meanwhile, so that only the other can tell."""
+    server = two_workers(start, "--batch-delay", "3")
+    first, second = workers_of(server.process.pid)
+    replies: list[httpx.Response] = []
+    callers = [threading.Thread(target=lambda: replies.append(attend(server.url))) for _ in range(2)]
+    halves = []
+    for caller, worker, count in zip(callers, (first, second), (1, 2), strict=True):
+        with only(worker, server.process.pid):
+            halves.append(HalfSent(server.url))
+            caller.start()
+            until(lambda count=count: told(server.url)["attend_queue_calls"] == count, "calls that wait")
+            seen = told(server.url)
+            assert seen["attend_queue_operations"] > 0 < seen["attend_queue_bytes"]
+            assert seen["attend_held_body_bytes"] >= count * len(halves[0].body)
+    for caller in callers:
+        caller.join()
+    assert [half.finish()[0] for half in halves] == [200, 200] == [reply.status_code for reply in replies]
+    idle = ("attend_queue_calls", "attend_queue_operations", "attend_queue_bytes", "attend_held_body_bytes")
+    until(lambda: not any(told(server.url)[name] for name in idle), "nothing waits")
+
+
+@several_cores
+def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
+    """What it held is held no more: neither its layers nor its memory."""
+    server = two_workers(start, "--layers-dir", str(tmp_path))
+    assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
+    for worker in workers_of(server.process.pid):
+        with only(worker, server.process.pid):
+            assert told(server.url)["attend_layers"] == 2
+    stays, _ = kill_one(server)
+    until(lambda: len(events(server, "ready")) == 3, "ready again")
+    assert ask(server.url, "DELETE", "/layers/more").status_code == 204
+    assert told(server.url)["attend_layers"] == 1
+    with only(stays, server.process.pid):
+        resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers_of(server.process.pid))
+        assert told(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
