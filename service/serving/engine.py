@@ -25,8 +25,8 @@ from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.computing import Outcome
 from service.serving.decoding import Decoder, predict
-from service.serving.door import Door
 from service.serving.device import find_device
+from service.serving.door import Door
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
 from service.serving.folder import LayerFolder
