@@ -54,13 +54,27 @@ def test_an_input_of_the_announced_shape_means_what_it_says(v2: httpx.Client, na
 
 
 def test_a_number_for_each_item_may_come_in_its_other_forms_too(v2: httpx.Client) -> None:
-    """[b], [b, 1] and, of lengths, [b, q]: the same answer. Nothing else is taken for one of them."""
+    """[b], [b, 1] and, of lengths, [b, q], of offsets, a single one: the same answer. Nothing else is taken for one of them."""
     query = RNG.standard_normal((B, Q, 6)).astype(np.float32)
     lengths = np.array([1, 3])
     forms = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
     answers = [read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=form)})).arrays["output"] for form in forms]
     np.testing.assert_array_equal(answers[1], answers[0])
     np.testing.assert_array_equal(answers[2], answers[0])
+
+    offset = np.array([1, 1])
+    members = {"parameters": {"causal": True}}
+    answers = [
+        read(v2.post(INFER, json={"inputs": in_json(query=query, query_offset=form), **members})).arrays["output"]
+        for form in (offset, offset[:, None], np.array(1))
+    ]
+    answers.append(
+        read(v2.post(INFER, json={"inputs": in_json(query=query), "parameters": {"causal": True, "query_offset": 1}})).arrays["output"]
+    )
+    body, headers = in_bytes(members, query=query, query_offset=np.array(1))
+    answers.append(read(v2.post(INFER, content=body, headers=headers)).arrays["output"])
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer, answers[0])
 
     for name in PER_ITEM:
         for shape in ((B + 1, 1), (B, 1, 1), (1, 1), (1, B)):

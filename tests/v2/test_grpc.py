@@ -308,8 +308,9 @@ def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest
         expire()
         server.process.terminate()
         assert len(staying.result(60).outputs) == 2
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             stub.ModelInfer(good, timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     server.process.wait(30)
 
 
