@@ -7,10 +7,8 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 
 import asyncio
 import gc
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +16,15 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.errors import DeadlinePassed, Overloaded, Problem
+from service.errors import DeadlinePassed
 from service.serving import cost
 from service.serving.batches import BatchLimits
+from service.serving.bodies import Bodies
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.computing import Outcome
 from service.serving.decoding import Decoder, predict
-from service.serving.device import find_device
+from service.serving.device import find_device, taken
 from service.serving.door import Door
 from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
@@ -50,7 +49,6 @@ from service.wire.reply import Buffer
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
-STATM = Path("/proc/self/statm")
 ON_THE_LOOP = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
@@ -75,7 +73,7 @@ class Engine:
         self.door = Door()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
-        self.held_bytes = 0  # of bodies between their first byte and their answer
+        self.bodies = Bodies(scheduler.limits.memory_bytes)
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
@@ -104,8 +102,7 @@ class Engine:
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
-        memory = torch.cuda.memory_allocated(self.catalogue.device) if self.catalogue.device.type == "cuda" else resident_bytes()
-        self.metrics.sample(self.scheduler.load, self.held_bytes, memory, self.ready)
+        self.metrics.sample(self.scheduler.load, self.bodies.held, taken(self.catalogue.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Once a second where others may be asked how this process is; where it is asked itself, it samples then."""
@@ -144,27 +141,6 @@ class Engine:
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
         self._keep_sampling()
-
-    @contextmanager
-    def holding(self) -> Iterator[Callable[[int], None]]:
-        """Counts a body among those held, from before it is read until it is answered: what it yields is told of bytes to come.
-
-        That raises Overloaded where they would be too many beside those already held.
-        """
-        room, held = self.scheduler.limits.memory_bytes, 0
-
-        def hold(size: int) -> None:
-            nonlocal held
-            if self.held_bytes > held and self.held_bytes + size > room:
-                wanted = f"room for request bodies of {room} bytes in all (max_queue_bytes)"
-                raise Overloaded(1, problems=[Problem("", wanted, f"{size} beside {self.held_bytes}")])
-            self.held_bytes += size
-            held += size
-
-        try:
-            yield hold
-        finally:
-            self.held_bytes -= held
 
     async def attend(self, asked: Asked) -> Answer:
         """POST /attend."""
@@ -274,14 +250,6 @@ class Engine:
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not tell."""
-    try:
-        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def open_engine(

@@ -32,7 +32,7 @@ class Attend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         demand_started(self.engine)
-        with self.engine.holding() as hold:
+        with self.engine.bodies.holding() as hold:
             asked = await read(scope, receive, self.engine, hold)
             answer = await self.answer(asked)
         await send_answer(answer, asked, [(b"content-type", asked.reply_form.encode())], scope, send)
@@ -135,5 +135,5 @@ def install(app: FastAPI, engine: Engine) -> None:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
         /attend/analysis. Computes nothing."""
         demand_started(engine)
-        with engine.holding() as hold:
+        with engine.bodies.holding() as hold:
             return await engine.plan(await read(request.scope, request.receive, engine, hold))

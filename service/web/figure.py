@@ -29,7 +29,7 @@ def install(app: FastAPI, engine: Engine) -> None:
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
         demand_started(engine)
-        with engine.holding() as hold:
+        with engine.bodies.holding() as hold:
             asked = await read(request.scope, request.receive, engine, hold, form_of_reply=partial(acceptable, supported=tuple(PICTURES)))
             answer = await engine.figure(asked)
         record = request.scope["attend"]

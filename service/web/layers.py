@@ -80,7 +80,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         demand_name(name)
         demand_query([name for name, _ in request.query_params.multi_items()])
         demand_started(engine)
-        with engine.holding() as hold:
+        with engine.bodies.holding() as hold:
             asked = await read(request.scope, request.receive, engine, hold, layer=True)
             layer, new = await engine.put_layer(name, asked, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200

@@ -29,5 +29,5 @@ def install(app: FastAPI, engine: Engine, model: bool) -> None:
     async def post_words(request: Request) -> Words:
         """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
         demand_started(engine)
-        with engine.holding() as hold:
+        with engine.bodies.holding() as hold:
             return await dictionary.read(await read(request.scope, request.receive, engine, hold))

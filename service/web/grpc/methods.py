@@ -88,7 +88,7 @@ class Methods:
             return members
 
         asked.own = Form("", parse, exchange.encode)
-        with self.engine.holding() as hold:
+        with self.engine.bodies.holding() as hold:
             hold(len(asked.body))
             answer = await self.engine.attend(asked)
         return bytes(answer.pieces[0])

@@ -39,7 +39,7 @@ class Infer:
         model = found[1]
         self.engine.catalogue.find(model)
         demand_version(found[2])
-        with self.engine.holding() as hold:
+        with self.engine.bodies.holding() as hold:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             exchange = Exchange(model, headers.get(b"inference-header-content-length", ""))
             asked = await read_as(JSON, JSON, headers, scope, receive, self.engine, hold)

@@ -82,7 +82,7 @@ async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any])
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:
     """The JSON object that the body is; an empty one where there is none."""
     headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
-    with engine.holding() as hold:
+    with engine.bodies.holding() as hold:
         asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, hold)
         text = unpack(asked.body, asked.coding, LARGEST)
     if len(text) > LARGEST:
