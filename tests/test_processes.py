@@ -16,13 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from live import Server, start_server
+from uvicorn.supervisors.multiprocess import Process
 
+from service.cli.process import answers
 from service.serving.threads import usable_cores
 
 QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
@@ -275,6 +279,16 @@ def test_a_killed_worker_comes_back(pair: Server) -> None:
     with only(newcomer, pair.process.pid):
         assert attend(pair.url).json() == answer
         assert counted(pair.url, ATTENDED) == before + 4
+
+
+def test_a_worker_that_dies_over_a_question_is_not_waited_for() -> None:
+    """A killed worker was often busy, and had been asked whether it is alive: its place must not stay empty while it could answer."""
+    worker = Process(uvicorn.Config("nowhere:app"), [])
+    worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
+    worker.start()
+    threading.Timer(0.1, worker.process.kill).start()
+    assert not answers(worker, timeout=3600)
+    worker.join()
 
 
 @several_cores

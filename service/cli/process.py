@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from multiprocessing.connection import wait
 from types import FrameType
 
 import structlog
@@ -22,7 +23,7 @@ import typer
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
-from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.cli.exits import complain
 from service.cli.logs import configure_logs
@@ -112,9 +113,18 @@ class Supervisor(Multiprocess):
     no longer counted; what it had done is.
     """
 
+    def init_processes(self) -> None:
+        super().init_processes()
+        self._ask_in_our_way()
+
+    def _ask_in_our_way(self) -> None:
+        for process in self.processes:
+            process.ping = partial(answers, process)  # type: ignore[method-assign]
+
     def keep_subprocess_alive(self) -> None:
         before = {process.pid for process in self.processes}
         super().keep_subprocess_alive()
+        self._ask_in_our_way()
         for pid in before - {process.pid for process in self.processes}:
             mark_process_dead(pid)  # type: ignore[no-untyped-call]  # the library has no annotations
             log.warning("worker died", pid=pid)
@@ -123,6 +133,18 @@ class Supervisor(Multiprocess):
         super().terminate_all()
         for listening in self.sockets:
             listening.close()
+
+
+def answers(worker: Process, timeout: float = 5) -> bool:
+    """Whether the worker answers in time. One that dies over the question is noticed at once: uvicorn would wait for it all that time."""
+    try:
+        worker.parent_conn.send(b"ping")
+        if worker.parent_conn not in wait([worker.parent_conn, worker.process.sentinel], timeout):
+            return False
+        worker.parent_conn.recv()
+    except (OSError, EOFError):
+        return False
+    return True
 
 
 def _application(settings: Settings, threads: int) -> FastAPI:
