@@ -29,6 +29,14 @@ def narrowed(call: Call, query: Tensor, key: Tensor, empty: Tensor | None) -> tu
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, empty
 
 
+def chosen(weights: Tensor, call: Call) -> Tensor:
+    """Of weights [b, heads, queries, k] of all heads and queries, those of the selected."""
+    for axis, places in ((1, call.heads), (2, call.queries)):
+        if places is not None:
+            weights = weights.index_select(axis, torch.tensor(places, device=weights.device))
+    return weights
+
+
 def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
     """The weights as asked for: averaged over heads, or the largest of each row with their keys."""
     if call.average:

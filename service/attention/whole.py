@@ -13,6 +13,7 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.masks import Masks
 from service.attention.products import rows_for_onednn
+from service.attention.selection import chosen, selection
 from service.spec import LayerSpec
 
 ROWS = 64  # of one item: beyond, arithmetic outweighs the steps around it
@@ -41,9 +42,6 @@ class Whole:
             or not call.outputs <= OUTPUTS
             or call.softcap
             or call.reproducible
-            or call.selects
-            or call.average
-            or call.top_k
             or call.dropout is not None
             or call.head_scale is not None
             or call.reduction is not None
@@ -57,8 +55,10 @@ class Whole:
         output, weights = torch._native_multi_head_attention(
             call.query, call.key, call.value, *sizes, packed, biases, weight, bias, None, True, False, None
         )  # no mask, weights wanted, of each head
-        made = {"output": output, "attention_weights": weights}
-        return Result(made if len(call.outputs) == len(made) else {name: made[name] for name in call.outputs})
+        made = {"output": output} if "output" in call.outputs else {}
+        if "attention_weights" in call.outputs:
+            made |= selection(chosen(weights, call), call)
+        return Result(made)
 
 
 def as_whole(spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device, own: Callable[[Call], Result]) -> Whole | None:

@@ -62,6 +62,34 @@ def test_its_numbers_are_those_of_the_long_way(
     assert distance(layer, plain, call) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    "select",
+    [
+        {"heads": (2, 0)},
+        {"queries": (4, 0)},
+        {"average": True},
+        {"heads": (1,), "queries": (6,), "average": True},
+        {"heads": (2,), "top_k": 2},
+    ],
+    ids=str,
+)
+def test_a_selection_is_of_the_very_weights_that_come_without_one(select: dict[str, Any]) -> None:
+    layer, plain = make(d_model=6, num_heads=3)
+    call = call_of(layer, 2, 7)
+    selected = replace(call, **select)
+    assert layer.whole is not None
+    assert layer.whole.takes(selected)
+    assert distance(layer, plain, selected) <= TOLERANCE["float32"]
+    heads, queries = list(select.get("heads", range(3))), list(select.get("queries", range(7)))
+    wanted = layer(call).tensors["attention_weights"][:, heads][:, :, queries]
+    got = layer(selected).tensors
+    if "top_k" in select:
+        assert torch.equal(got["values"], wanted.gather(-1, got["keys"]))
+        assert torch.equal(got["keys"], wanted.argsort(dim=-1, descending=True, stable=True)[..., :2])
+    else:
+        assert torch.equal(got["attention_weights"], wanted.mean(1) if "average" in select else wanted)
+
+
 def rows_masks(rows: int, **fields: Any) -> Masks:
     return Masks(torch.arange(rows)[None], rows, **fields)
 
@@ -79,10 +107,6 @@ def rows_masks(rows: int, **fields: Any) -> Masks:
         {"softcap": 0.5},
         {"dropout": (0.5, 3)},
         {"head_scale": torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1)},
-        {"heads": (1,)},
-        {"queries": (4, 0)},
-        {"average": True},
-        {"top_k": 2},
         {"reproducible": True},
         {"outputs": frozenset({"output", "scores"})},
     ],

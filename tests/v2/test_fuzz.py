@@ -5,6 +5,7 @@ afterwards whether it is still well.
 """
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,7 @@ def test_a_length_beyond_32_bits_is_too_large_and_no_negative_number(v2_server: 
         connection.sendall(head.encode())
         connection.shutdown(socket.SHUT_WR)
         status, rest = int(reader.readline().split()[1]), reader.read()
-    assert status in (400, 413) and b"-" not in rest.partition(b"\r\n\r\n")[2]
+    assert status in (400, 413) and not re.search(rb"-\d", rest.partition(b"\r\n\r\n")[2])
     if size < 2**63:
         assert status == 413
         assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"].startswith(f"expected a body of at most {1 << 20} bytes")
