@@ -18,7 +18,7 @@ import torch
 
 from service.errors import DeadlinePassed
 from service.serving import cost
-from service.serving.batches import BatchLimits
+from service.serving.batches import limits_on
 from service.serving.bodies import Bodies
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
@@ -257,7 +257,7 @@ def open_engine(
     wire_limits: WireLimits,
     limits: cost.ServingLimits,
     queue: QueueLimits | None = None,
-    batch: BatchLimits | None = None,
+    batch_calls: int = 64,
     layers_dir: Path | None = None,
 ) -> Engine:
     """An engine without layers on a device of torch's naming, or "auto". Raises ValueError where there is none of that name.
@@ -267,4 +267,5 @@ def open_engine(
     where = find_device(device)
     metrics = Metrics()
     folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
-    return Engine(Catalogue(where, limits), Scheduler(where, metrics, queue, batch), metrics, wire_limits, limits, folder)
+    scheduler = Scheduler(where, metrics, queue, limits_on(where, batch_calls))
+    return Engine(Catalogue(where, limits), scheduler, metrics, wire_limits, limits, folder)

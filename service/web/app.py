@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import __version__
 from service.errors import Forbidden, LayerConflict
-from service.serving.batches import BatchLimits
 from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
@@ -108,7 +107,7 @@ def create_engine(settings: Settings) -> Engine:
         reply_bytes=settings.max_reply_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    engine = open_engine(settings.device, wire, limits, queue, BatchLimits(calls=settings.max_batch_calls), settings.layers_dir)
+    engine = open_engine(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
     engine.pulse.timeout = settings.ready_timeout
     return engine
