@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -529,10 +530,30 @@ def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
     assert answer["inference_stats"]["fail"]["count"] == 1
     parts = [answer["inference_stats"][name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
     assert all(parts) and abs(sum(parts) - answer["inference_stats"]["success"]["ns"]) <= 16
-    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 4)]
+    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 1), (B, 3)]
     assert answer["memory_usage"] == [{"type": "CPU", "id": 0, "byte_size": 4 * (4 * 4 * 4 + 4 * 4)}]
     everyone = v2.get("/v2/models/stats").json()["model_stats"]
     assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
+
+
+def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., Server]) -> None:
+    """Calls of one item and of two that wait for company: one execution of three, whose time stands there once."""
+    server = start("--batch-delay", "2")
+    query = np.ones((2, 1, 64), np.float32)
+    with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(2) as threads:
+
+        def ask(items: int) -> None:
+            read(http.post("/v2/models/default/infer", json={"inputs": in_json(query=query[:items])}))
+
+        list(threads.map(ask, (1, 2)))
+        [told] = http.get("/v2/models/default/stats").json()["model_stats"]
+
+    assert (told["inference_count"], told["execution_count"], told["inference_stats"]["success"]["count"]) == (3, 1, 2)
+    [batch] = told["batch_stats"]
+    assert batch["batch_size"] == 3
+    assert [batch[phase]["count"] for phase in ("compute_input", "compute_infer", "compute_output")] == [1, 1, 1]
+    for phase, times in (("compute_input", 1), ("compute_infer", 2), ("compute_output", 1)):
+        assert told["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
 
 
 def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
