@@ -17,6 +17,8 @@ from service.tensors import BY_TORCH, Array
 from service.wire.documents import LayerDocument
 from service.wire.refusals import pointer, shown
 
+NAMED = 8  # layers in a refusal
+
 
 @dataclass(frozen=True, slots=True)
 class HeldLayer:
@@ -59,12 +61,17 @@ class Catalogue:
     def get(self, name: str) -> HeldLayer | None:
         return self._layers.get(name)
 
-    def find(self, name: str) -> HeldLayer:
-        """The layer of that name. Raises LayerNotFound with the names there are."""
+    def find(self, name: str, at: str = "/layer") -> HeldLayer:
+        """The layer of that name. Raises LayerNotFound with the names there are, pointing to where the name stood in the request."""
         if (layer := self._layers.get(name)) is None:
-            known = ", ".join(sorted(self._layers)[:8]) or "none"
-            raise LayerNotFound(problems=[Problem("/layer", f"a layer that is held ({known})", f'"{name}"')])
+            raise LayerNotFound.where(at, f"a layer that is held ({self._named()})", f'"{name}"')
         return layer
+
+    def _named(self) -> str:
+        """The names, as many as fit a sentence, and how many more there are."""
+        names = sorted(self._layers)
+        more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+        return ", ".join((*names[:NAMED], *more)) or "none"
 
     def all(self) -> list[HeldLayer]:
         return [self._layers[name] for name in sorted(self._layers)]

@@ -15,14 +15,23 @@ from service.serving.batches import Entry, halves, split, stack
 from service.serving.catalogue import HeldLayer
 
 
+@dataclass(slots=True, eq=False)
+class Execution:
+    """What the calls of one batch share: how many batch items they had together, and whether it has been counted yet."""
+
+    items: int
+    counted: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result, the seconds it waited and took, and how many calls it was computed with."""
+    """A result, the seconds it waited and took, how many calls it was computed with, and that in which they were."""
 
     result: Result
     queue: float
     compute: float
     batch: int
+    execution: Execution
 
 
 Settled = Sequence[tuple[Entry, Outcome | AttendError]]
@@ -36,12 +45,16 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
     started = clock()
     try:
         result = run(batch[0].layer, stack([entry.call for entry in batch]))
-        results = split(_on_cpu(result), [entry.call.query.shape[0] for entry in batch])
+        sizes = [entry.call.query.shape[0] for entry in batch]
+        results = split(_on_cpu(result), sizes)
     except Exception as error:
         failed, results = failure(error), None
     if results is not None:
-        took = clock() - started
-        return [(entry, Outcome(result, started - entry.arrived, took, len(batch))) for entry, result in zip(batch, results, strict=True)]
+        took, together, execution = clock() - started, len(batch), Execution(sum(sizes))
+        return [
+            (entry, Outcome(result, started - entry.arrived, took, together, execution))
+            for entry, result in zip(batch, results, strict=True)
+        ]
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
         splitting()
         return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]

@@ -22,7 +22,7 @@ from service.serving.batches import limits_on
 from service.serving.bodies import Bodies
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
-from service.serving.computing import Outcome
+from service.serving.computing import Execution, Outcome
 from service.serving.decoding import Decoder, predict
 from service.serving.device import find_device, taken
 from service.serving.door import Door
@@ -167,7 +167,7 @@ class Engine:
         phases.encode = self.clock() - encoding
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.batch)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution)
         wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
@@ -245,7 +245,7 @@ class Engine:
         except TimeoutError:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer") from None
         result = await self._aside(join, bound.layer.attention, bound.call, results)
-        return Outcome(result, 0.0, self.clock() - started, 1)
+        return Outcome(result, 0.0, self.clock() - started, 1, Execution(bound.call.query.shape[0]))
 
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from service.serving.computing import Execution
 from service.serving.ledger import Ledger
 from service.serving.metrics import Phases
 
-FAILED = 0  # in the place of how many calls were computed together, for calls that were not answered
+FAILED, OTHERS = -1, -2  # in the place of a batch size: calls that were not answered, and those of sizes that have no row of their own
+SIZES = 256  # of one layer that have one; callers choose them
 
 
 @dataclass(slots=True)
@@ -25,7 +27,10 @@ class Tally:
 
 @dataclass(slots=True)
 class Row:
-    """Calls of one kind. Times in nanoseconds, but `last`: when the last one was answered, in milliseconds since 1970."""
+    """Calls of one kind. Times in nanoseconds, but `last`: when the last one was answered, in milliseconds since 1970.
+
+    Calls that were stacked are computed at once: `executions` counts that once for all of them, as `executing` does the time it took.
+    """
 
     count: int = 0
     items: int = 0  # of the batch axis
@@ -35,6 +40,8 @@ class Row:
     decode: int = 0
     compute: int = 0
     encode: int = 0
+    executions: int = 0
+    executing: int = 0
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -45,7 +52,7 @@ class Row:
         for name, value in zip(FIELDS, values, strict=True):
             setattr(self, name, max(self.last, value) if name == "last" else getattr(self, name) + value)
 
-    def take(self, phases: Phases, items: int, last: int) -> None:
+    def take(self, phases: Phases, items: int, last: int, execution: Execution) -> None:
         """Counts one call more. Spelt out, since it stands on every request's way."""
         queue, decode = round(phases.queue * 1e9), round(phases.decode * 1e9)
         compute, encode = round(phases.compute * 1e9), round(phases.encode * 1e9)
@@ -57,6 +64,10 @@ class Row:
         self.compute += compute
         self.encode += encode
         self.whole += queue + decode + compute + encode
+        if not execution.counted:  # by another call
+            execution.counted = True
+            self.executions += 1
+            self.executing += compute
 
     def phase(self, name: str) -> Tally:
         return Tally(self.count, getattr(self, name))
@@ -67,20 +78,23 @@ FIELDS = tuple(part.name for part in fields(Row))
 
 @dataclass(slots=True)
 class Statistics:
-    """Calls that reached a layer. `rows` maps how many were computed together to what is counted of those calls."""
+    """Calls that reached a layer. `rows` maps how many batch items were computed together, of all calls that were stacked, to what is
+    counted of those calls."""
 
     rows: dict[int, Row] = field(default_factory=dict)
 
     @property
     def batches(self) -> dict[int, Row]:
-        return {calls: row for calls, row in sorted(self.rows.items()) if calls != FAILED}
+        """By their size."""
+        return {size: row for size, row in sorted(self.rows.items()) if size >= 0}
 
     @property
     def answered(self) -> Row:
         """All that were."""
         together = Row()
-        for row in self.batches.values():
-            together.add(row.values)
+        for size, row in self.rows.items():
+            if size != FAILED:
+                together.add(row.values)
         return together
 
     @property
@@ -90,7 +104,7 @@ class Statistics:
     @property
     def executions(self) -> int:
         """Batches computed. A caller who left in the meantime is missing among the calls, but not his batch."""
-        return sum(-(-row.count // calls) for calls, row in self.batches.items())
+        return self.answered.executions
 
 
 class Counter:
@@ -101,15 +115,15 @@ class Counter:
         self.ledger = None if folder is None else Ledger(folder, len(FIELDS))
         self._layers: dict[str, Statistics] = {}
 
-    def answered(self, layer: str, phases: Phases, items: int, calls: int) -> None:
-        """One call with `items` on its batch axis, computed among `calls`."""
-        row = self._row(layer, calls)
-        row.take(phases, items, round(self.wall() * 1e3))
-        self._write(layer, calls, row)
+    def answered(self, layer: str, phases: Phases, items: int, execution: Execution) -> None:
+        """One call with `items` on its batch axis, computed in that execution."""
+        size, row = self._row(layer, execution.items)
+        row.take(phases, items, round(self.wall() * 1e3), execution)
+        self._write(layer, size, row)
 
     def failed(self, layer: str, seconds: float) -> None:
         """One call that was not answered, after so long."""
-        row = self._row(layer, FAILED)
+        _, row = self._row(layer, FAILED)
         row.count += 1
         row.whole += round(seconds * 1e9)
         self._write(layer, FAILED, row)
@@ -119,8 +133,8 @@ class Counter:
         if self.ledger is None:
             return self._layers
         together: dict[str, Statistics] = {}
-        for layer, calls, values in self.ledger.read():
-            together.setdefault(layer, Statistics()).rows.setdefault(calls, Row()).add(values)
+        for layer, size, values in self.ledger.read():
+            together.setdefault(layer, Statistics()).rows.setdefault(size, Row()).add(values)
         return together
 
     def forget(self, layer: str) -> None:
@@ -133,13 +147,16 @@ class Counter:
         if self.ledger is not None:
             self.ledger.close()
 
-    def _row(self, layer: str, calls: int) -> Row:
+    def _row(self, layer: str, size: int) -> tuple[int, Row]:
+        """The row of batches of that size, and what it goes by."""
         if (statistics := self._layers.get(layer)) is None:
             statistics = self._layers[layer] = Statistics()
-        if (row := statistics.rows.get(calls)) is None:
-            row = statistics.rows[calls] = Row()
-        return row
+        if (row := statistics.rows.get(size)) is None:
+            if size != FAILED and len(statistics.rows) >= SIZES:
+                size = OTHERS
+            row = statistics.rows.setdefault(size, Row())
+        return size, row
 
-    def _write(self, layer: str, calls: int, row: Row) -> None:
+    def _write(self, layer: str, size: int, row: Row) -> None:
         if self.ledger is not None:
-            self.ledger.write(layer, calls, row.values)
+            self.ledger.write(layer, size, row.values)

@@ -23,6 +23,7 @@ from service.wire.refusals import shown
 Kind = Literal["number", "bias", "mask", "count"]
 MAX_RANK = 4
 LARGEST_COUNT = 2**53
+EXACT = 2**53  # up to it a float64 holds every whole number
 ITEMS: dict[Kind, dict[str, Any]] = {
     "number": {"type": "number"},
     "bias": {"anyOf": [{"type": "number"}, {"const": "-inf"}]},
@@ -54,8 +55,8 @@ def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], a
 
     Raises InvalidRequest at `at` where bytes of BOOL are neither 0 nor 1.
     """
-    if row.kind == "bool" and (np.frombuffer(piece, np.uint8) > 1).any():
-        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
+    if row.kind == "bool":
+        _demand_flags(piece, at)
     array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
     return array if array.flags.aligned else array.copy()
 
@@ -72,9 +73,40 @@ def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at:
         wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {BY_NUMPY[dtype].name}"
         raise InvalidRequest.where(at, wanted, str(len(data)))
     array = np.frombuffer(data, dtype)
-    if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
-        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", "others")
+    if dtype == np.bool_:
+        _demand_flags(data, at)
     return array.reshape(shape)
+
+
+def _demand_flags(piece: memoryview | bytes, at: str) -> None:
+    flags = np.frombuffer(piece, np.uint8)
+    if (wrong := flags > 1).any():
+        first = int(np.argmax(wrong))
+        raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", f"{flags[first]} as byte {first}")
+
+
+def demand_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
+    """Raises InvalidRequest at the first of `numbers` that `array`, made of them, does not hold. Floats may be rounded, others may not."""
+    wrong = ~np.isfinite(array) if row.kind == "float" else array != numbers
+    if not wrong.any():
+        return
+    if row.kind == "float":
+        wrong &= np.isfinite(numbers)  # a bias may be -inf
+    if wrong.any():
+        value = numbers[np.unravel_index(int(np.argmax(wrong)), wrong.shape)].item()
+        raise InvalidRequest.where(at + first_index(wrong), held_by(row), number_in_words(value))
+
+
+def held_by(row: Datatype) -> str:
+    """The numbers of a datatype, in words."""
+    if row.kind == "int":
+        return f"a whole number from {np.iinfo(row.numpy).min} to {np.iinfo(row.numpy).max} for {row.name}"
+    return "0 or 1 for BOOL" if row.kind == "bool" else f"a number that is finite in {row.name}"
+
+
+def number_in_words(value: float) -> str:
+    """As people write it: a whole number without a point, as long as it is that very one."""
+    return str(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) <= EXACT) else repr(value)
 
 
 def there(array: Array) -> Array:

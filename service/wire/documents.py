@@ -17,7 +17,7 @@ from service.wire.refusals import shown
 
 WEIGHTS = "Canonical name -> tensor; null draws them by init and seed, which say nothing where weights are given: both become null."
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-MASK_FIELDS = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias"
+WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
 
 Output = Literal[
     "output",
@@ -146,7 +146,7 @@ class AttendRequest(Document):
     @classmethod
     def _no_mask(cls, data: Any) -> Any:
         if isinstance(data, dict) and "mask" in data:
-            raise disagreement("/mask", f"{MASK_FIELDS}, since libraries disagree on what 1 means in a mask", '"mask"')
+            raise disagreement("/mask", WHICH_MASK, '"mask"')
         return data
 
     @model_validator(mode="after")

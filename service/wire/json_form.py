@@ -16,8 +16,8 @@ import simdjson
 
 from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
 from service.tensors import BY_NUMPY, DATATYPES, Array
-from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json_lists import array_of_lists
+from service.wire.arrays import EXACT, MAX_RANK, Kind, array_of_base64, demand_exact
+from service.wire.json_lists import array_of_integers, array_of_lists
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
@@ -206,10 +206,12 @@ class Reader:
             array = self._nested(data, kind, at)
         if array.shape != shape and array.shape != (math.prod(shape),):
             raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", _count_words(array))
+        if dtype.kind in "iu" and dtype.itemsize == 8 and (np.abs(array) >= EXACT).any():
+            return array_of_integers(_python(data), kind, dtype, at).reshape(shape)
         with np.errstate(over="ignore", invalid="ignore"):
             cast = array.astype(dtype)
-        if dtype.kind in "iub" and (cast != array).any():
-            raise InvalidRequest.where(at, f"values of {BY_NUMPY[dtype].name}", "others")
+        if cast.dtype != array.dtype:
+            demand_exact(cast, array, BY_NUMPY[dtype], at)
         return cast.reshape(shape)
 
 

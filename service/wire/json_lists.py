@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from service.errors import InvalidRequest
-from service.tensors import Array
-from service.wire.arrays import MAX_RANK, Kind
+from service.tensors import BY_NUMPY, Array
+from service.wire.arrays import MAX_RANK, Kind, held_by
 from service.wire.refusals import shown
 
 
@@ -27,6 +27,21 @@ def array_of_lists(value: list[Any], kind: Kind, at: str) -> Array:
         return np.array(value, dtype=np.float64)
     except OverflowError:
         raise InvalidRequest.where(at + _overflowing(value), "a number within the range of a float64", "an integer far beyond it") from None
+
+
+def array_of_integers(value: list[Any], kind: Kind, dtype: np.dtype[Any], at: str) -> Array:
+    """The array in a datatype of integers, each exactly as it was sent; in float64 some of 64 bits would be others."""
+    floats = array_of_lists(value, kind, at)
+    array = np.empty(floats.shape, dtype)
+    limits = np.iinfo(dtype)
+    for place in np.ndindex(floats.shape):
+        item: Any = value
+        for i in place:
+            item = item[i]
+        if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
+            raise InvalidRequest.where(at + "".join(f"/{i}" for i in place), held_by(BY_NUMPY[dtype]), shown(item))
+        array[place] = int(item)
+    return array
 
 
 def _overflowing(value: Any) -> str:

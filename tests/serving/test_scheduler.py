@@ -23,7 +23,7 @@ from service.serving import batches, computing, scheduler
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
-from service.serving.computing import Outcome
+from service.serving.computing import Execution, Outcome
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.engine import open_engine
 from service.serving.exchange import Asked
@@ -334,7 +334,7 @@ def test_law_2_a_settled_future_is_left_alone() -> None:
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        outcome = Outcome(REAL.attention(request(1)), 0.0, 0.0, 1)
+        outcome = Outcome(REAL.attention(request(1)), 0.0, 0.0, 1, Execution(1))
         late, fault = DeadlinePassed("late"), ServiceFault("fault")
         for first in (outcome, late):
             future: asyncio.Future[Outcome] = loop.create_future()

@@ -3,19 +3,22 @@
 import multiprocessing
 from pathlib import Path
 
+from service.serving.computing import Execution
 from service.serving.ledger import Ledger
 from service.serving.metrics import Phases
-from service.serving.statistics import Counter
+from service.serving.statistics import SIZES, Counter
 
 PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
 
 
 def count(counter: Counter) -> None:
-    counter.answered("a", PHASES, 3, 1)
-    counter.answered("a", PHASES, 5, 2)
-    counter.answered("a", PHASES, 1, 2)
+    """A call by itself, two that were stacked with a third whose caller left, and one that failed."""
+    counter.answered("a", PHASES, 3, Execution(3))
+    stacked = Execution(8)
+    counter.answered("a", PHASES, 5, stacked)
+    counter.answered("a", PHASES, 1, stacked)
     counter.failed("a", 2.0)
-    counter.answered("b", PHASES, 1, 1)
+    counter.answered("b", PHASES, 1, Execution(1))
 
 
 def test_a_counter_counts() -> None:
@@ -27,9 +30,22 @@ def test_a_counter_counts() -> None:
     assert (found.answered.count, found.answered.items, found.answered.last, found.executions) == (3, 9, 1500, 2)
     assert (found.answered.whole, found.answered.decode, found.answered.compute) == (5_625_000_000, 750_000_000, 3_000_000_000)
     assert (found.failed.count, found.failed.whole) == (1, 2_000_000_000)
-    assert {calls: row.items for calls, row in found.batches.items()} == {1: 3, 2: 6}
+    batches = {size: (row.items, row.count, row.executions, row.executing) for size, row in found.batches.items()}
+    assert batches == {3: (3, 1, 1, 1_000_000_000), 8: (6, 2, 1, 1_000_000_000)}
     counter.forget("a")
     assert set(counter.all()) == {"b"}
+
+
+def test_callers_who_choose_many_sizes_are_all_counted_but_do_not_fill_the_memory() -> None:
+    counter = Counter()
+    for size in range(1, 3 * SIZES):
+        counter.answered("a", PHASES, size, Execution(size))
+    counter.failed("a", 1.0)
+
+    found = counter.all()["a"]
+
+    assert (found.answered.count, found.executions, found.failed.count) == (3 * SIZES - 1, 3 * SIZES - 1, 1)
+    assert list(found.batches) == list(range(1, SIZES + 1)) and len(found.rows) == SIZES + 2
 
 
 def test_counters_of_one_folder_tell_the_sum_and_outlive_their_closing(tmp_path: Path) -> None:

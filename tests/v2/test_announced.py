@@ -79,9 +79,9 @@ def test_a_number_for_each_item_may_come_in_its_other_forms_too(v2: httpx.Client
     for name in PER_ITEM:
         for shape in ((B + 1, 1), (B, 1, 1), (1, 1), (1, B)):
             wrong = {"inputs": in_json(query=query, **{name: np.ones(shape, np.int64)})}
-            assert f"/{name}" in refused(v2.post(INFER, json=wrong))
+            assert f" in {name}, at /inputs/1" in refused(v2.post(INFER, json=wrong))
         lone = {"inputs": in_json(query=query[0], **{name: np.ones((Q, 1), np.int64)})}
-        assert f"/{name}" in refused(v2.post(INFER, json=lone))
+        assert f" in {name}, at /inputs/1" in refused(v2.post(INFER, json=lone))
 
 
 def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Client) -> None:

@@ -241,7 +241,7 @@ def test_repository_and_statistics(client: Any) -> None:
         [statistics] = client.get_inference_statistics("over-grpc").model_stats
         assert (statistics.inference_count, statistics.execution_count, statistics.inference_stats.success.count) == (2, 1, 1)
         assert len(client.get_inference_statistics().model_stats) > 1
-        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*/spec"):
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*/parameters/config"):
             client.load_model("x", config="{}")
     finally:
         client.unload_model("over-grpc")

@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -407,12 +408,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an object as a parameter": ({**one(), "parameters": {"window": {"left": 1}}}, "/parameters/window"),
     "a nested option that is no JSON": ({**one(), "parameters": {"window": "{"}}, "JSON"),
     "a form of ours": ({**one(), "parameters": {"reply": '{"form": "base64"}'}}, "/parameters/reply/form"),
-    "a wrong option": ({**one(), "parameters": {"causal": "yes"}}, "/causal"),
-    "an option as an input": ({"inputs": [*one()["inputs"], one(name="causal")["inputs"][0]]}, "/causal"),
-    "the layer as an input": ({"inputs": [*one()["inputs"], one(name="layer")["inputs"][0]]}, "layer"),
+    "a wrong option": ({**one(), "parameters": {"causal": "yes"}}, "at /parameters/causal"),
+    "an option as an input": ({"inputs": [*one()["inputs"], one(name="causal")["inputs"][0]]}, "expected causal among the parameters"),
+    "the layer as an input": ({"inputs": [*one()["inputs"], one(name="layer")["inputs"][0]]}, "at /inputs/1/name"),
     "a mask whose meaning nobody knows": ({"inputs": [*one()["inputs"], one(name="mask")["inputs"][0]]}, "attend_mask"),
     "an input twice": ({"inputs": one()["inputs"] * 2}, "twice"),
-    "an input that does not exist": ({"inputs": [*one()["inputs"], one(name="input__0")["inputs"][0]]}, "/input__0"),
+    "an input that does not exist": ({"inputs": [*one()["inputs"], one(name="input__0")["inputs"][0]]}, "at /inputs/1/name"),
     "an output that does not exist": ({**one(), "outputs": [{"name": "logits"}]}, "/outputs/0"),
     "an output twice": ({**one(), "outputs": [{"name": "output"}] * 2}, "twice"),
     "an output without a name": ({**one(), "outputs": [{}]}, "/outputs/0/name"),
@@ -424,11 +425,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another model than the path's": ({**one(), "model_name": "exact"}, "/model_name"),
     "an offset that is no integer": (
         {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1], "datatype": "FP32", "data": [0.5]}]},
-        "/query_offset",
+        "at /inputs/1",
     ),
     "an offset of another rank": (
         {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1, 2], "datatype": "INT32", "data": [1, 1]}]},
-        "/query_offset",
+        "at /inputs/1",
     ),
     "an id that is no string": ({**one(), "id": 7}, "/id"),
     "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
@@ -529,10 +530,30 @@ def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
     assert answer["inference_stats"]["fail"]["count"] == 1
     parts = [answer["inference_stats"][name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
     assert all(parts) and abs(sum(parts) - answer["inference_stats"]["success"]["ns"]) <= 16
-    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 4)]
+    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 1), (B, 3)]
     assert answer["memory_usage"] == [{"type": "CPU", "id": 0, "byte_size": 4 * (4 * 4 * 4 + 4 * 4)}]
     everyone = v2.get("/v2/models/stats").json()["model_stats"]
     assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
+
+
+def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., Server]) -> None:
+    """Calls of one item and of two that wait for company: one execution of three, whose time stands there once."""
+    server = start("--batch-delay", "2")
+    query = np.ones((2, 1, 64), np.float32)
+    with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(2) as threads:
+
+        def ask(items: int) -> None:
+            read(http.post("/v2/models/default/infer", json={"inputs": in_json(query=query[:items])}))
+
+        list(threads.map(ask, (1, 2)))
+        [told] = http.get("/v2/models/default/stats").json()["model_stats"]
+
+    assert (told["inference_count"], told["execution_count"], told["inference_stats"]["success"]["count"]) == (3, 1, 2)
+    [batch] = told["batch_stats"]
+    assert batch["batch_size"] == 3
+    assert [batch[phase]["count"] for phase in ("compute_input", "compute_infer", "compute_output")] == [1, 1, 1]
+    for phase, times in (("compute_input", 1), ("compute_infer", 2), ("compute_output", 1)):
+        assert told["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
 
 
 def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
@@ -555,7 +576,7 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> N
 @pytest.mark.parametrize(
     ("name", "body", "words"),
     [
-        ("x", {"parameters": {"config": "{}"}}, "/spec"),
+        ("x", {"parameters": {"config": "{}"}}, "at /parameters/config/d_model"),
         ("x", {"parameters": {"config": "{"}}, "JSON"),
         ("x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2}, "weights": {}'}}, "JSON"),
         ("x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "scale": NaN}'}}, "NaN"),

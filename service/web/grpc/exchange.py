@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
-from service.wire.arrays import Kind, array_over
+from service.wire.arrays import Kind, array_over, demand_exact
 from service.wire.documents import ReplyOptions
 from service.wire.json_form import shape_of
 from service.wire.limits import WireLimits
@@ -25,11 +25,13 @@ from service.wire.v2.members import (
     Inference,
     arrays_asked,
     datatype_named,
+    demand_input,
     demand_known,
     members_of,
     refuse_decimals,
     seconds_of,
 )
+from service.wire.v2.places import Places, Sent
 
 CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "BOOL": "bool_contents",
@@ -44,12 +46,14 @@ WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # wh
 
 
 class Exchange:
-    """A ModelInferRequest and its reply. After `parse`, `timeout` is what the request says of it, in seconds."""
+    """A ModelInferRequest and its reply. After `parse`, `timeout` is what the request says of it, in seconds, and `places` is where
+    everything of it stands."""
 
     def __init__(self) -> None:
         self.id = ""
         self.outputs: list[str] = []
         self.timeout: float | None = None
+        self.places: Places | None = None
 
     def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
         """The members of a request for attention. Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
@@ -64,9 +68,11 @@ class Exchange:
         if pieces and len(pieces) != len(request.inputs):
             wanted = f"{len(request.inputs)} pieces, one for each input"
             raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
-        tensors = []
+        tensors, places = [], []
         for i, entry in enumerate(request.inputs):
-            tensors.append((entry.name, _input(entry, pieces[i] if pieces else None, f"/inputs/{i}")))
+            sent, array = _input(entry, pieces[i] if pieces else None, f"/inputs/{i}")
+            tensors.append((sent.name, array))
+            places.append(sent)
         parameters = values_of(request.parameters)
         self.id, self.timeout = request.id, seconds_of(parameters)
         for i, output in enumerate(request.outputs):
@@ -75,6 +81,7 @@ class Exchange:
         self.outputs = [output.name for output in request.outputs]
         members = members_of(request.model_name, Inference(tensors, parameters, self.outputs, self.id))
         refuse_decimals(members)
+        self.places = Places(places, "/model_name")
         return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
@@ -105,17 +112,20 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _input(entry: Any, piece: bytes | None, at: str) -> Array:
+def _input(entry: Any, piece: bytes | None, at: str) -> tuple[Sent, Array]:
+    """One input: how it was sent, and its array."""
+    demand_input(entry.name, f"{at}/name")
     demand_known(entry.parameters, (), f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
-        return _typed(entry.contents, row, shape, f"{at}/contents")
+        array = _typed(entry.contents, row, shape, f"{at}/contents")
+        return Sent(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
     if entry.HasField("contents"):
         raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
     if len(piece) != math.prod(shape) * row.size:
         wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
         raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
-    return array_over(piece, row, shape, at)
+    return Sent(entry.name, shape), array_over(piece, row, shape, at)
 
 
 def _typed(contents: Any, row: Datatype, shape: tuple[int, ...], at: str) -> Array:
@@ -127,6 +137,5 @@ def _typed(contents: Any, row: Datatype, shape: tuple[int, ...], at: str) -> Arr
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(numbers)))
     wide = np.fromiter(numbers, WIDE.get(CONTENTS[row.name], row.numpy), len(numbers))
     array: Array = wide.astype(row.numpy)
-    if row.kind == "int" and (array != wide).any():
-        raise InvalidRequest.where(at, f"values of {row.name}", "others")
+    demand_exact(array, wide, row, f"{at}/{CONTENTS[row.name]}")
     return array.reshape(shape)

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound
+from service.errors import LayerNotFound, RequestError
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started
@@ -19,6 +19,7 @@ from service.web.grpc.exchange import Exchange, demand_version, values_of
 from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.forms import Form
+from service.wire.v2.places import placed
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
@@ -90,12 +91,15 @@ class Methods:
         asked.own = Form("", parse, exchange.encode)
         with self.engine.bodies.holding() as hold:
             hold(len(asked.body))
-            answer = await self.engine.attend(asked)
+            try:
+                answer = await self.engine.attend(asked)
+            except RequestError as refusal:
+                raise placed(refusal, exchange.places) from None
         return bytes(answer.pieces[0])
 
     def _layer(self, request: Any) -> Any:
         demand_version(request.version)
-        return self.engine.catalogue.find(request.name)
+        return self.engine.catalogue.find(request.name, at="/name")
 
 
 def _filled(message: Message, document: Any) -> Message:

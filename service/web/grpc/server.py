@@ -74,10 +74,12 @@ async def serving(
 
 
 def fitting(detail: str) -> str:
-    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own."""
+    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own; half a surrogate pair
+    is escaped."""
+    detail = detail.encode(errors="backslashreplace").decode()
     size = 0
     for i, character in enumerate(detail):
-        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if size > DETAIL:
             return detail[:i]
     return detail

@@ -14,8 +14,8 @@ from service import __version__
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import largest_batch
 from service.serving.engine import Engine
+from service.serving.statistics import Row, Tally
 from service.serving.statistics import Statistics as Counted
-from service.serving.statistics import Tally
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.v2.documents import (
@@ -108,10 +108,7 @@ def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatis
     durations = {name: _duration(answered.phase(phase)) for name, phase in PHASES.items()}
     nothing = Duration(count=0, ns=0)
     outcomes = {"success": _duration(answered.phase("whole")), "fail": _duration(counted.failed.phase("whole"))}
-    batches = [
-        BatchStatistics(batch_size=calls, **{name: _duration(row.phase(PHASES[name])) for name in PHASES if name != "queue"})
-        for calls, row in counted.batches.items()
-    ]
+    batches = [_batch(size, row) for size, row in counted.batches.items()]
     size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
         name=layer.name,
@@ -124,6 +121,12 @@ def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatis
         batch_stats=batches,
         memory_usage=[MemoryUsage(type="CPU" if device.type == "cpu" else "GPU", id=device.index or 0, byte_size=size)],
     )
+
+
+def _batch(size: int, row: Row) -> BatchStatistics:
+    """Of executions, not of calls: what each took once, and what reading and writing took for all its calls together."""
+    spent = {"compute_input": row.decode, "compute_infer": row.executing, "compute_output": row.encode}
+    return BatchStatistics(batch_size=size, **{name: Duration(count=row.executions, ns=ns) for name, ns in spent.items()})
 
 
 def _inputs(spec: LayerSpec) -> list[TensorMetadata]:

@@ -6,12 +6,12 @@ none, or any.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from service.errors import LayerNotFound
+from service.errors import LayerNotFound, MalformedBody, RequestError
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started, send_answer
@@ -21,9 +21,11 @@ from service.wire.negotiation import JSON
 from service.wire.refusals import shown
 from service.wire.v2.exchange import Exchange
 from service.wire.v2.members import VERSION
+from service.wire.v2.places import placed
 
 PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
 BYTES = "application/octet-stream"
+LENGTH = b"inference-header-content-length"
 
 
 class Infer:
@@ -37,18 +39,21 @@ class Infer:
         found = PATH.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
         assert found is not None, "called for such paths alone"
         model = found[1]
-        self.engine.catalogue.find(model)
+        self.engine.catalogue.find(model, at="")
         demand_version(found[2])
         with self.engine.bodies.holding() as hold:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            exchange = Exchange(model, headers.get(b"inference-header-content-length", ""))
+            exchange = Exchange(model, _header_length(headers, scope))
             asked = await read_as(JSON, JSON, headers, scope, receive, self.engine, hold)
             asked.own = Form(JSON, self._timed(exchange, asked), exchange.encode)
-            answer = await self.engine.attend(asked)
+            try:
+                answer = await self.engine.attend(asked)
+            except RequestError as refusal:
+                raise placed(refusal, exchange.places) from None
         length = exchange.reply_header_length
         start = [(b"content-type", JSON.encode() if length is None else BYTES.encode())]
         if length is not None:
-            start.append((b"inference-header-content-length", str(length).encode()))
+            start.append((LENGTH, str(length).encode()))
         await send_answer(answer, asked, start, scope, send)
 
     def _timed(self, exchange: Exchange, asked: Asked) -> Callable[..., dict[str, Any]]:
@@ -62,6 +67,14 @@ class Infer:
             return members
 
         return parse
+
+
+def _header_length(headers: Mapping[bytes, str], scope: Scope) -> str:
+    """What the header of that name says, "" without one. Raises MalformedBody where two of them differ: a proxy may have read the other."""
+    length = headers.get(LENGTH, "")
+    if LENGTH in headers and any(name == LENGTH and value.decode("latin-1") != length for name, value in scope["headers"]):
+        raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
+    return length
 
 
 def demand_version(version: str | None) -> None:

@@ -1,11 +1,12 @@
 """The model repository extension: the layers that are held, and making and removing them, as PUT and DELETE of /layers do."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, LayerNotFound, RequestError, TooLarge
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started, takes
@@ -20,6 +21,7 @@ from service.wire.refusals import shown
 from service.wire.scan import parse_slowly
 from service.wire.v2.documents import RepositoryModel
 from service.wire.v2.members import demand_known, read_nested
+from service.wire.v2.places import Places, placed
 
 LARGEST = 1 << 20  # bytes of a body: a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
@@ -63,20 +65,33 @@ async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -
     demand_started(engine)
     demand_known(parameters, ("config",), "/parameters")
     if (config := parameters.get("config")) is None:
-        engine.catalogue.find(name)
+        engine.catalogue.find(name, at="")
         return
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
     demand_name(name)
     read_nested(config, "/parameters/config")  # one document, not the middle of another
-    await engine.put_layer(name, Asked(b'{"spec": %b}' % config.encode()))
+    try:
+        await engine.put_layer(name, Asked(b'{"spec": %b}' % config.encode()))
+    except RequestError as refusal:
+        raise _of_config(refusal) from None
 
 
 async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
     """Removes the layer. `unload_dependents` asks for what is so anyway."""
     demand_started(engine)
     demand_known(parameters, ("unload_dependents",), "/parameters")
-    await engine.delete_layer(name)
+    try:
+        await engine.delete_layer(name)
+    except LayerNotFound as refusal:
+        raise placed(refusal, Places()) from None
+
+
+def _of_config(refusal: RequestError) -> RequestError:
+    """The refusal of a spec, pointing into the parameter that it came in."""
+    if not refusal.problems:
+        return refusal
+    return type(refusal)(problems=[replace(p, at="/parameters/config" + p.at.removeprefix("/spec")) for p in refusal.problems])
 
 
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:

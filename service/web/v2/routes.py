@@ -58,14 +58,14 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def model(name: str, version: str | None = None) -> ModelMetadata:
         """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
         demand_version(version)
-        return metadata_of(engine.catalogue.find(name))
+        return metadata_of(engine.catalogue.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
     async def model_ready(name: str, response: Response, version: str | None = None) -> ModelReady:
         """Whether a model answers: it is held, and the server answers."""
         demand_version(version)
-        engine.catalogue.find(name)
+        engine.catalogue.find(name, at="")
         good = await engine.answers()
         response.status_code = 200 if good else 503
         return ModelReady(name=name, ready=good)
@@ -75,7 +75,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def config(name: str, version: str | None = None) -> ModelConfig:
         """What Triton's clients want to know before they call."""
         demand_version(version)
-        return config_of(engine.catalogue.find(name), engine)
+        return config_of(engine.catalogue.find(name, at=""), engine)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
@@ -83,7 +83,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         demand_version(version)
         offer.demand_statistics()
-        return statistics_of(engine, [engine.catalogue.find(name)], offer.workers)
+        return statistics_of(engine, [engine.catalogue.find(name, at="")], offer.workers)
 
     @app.post(
         f"{MODEL}/infer",

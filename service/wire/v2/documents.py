@@ -74,7 +74,9 @@ class Duration(BaseModel):
 
 
 class BatchStatistics(BaseModel):
-    batch_size: int = Field(description="Calls computed together.")
+    """Executions of one batch size, counted by execution: `compute_infer` counts once what stacked calls were computed in."""
+
+    batch_size: int = Field(description="Batch items computed together, of all calls that were stacked.")
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration

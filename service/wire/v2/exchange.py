@@ -27,12 +27,14 @@ from service.wire.v2.members import (
     Inference,
     arrays_asked,
     datatype_named,
+    demand_input,
     demand_known,
     kind_of,
     members_of,
     refuse_decimals,
     seconds_of,
 )
+from service.wire.v2.places import Places, Sent
 
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -42,14 +44,15 @@ OUTPUT = ("name", "parameters")
 class Exchange:
     """A request to one model. `header_length` is what the header of that name says, "" without one.
 
-    After `parse`, `timeout` is what the request says of it, in seconds; after `encode`, `reply_header_length` is the length of the JSON
-    where bytes follow it, else None.
+    After `parse`, `timeout` is what the request says of it, in seconds, and `places` is where everything of it stands; after `encode`,
+    `reply_header_length` is the length of the JSON where bytes follow it, else None.
     """
 
     def __init__(self, model: str, header_length: str) -> None:
         self.model, self.header_length = model, header_length
         self.id = ""
         self.timeout: float | None = None
+        self.places: Places | None = None
         self.reply_header_length: int | None = None
         self.outputs: list[str] = []
         self.binary = False  # unless an output says otherwise
@@ -67,10 +70,11 @@ class Exchange:
         if not isinstance(inputs, list) or not inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
         rest = memoryview(body)[size:]
-        tensors, position = [], 0
+        tensors, places, position = [], [], 0
         for i, entry in enumerate(inputs):
-            name, array, taken = _input(entry, f"/inputs/{i}", rest[position:], reader)
-            tensors.append((name, array))
+            sent, array, taken = _input(entry, f"/inputs/{i}", rest[position:], reader)
+            tensors.append((sent.name, array))
+            places.append(sent)
             position += taken
         if position != len(rest):
             raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(len(rest)))
@@ -82,6 +86,7 @@ class Exchange:
         members = members_of(self.model, Inference(tensors, parameters, self.outputs, self.id))
         if not any(self._in_text(name) for name in self.outputs or BY_DEFAULT if name != KEYS):
             refuse_decimals(members)
+        self.places = Places(places)
         return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
@@ -140,24 +145,28 @@ class Exchange:
         return names
 
 
-def _input(entry: Any, at: str, rest: memoryview, reader: Reader) -> tuple[str, Array, int]:
-    """One input: its name, its array, and how many of the bytes that follow are its own."""
+def _input(entry: Any, at: str, rest: memoryview, reader: Reader) -> tuple[Sent, Array, int]:
+    """One input: how it was sent, its array, and how many of the bytes that follow are its own."""
     demand_known(_object(entry, at), INPUT, at)
-    name, row = _name(entry, at), datatype_named(entry.get("datatype"), f"{at}/datatype")
+    name = _name(entry, at)
+    demand_input(name, f"{at}/name")
+    row = datatype_named(entry.get("datatype"), f"{at}/datatype")
     shape = shape_of(entry.get("shape"), f"{at}/shape")
     parameters = _object(entry.get("parameters", {}), f"{at}/parameters")
     demand_known(parameters, ("binary_data_size",), f"{at}/parameters")
     if ("data" in entry) == ("binary_data_size" in parameters):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if "data" in entry else "neither")
     if "data" in entry:
-        return name, reader.data(entry["data"], kind_of(name), shape, row.numpy, f"{at}/data"), 0
+        data = entry["data"]
+        array = reader.data(data, kind_of(name), shape, row.numpy, f"{at}/data")
+        return Sent(name, shape, "/data", bool(len(data)) and hasattr(data[0], "__len__")), array, 0
     size, wanted = parameters["binary_data_size"], math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))
     if size > len(rest):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(len(rest)))
-    return name, array_over(rest[:size], row, shape, f"{at}/data"), size
+    return Sent(name, shape), array_over(rest[:size], row, shape, at), size
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:
@@ -182,4 +191,8 @@ def _flag(value: Any, at: str) -> bool:
 def _id(value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest.where("/id", "a string", shown(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest.where("/id", "text without half a surrogate pair", shown(value)) from None
     return value

@@ -13,7 +13,7 @@ import numpy as np
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
-from service.wire.documents import AttendRequest, Output
+from service.wire.documents import WHICH_MASK, AttendRequest, Output
 from service.wire.refusals import pointer, shown
 from service.wire.reply import Reply
 from service.wire.safetensors_form import LISTS
@@ -21,6 +21,7 @@ from service.wire.scan import parse_slowly
 
 VERSION = "1"  # of every model
 TENSORS = {*AttendRequest.tensors, *LISTS}
+INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]  # in the order that people read them in
 OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LISTS
 NESTED = {"window", "dropout", "select", "reply", "tokens"}
 PER_ITEM = ("valid_lens", "query_offset")  # a number for each batch item
@@ -49,10 +50,9 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
     for i, (name, array) in enumerate(inference.tensors):
         if name in members:
             raise MalformedBody.where(f"/inputs/{i}/name", "each input once", f'"{name}" twice')
-        # an option that came as a tensor is refused by its own words, and so is a name that means nothing here
-        members[name] = array if name in TENSORS else {"tensor": list(array.shape)}
-    if "layer" in members or "outputs" in members:
-        raise InvalidRequest.where("/inputs", "no input of that name", "layer or outputs")
+        members[name] = array
+    if "query" not in members:
+        raise InvalidRequest.where("/inputs", "an input called query", ", ".join(members))
     for name, value in inference.parameters.items():
         if name in PROTOCOL:
             continue
@@ -121,10 +121,10 @@ def _drop_column(members: dict[str, Any], name: str) -> None:
 
 def seconds_of(parameters: Mapping[str, Any]) -> float | None:
     """The parameter `timeout`, microseconds on the wire; None where there is none, or 0. Checks `priority`, too: there is one level."""
-    for name in ("timeout", "priority"):
+    for name, number in (("timeout", "a whole number of microseconds"), ("priority", "a whole number")):
         value = parameters.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**64:
-            raise InvalidRequest.where(f"/parameters/{name}", "a whole number", shown(value))
+            raise InvalidRequest.where(f"/parameters/{name}", f"{number} from 0 to {2**64 - 1}", shown(value))
     return parameters.get("timeout", 0) / 1e6 or None
 
 
@@ -133,6 +133,17 @@ def demand_known(entry: Mapping[str, Any], known: Sequence[str], at: str) -> Non
     for name in entry:
         if name not in known:
             raise InvalidRequest.where(at + pointer([name]), f"one of {', '.join(known)}", "another member")
+
+
+def demand_input(name: str, at: str) -> None:
+    """Raises InvalidRequest where no input has that name, saying which there are."""
+    if name in TENSORS:
+        return
+    if name in OPTIONS:
+        raise InvalidRequest.where(at, f"{name} among the parameters", "an input of that name")
+    if name == "mask":
+        raise InvalidRequest.where(at, WHICH_MASK, shown(name))
+    raise InvalidRequest.where(at, f"one of {', '.join(INPUTS)}", shown(name))
 
 
 def datatype_named(name: Any, at: str) -> Datatype:
