@@ -75,9 +75,9 @@ async def serving(
 
 def fitting(detail: str) -> str:
     """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own."""
-    size = 0
+    size, detail = 0, detail.encode(errors="backslashreplace").decode()  # a name in JSON may be half of a surrogate pair
     for i, character in enumerate(detail):
-        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if size > DETAIL:
             return detail[:i]
     return detail
