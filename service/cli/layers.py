@@ -44,6 +44,7 @@ def install(app: typer.Typer) -> None:
 def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
     if context.invoked_subcommand is not None:
+        _demand_nothing(context, context.invoked_subcommand)
         return
     with reported("layers"), open_backend(url, ca, config, flags) as backend:
         held = backend.layers()
@@ -105,6 +106,17 @@ EXAMPLES: dict[Callable[..., None], str] = {
     export: "export encoder0 --output encoder0.safetensors --layers-dir layers",
     remove: "remove encoder0 --url http://127.0.0.1:8000",
 }
+
+
+def _demand_nothing(context: typer.Context, command: str) -> None:
+    """Ends the command where flags stand before the name of one below it, which would not hear of them."""
+    said = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
+    ]
+    if said:
+        raise typer.BadParameter(f"expected the flags of {command} behind its name, got {', '.join(said)} before it")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
 from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
+from service.wire.documents import LayerDocument
 
 SEEDS = 2**32  # of dropout
 WHERE = "the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
@@ -42,12 +43,21 @@ class _Elsewhere:
 ELSEWHERE = _Elsewhere()
 
 
+class WrongMask(InvalidRequest, AssertionError):
+    """A mask that torch's module refuses, by the kind of error that it raises there."""
+
+
+class WrongDtype(InvalidRequest, RuntimeError):
+    """Tensors of another dtype than the layer, which torch's module refuses with the like."""
+
+
 class RemoteMultiheadAttention(nn.Module):
     """The call signature, return shapes and attributes of `nn.MultiheadAttention` over a layer of a service.
 
     May stand in `nn.TransformerEncoderLayer` and its kind, be copied, and be pickled as its client is. Differs from torch's where it must:
     a row whose keys are all masked gives zero weights, not NaN; gradients are those of the output alone, and one that comes back to the
-    weights, or a mask that wants one, is refused; there are no parameters. Raises what `Client` raises.
+    weights, or a mask that wants one, is refused; there are no parameters. Raises what `Client` raises. Inputs have the layer's dtype,
+    as in torch, but under autocast. Attributes are those of the layer that answered last, or that was there when they were first read.
     """
 
     bias_k = bias_v = None
@@ -63,8 +73,10 @@ class RemoteMultiheadAttention(nn.Module):
     def copy_of(cls, module: nn.MultiheadAttention, client: Client, layer: str) -> "RemoteMultiheadAttention":
         """A local module's weights put into the service under the name `layer`, and the remote module in its place.
 
-        Raises InvalidRequest for `add_bias_kv` and `add_zero_attn`, which no layer of the service has.
+        Raises InvalidRequest for `add_bias_kv` and `add_zero_attn`, which no layer of the service has, and TypeError for another module.
         """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
             raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one that adds keys of its own")
         spec, weights = _described(module)
@@ -73,9 +85,17 @@ class RemoteMultiheadAttention(nn.Module):
         return remote.train(module.training)
 
     @cached_property
+    def _held(self) -> LayerDocument:
+        return self.client.layer(self.layer)
+
+    @property
     def spec(self) -> LayerSpec:
-        """The layer's, asked of the service when first needed."""
-        return self.client.layer(self.layer).spec
+        """The layer's, asked of the service when first needed, and anew once another layer has answered under the name."""
+        return self._held.spec
+
+    def _answered(self, fingerprint: str) -> None:
+        if "_held" in self.__dict__ and self._held.fingerprint != fingerprint:
+            self.__dict__.pop("_held", None)
 
     embed_dim = property(lambda self: self.spec.d_model)
     num_heads = property(lambda self: self.spec.num_heads)
@@ -106,11 +126,13 @@ class RemoteMultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`output` and, where needed, the weights [b, q, k] or per head [b, h, q, k]; without b for an unbatched query.
 
-        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it, and for nested
-        tensors; going back, it is raised where a gradient comes to the weights, which `detach()` keeps out of a loss.
+        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it, for nested
+        tensors, masks of integers and inputs of another dtype than the layer's; going back, it is raised where a gradient comes to the
+        weights, which `detach()` keeps out of a loss.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             raise InvalidRequest.where("/query", "padded tensors and a key_padding_mask", "a nested tensor")
+        _demand_masks(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if is_causal and attn_mask is None:
             raise InvalidRequest.where("/attn_mask", "an attn_mask beside the hint is_causal", "none")
         turned = query.ndim == 3 and not self.batch_first
@@ -124,7 +146,7 @@ class RemoteMultiheadAttention(nn.Module):
         fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
         chosen = {"select": {"average": True}} if need_weights and average_attn_weights else {}
         inputs = tuple(x.transpose(0, 1) if turned else x for x in (query, query if key is query else key, value))
-        output, *weights = _Attend.apply(self.client, fields, chosen, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        output, *weights = _Attend.apply(self, fields, chosen, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return output.transpose(0, 1) if turned else output, weights[0] if need_weights else None
 
     def extra_repr(self) -> str:
@@ -135,10 +157,15 @@ class _Attend(torch.autograd.Function):
     """One call forward, and one back for the gradients that are needed; nothing is kept in the service between them."""
 
     @staticmethod
-    def forward(ctx: Any, client: Client, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-        result = client.attend(*inputs, **{**fields, **chosen})
-        made = tuple(_tensor(array).to(inputs[0]) for array in result.values())
-        ctx.client, ctx.fields, ctx.layer = client, fields, result.layer
+    def forward(
+        ctx: Any, remote: RemoteMultiheadAttention, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        result = remote.client.attend(*inputs, **{**fields, **chosen})
+        remote._answered(result.layer.fingerprint)
+        arrays = [_tensor(array) for array in result.values()]
+        _demand_dtype(inputs, arrays[0].dtype)  # which is the layer's, so that it need not be asked for
+        made = tuple(array.to(inputs[0]) for array in arrays)
+        ctx.client, ctx.fields, ctx.layer = remote.client, fields, result.layer
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return made
@@ -159,6 +186,21 @@ class _Attend(torch.autograd.Function):
             raise LayerConflict(f'the layer "{ctx.layer.name}" was replaced between the call and its gradients')
         made = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))
         return None, None, None, *made
+
+
+def _demand_masks(**masks: Tensor | None) -> None:
+    """Raises WrongMask for integers, of which nobody can tell whether they block or are added."""
+    for name, mask in masks.items():
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise WrongMask.where(f"/{name}", "a mask of torch.bool (True = blocked) or of floats (added to the scores)", str(mask.dtype))
+
+
+def _demand_dtype(inputs: tuple[Tensor, ...], held: torch.dtype) -> None:
+    """Raises WrongDtype where an input is not of the layer's dtype. Under autocast torch casts all but float64, and so is done here."""
+    for name, x in zip(("query", "key", "value"), inputs, strict=True):
+        cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
+        if x.dtype != held and not cast:
+            raise WrongDtype.where(f"/{name}", f"{held}, the dtype of the layer", str(x.dtype))
 
 
 def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int | None) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from pydantic.json_schema import models_json_schema
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Bias, HeadScale, KeyMask, Kind, Lengths, Mask, Sequences, Weight, tensor_kinds
-from service.wire.refusals import shown
+from service.wire.refusals import HALF, is_unicode, shown
 
 WEIGHTS = "Canonical name -> tensor; null draws them by init and seed, which say nothing where weights are given: both become null."
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
+ELSEWHERE = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # what a body that was sent there may still hold
 
 Output = Literal[
     "output",
@@ -51,10 +52,13 @@ def _offset(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [value]
-    for row in rows:
+    nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
+    for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
             raise disagreement("", "a list of words, or one such list per batch item", "something else")
+        for j, word in enumerate(row):
+            if not is_unicode(word):  # no reply and no picture could hold it
+                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "words of Unicode text", HALF)
     return value
 
 
@@ -76,7 +80,8 @@ class Document(BaseModel):
 
 
 class Dropout(Document):
-    """Weights below `p` in the seeded stream are dropped, the others divided by 1 - p."""
+    """A weight is kept where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divided by 1 - p. Those
+    replied are after it."""
 
     p: Annotated[float, Field(ge=0, lt=1, strict=True)]
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
@@ -144,9 +149,14 @@ class AttendRequest(Document):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_mask(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "mask" in data:
+    def _misplaced(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if "mask" in data:
             raise disagreement("/mask", WHICH_MASK, '"mask"')
+        for name, path in ELSEWHERE.items():
+            if name in data and name not in cls.model_fields:
+                raise disagreement(f"/{name}", f"no field of that name: it is for POST {path}", shown(data[name]))
         return data
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from service.errors import InvalidRequest, Problem
 Model = TypeVar("Model", bound=BaseModel)
 SHOWN = 60  # characters of what came
 PROBLEMS = 16  # of one refusal
+HALF = "half of a surrogate pair"
 
 EXPECTED = {
     "missing": "a value",
@@ -22,6 +23,7 @@ EXPECTED = {
     "dict_type": "an object",
     "list_type": "a list",
     "string_type": "a string",
+    "string_unicode": "a string of Unicode text",
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
@@ -58,11 +60,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8. JSON can say half of a surrogate pair, which no text has alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _problem(error: Any, at: str) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     got = shown(error.get("input"))
     if kind == "disagreement":
         return Problem(place + context["at"], context["expected"], context["got"])
+    if kind == "string_unicode":
+        return Problem(place, EXPECTED[kind], HALF)
     if kind == "missing":
         return Problem(place, EXPECTED[kind], "nothing")
     if kind == "extra_forbidden":

@@ -58,6 +58,20 @@ def test_errors_say_what_to_do(arguments: tuple[str, ...], said: str) -> None:
     assert said in done.stderr.decode()
 
 
+@pytest.mark.parametrize(
+    ("command", "surplus", "path"), [("heads", "figure", "figure"), ("figure", "metrics", "analysis"), ("infer", "figure", "figure")]
+)
+def test_a_body_for_another_command_says_what_is_too_much(command: str, surplus: str, path: str, tmp_path: Path) -> None:
+    """And what that is for: one file need not do for all."""
+    body = json.dumps(BODY | {surplus: {"figure": {"kind": "mean"}, "metrics": ["entropy"]}[surplus]}).encode()
+
+    done = run_attend(command, "-", *TINY, *(["-o", str(tmp_path / "drawn.svg")] if command == "figure" else []), stdin=body)
+
+    assert done.returncode == 1 and not done.stdout
+    assert f"expected no field of that name: it is for POST /attend/{path}, got a" in done.stderr.decode()
+    assert done.stderr.decode().strip().endswith(f"at /{surplus}")
+
+
 def test_words_are_no_commands_to_the_terminal(tmp_path: Path) -> None:
     """What has no shape of its own is written out."""
     file = tmp_path / "words.json"

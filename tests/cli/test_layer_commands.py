@@ -103,6 +103,22 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
+def test_flags_before_the_command_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Which were passed over: `add` knows nothing of what `layers` was told. What the environment says is meant for no command alone."""
+    kept, wide = ["--layers-dir", str(tmp_path / "kept")], {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    add = ["add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS]
+    for flags, named in (
+        (["--seed", "3"], "got --seed before it"),
+        (kept, "got --layers-dir before it"),
+        (["--json", "--url", "http://x", "--bias"], "got --url, --json, --bias before it"),
+    ):
+        done = run_attend("layers", *flags, *add, *kept, env=wide)
+        assert done.returncode == 2 and not done.stdout and named in done.stderr.decode(), done.stderr
+        assert not (tmp_path / "kept").exists()
+    done = run_attend("layers", *add, *kept, env={**wide, "ATTEND_CA": str(checkpoint), "ATTEND_SEED": "3"})
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     """Is told what it is taken for."""
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + b"\0" * 60)

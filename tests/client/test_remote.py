@@ -4,8 +4,8 @@ import copy
 import io
 import itertools
 import pickle
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,13 +138,55 @@ def test_only_the_gradients_that_are_needed_are_asked_for(client):
     assert value.grad is not None and query.grad is None
 
 
-def test_dtypes_are_those_of_the_query(client):
-    for dtype, layer in itertools.product((torch.float32, torch.float64, torch.bfloat16), ("float32", "bfloat16")):
-        remote = RemoteMultiheadAttention(client, layer, batch_first=True)
-        output, weights = remote(*inputs(True, dtype=dtype))
-        assert output.dtype == weights.dtype == dtype
-        expected = local(torch.float32, batch_first=True)(*inputs(True, dtype=torch.float32))[0]
-        torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+def test_mixed_dtypes_are_refused_as_torch_refuses_them(client):
+    """Float64 in and out of a layer of float32 would look more exact than it is."""
+    for dtype, layer in itertools.product((torch.float32, torch.float64, torch.bfloat16), ("float32", "float64", "bfloat16")):
+        remote, there = RemoteMultiheadAttention(client, layer, batch_first=True), local(getattr(torch, layer), batch_first=True)
+        arguments = inputs(True, dtype=dtype)
+        if str(dtype) == f"torch.{layer}":
+            output, weights = remote(*arguments)
+            assert output.dtype == weights.dtype == dtype
+            torch.testing.assert_close(output.float(), there(*arguments)[0].float(), rtol=0.05, atol=0.02)
+            continue
+        with pytest.raises(RuntimeError):
+            there(*arguments)
+        with pytest.raises(RuntimeError, match=f"expected torch.{layer}, the dtype of the layer, got {dtype}, at /query") as refused:
+            remote(*arguments)
+        assert isinstance(refused.value, InvalidRequest)
+
+
+def test_each_input_has_the_dtype_of_the_layer(client):
+    remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
+    for i, name in enumerate(("query", "key", "value")):
+        for dtype in (torch.float32, torch.int64):
+            arguments = [x.to(dtype) if i == j else x for j, x in enumerate(inputs(True))]
+            with pytest.raises(RuntimeError, match=f"got {dtype}, at /{name}"):
+                remote(*arguments)
+
+
+def test_under_autocast_other_dtypes_are_cast_but_float64(client):
+    """As torch casts them, in whose modules a layer of float32 then gets what the one before made of bfloat16."""
+    remote = RemoteMultiheadAttention(client, "float32", batch_first=True)
+    expected = local(torch.float32, batch_first=True)(*inputs(True, dtype=torch.float32))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output, weights = remote(*inputs(True, dtype=torch.bfloat16))
+        with pytest.raises(RuntimeError, match="at /query"):
+            remote(*inputs(True))
+    assert output.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])
+@pytest.mark.parametrize("hint", [False, True])
+def test_masks_of_integers_are_refused_as_torch_refuses_them(client, mask, dtype, hint):
+    """Which were added to the scores, so that a padding of ones blocked nothing."""
+    fields = {"attn_mask": BLOCKED, "is_causal": hint, "need_weights": not hint, mask: (PADDING if "key" in mask else BLOCKED).to(dtype)}
+    for module in (local(batch_first=True), RemoteMultiheadAttention(client, "float64", batch_first=True)):
+        with pytest.raises(AssertionError) as refused:
+            module(*inputs(True), **fields)
+    [problem] = refused.value.problems
+    assert (problem.at, problem.got) == (f"/{mask}", str(dtype)) and "torch.bool" in problem.expected
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}], ids=str)
@@ -198,11 +240,24 @@ def test_keys_of_a_modules_own_are_refused(client, options):
         RemoteMultiheadAttention.copy_of(local(**options), client, "refused")
 
 
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), None, "attention"], ids=["linear", "none", "text"])
+def test_what_is_no_attention_is_not_copied(client, module):
+    with pytest.raises(TypeError, match=f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}"):
+        RemoteMultiheadAttention.copy_of(module, client, "refused")
+    assert "refused" not in {layer.name for layer in client.layers()}
+
+
+def test_a_remote_module_is_not_copied(client):
+    """Its weights are in a service, and not in it."""
+    with pytest.raises(TypeError, match="got a RemoteMultiheadAttention"):
+        RemoteMultiheadAttention.copy_of(RemoteMultiheadAttention(client, "float64"), client, "refused")
+
+
 def test_one_call_forward_and_one_back(server):
     sent = []
     with Client(server.url) as client:
         client._http.event_hooks["request"] = [sent.append]
-        x = torch.tensor(np.ones((1, 3, 64)), requires_grad=True)
+        x = torch.ones(1, 3, 64, requires_grad=True)
         RemoteMultiheadAttention(client, batch_first=True)(x, x, x)[0].sum().backward()
     assert [request.url.path for request in sent] == ["/attend", "/attend"]
 
@@ -232,6 +287,21 @@ def test_attributes_are_those_of_the_local_module(client, layer):
     for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
         assert (getattr(remote, name) is None) == (getattr(there, name) is None), name
     assert (remote.out_proj.bias is None) == (there.out_proj.bias is None)
+
+
+def test_attributes_follow_the_layer_that_answers(client):
+    """One that replaced it under its name may have other heads; asked for once more only then."""
+    asked = []
+    client.put_layer("moving", {"d_model": 6, "num_heads": 2})
+    remote, x = RemoteMultiheadAttention(client, "moving", batch_first=True), torch.ones(1, 2, 6)
+    remote.client = SimpleNamespace(attend=client.attend, layer=lambda name: asked.append(name) or client.layer(name))
+    for heads in (2, 3):
+        client.put_layer("moving", {"d_model": 6, "num_heads": heads})
+        for _ in range(2):
+            remote(x, x, x)
+            assert (remote.num_heads, remote.head_dim) == (heads, 6 // heads)
+    assert asked == ["moving"] * 2
+    client.delete_layer("moving")
 
 
 def test_whoever_wants_the_weights_learns_where_they_are(client):

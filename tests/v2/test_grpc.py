@@ -168,6 +168,11 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
         "triton_enable_empty_final_response",
     ),
     "an input parameter": (request("tiny", GOOD, parameters={"query": {"string_param": "[]"}}), INVALID, "/parameters/query"),
+    "half a pair as a name": (
+        request("tiny", GOOD, parameters={"tokens": {"string_param": r'{"\ud800": 1, "\ud800": 1}'}}),
+        INVALID,
+        r"/tokens/\ud800",
+    ),
     "too late": (request("tiny", GOOD, parameters={"timeout": {"int64_param": 1}}), grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
 }
 

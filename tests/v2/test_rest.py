@@ -432,6 +432,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "at /inputs/1",
     ),
     "an id that is no string": ({**one(), "id": 7}, "/id"),
+    "an id that is half a pair": ({**one(), "id": "\ud800"}, "/id"),
     "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
     "a priority below 0": ({**one(), "parameters": {"priority": -1}}, "/parameters/priority"),
     "a width that does not fit": (one(shape=[1, 3, 4]), "expected 6 values per query"),
@@ -443,7 +444,7 @@ def test_a_wrong_request_is_a_400_that_says_why(v2: httpx.Client, case: str) -> 
     """Also where Triton answers 500, and where it answers with other numbers than were asked for."""
     body, words = REFUSED[case]
 
-    error = refused(v2.post(INFER, json=body), 413 if "2^48" in words else 400)
+    error = refused(v2.post(INFER, content=json.dumps(body)), 413 if "2^48" in words else 400)
 
     assert words in error, error
 

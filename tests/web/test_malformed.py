@@ -304,8 +304,8 @@ FIELDS = [
     Bad("mask", 422, "/mask", "attend_mask, block_mask, attend_keys, block_keys", '"mask"', tiny(mask=zeros(3, 3))),
     Bad("unknown-field", 422, "/querry", "no field of that name", "", tiny(querry=1)),
     Bad("unknown-field-escaped", 422, "/a~1b~0c", "no field of that name", "", tiny(**{"a/b~c": 1})),
-    Bad("metrics", 422, "/metrics", "no field of that name", "a list of 1", tiny(metrics=["entropy"])),
-    Bad("figure", 422, "/figure", "no field of that name", "an object", tiny(figure={"format": "png"})),
+    Bad("metrics", 422, "/metrics", "no field of that name: it is for POST /attend/analysis", "a list of 1", tiny(metrics=["entropy"])),
+    Bad("figure", 422, "/figure", "no field of that name: it is for POST /attend/figure", "an object", tiny(figure={"format": "png"})),
     Bad("attn-mask", 422, "/attn_mask", "no field of that name", "", tiny(attn_mask=zeros(3, 3))),
     Bad("unknown-in-reply", 422, "/reply/colour", "no field of that name", '"red"', tiny(reply={"colour": "red"})),
     Bad("unknown-in-window", 422, "/window/lef", "no field of that name", "1", tiny(window={"lef": 1})),
@@ -378,6 +378,31 @@ FIELDS = [
     Bad("tokens-items-unbatched", 422, "/tokens/query", "one list", "1 lists", loose(tokens={"query": [WORDS]})),
     Bad("tokens-number", 422, "/tokens/query", "a list of words", "", tiny(tokens={"query": ["a", "b", 3]})),
     Bad("tokens-string", 422, "/tokens/key", "a list of words", "", tiny(tokens={"key": "abc"})),
+    Bad("tokens-half-a-pair", 422, "/tokens/query/1", "words of Unicode text", "surrogate", tiny(tokens={"query": ["a", "\ud800", "c"]})),
+    Bad("tokens-half-a-pair-per-item", 422, "/tokens/key/1/4", "Unicode", "", cross(tokens={"key": [["a"] * 5, [*"abcd", "\udfff"]]})),
+    *(
+        Bad(f"tokens-half-a-pair-at-{name}", 422, "/tokens/query/2", "words of Unicode text", "", body, path=f"/attend/{path}")
+        for name, path, body in (
+            ("plan", "plan", tiny(tokens={"query": ["a", "b", "\ud83d"]})),
+            ("analysis", "analysis", tiny(tokens={"query": ["a", "b", "c\ud83d"]})),
+            ("links", "analysis", tiny(tokens={"query": ["a", "b", "\ude00\ud83d"]}, metrics=["strongest_links"])),
+            ("figure", "figure", tiny(tokens={"query": ["a", "b", "\ude00c"]})),
+        )
+    ),
+    Bad("name-half-a-pair", 422, "", "a string of Unicode text", "surrogate", tiny(**{"\ud800": 1})),
+    Bad("name-half-a-pair-in-reply", 422, "/reply", "a string of Unicode text", "surrogate", tiny(reply={"\ud800": 1})),
+    Bad("output-half-a-pair", 422, "/outputs/0", "", "", tiny(outputs=["\ud800"])),
+    Bad("metric-half-a-pair", 422, "/metrics/0", "", "", tiny(metrics=["\ud800"]), path="/attend/analysis"),
+    Bad("title-half-a-pair", 422, "/figure/title", "Unicode text", "surrogate", tiny(figure={"title": "\ud800"}), path="/attend/figure"),
+    Bad("text-half-a-pair", 422, "/text", "Unicode text", "surrogate", b'{"text": "a \\ud800"}', path="/words"),
+    put("init-half-a-pair", "/spec/init", "", "", spec(init="\ud800")),
+    put(
+        "weight-half-a-pair",
+        "/weights/\ud800",
+        "",
+        "",
+        weights().replace(b'"query.weight"', rb'"\ud800": [[1, 0], [0, 1]], "query.weight"'),
+    ),
 ]
 
 MASKS = [

@@ -17,7 +17,7 @@ from service.wire.arrays import Kind, array_over
 from service.wire.documents import ReplyOptions
 from service.wire.json_form import Reader, shape_of
 from service.wire.limits import WireLimits
-from service.wire.refusals import shown
+from service.wire.refusals import HALF, is_unicode, shown
 from service.wire.reply import Buffer, Reply, text_of, wire_array
 from service.wire.v2.header import read_header
 from service.wire.v2.members import (
@@ -191,8 +191,6 @@ def _flag(value: Any, at: str) -> bool:
 def _id(value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest.where("/id", "a string", shown(value))
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest.where("/id", "text without half a surrogate pair", shown(value)) from None
+    if not is_unicode(value):  # the reply repeats it
+        raise InvalidRequest.where("/id", "a string of Unicode text", HALF)
     return value
