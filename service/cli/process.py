@@ -154,7 +154,8 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
-    Connection.watch = Watch(settings.client_timeout, app.state.engine.metrics.failed, settings.access_log)
+    metrics = app.state.engine.metrics
+    Connection.watch = Watch(settings.client_timeout, metrics.failed, settings.access_log, partial(metrics.answered, "other"))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
