@@ -2,6 +2,7 @@
 
     AttendError
     ├── RequestError              the caller can mend it
+    │   ├── MalformedRequest      its headers are none that HTTP allows
     │   ├── MalformedBody         the bytes are no JSON or safetensors, or a key stands twice
     │   ├── InvalidRequest        well-formed, but it breaks the contract or does not fit the layer
     │   ├── Unauthenticated       no key, or one that nobody has
@@ -63,6 +64,10 @@ class AttendError(Exception):
 
 class RequestError(AttendError):
     title = "the request cannot be served"
+
+
+class MalformedRequest(RequestError):
+    title = "malformed request"
 
 
 class MalformedBody(RequestError):

@@ -3,6 +3,7 @@
 Only `cli` and `web/app` import this; everything below gets the values it needs. Unknown names are refused wherever they stand.
 """
 
+import ipaddress
 import json
 import os
 import re
@@ -21,6 +22,7 @@ PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
 CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # what clients and commands with --url read; no setting of a server
 KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
+LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # items of that form, with commas
 EXAMPLE = '{"small": {"d_model": 8, "num_heads": 2}}'
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
@@ -59,7 +61,7 @@ class Settings(BaseSettings):
     layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
-    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings a layer.")
+    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings or keeps a layer.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
@@ -84,14 +86,22 @@ class Settings(BaseSettings):
 
     keys_file: Path | None = Field(default=None, description="Keys of callers (`attend keys add`): then every route but health wants one.")
     allowed_hosts: str = Field(
-        default="", description="Names that Host may have, with commas, or *; if not set, localhost on loopback without keys, else any."
+        default="",
+        pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
+        description="Names that Host may have, without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
     )
-    cors_origins: str = Field(default="", description="Origins of web pages that may call, with commas, or *; none if not set.")
+    cors_origins: str = Field(
+        default="",
+        pattern=LISTED.format(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@,]+"),
+        description="Origins of web pages that may call, such as https://a.example, with commas, or *; none if not set.",
+    )
     tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key the server speaks HTTPS.")
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
     uds: Path | None = Field(default=None, description="A Unix socket to listen on instead of host and port.")
     root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Prefix that a proxy in front takes away, such as /attend.")
-    trusted_proxies: str = Field(default="", description="Addresses whose X-Forwarded-For and -Proto are believed, with commas, or *.")
+    trusted_proxies: str = Field(
+        default="", description="Addresses or networks whose X-Forwarded-For and -Proto are believed, with commas, or *."
+    )
     client_timeout: float = Field(
         default=20.0, gt=0, description="Seconds that request headers may take, and in which a body or reply must move by 16 KiB."
     )
@@ -135,6 +145,22 @@ class Settings(BaseSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         return self
+
+    @model_validator(mode="after")
+    def _ports_apart(self) -> Self:
+        if self.port == self.grpc_port != 0 and self.uds is None:
+            raise ValueError(f"port and grpc_port cannot both be {self.port}")
+        return self
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _addresses(cls, text: str) -> str:
+        for item in () if text.strip() == "*" else filter(None, map(str.strip, text.split(","))):
+            try:
+                ipaddress.ip_network(item)
+            except ValueError:
+                raise ValueError(f"expected addresses or networks such as 10.0.0.0/8, with commas, or * alone, got {item!r}") from None
+        return text
 
     def default_layer(self) -> LayerSpec:
         """The spec of the layer `default`. Raises pydantic's ValidationError where the fields do not make one."""

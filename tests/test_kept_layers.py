@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from live import Server
 from safetensors.numpy import save_file
+
+from service.serving.peers import Claim
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
@@ -72,7 +76,7 @@ def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> None:
-    """Torn, foreign, changed, linked, misnamed: each is passed over, those inside the folder with a line in the log; the others load."""
+    """Torn, foreign, changed, linked, misnamed, no file: each is passed over, with one line in the log; the others load."""
     first = start("--layers-dir", str(tmp_path))
     put(first, "good", TINY, 201)
     first.stop()
@@ -85,6 +89,7 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     (tmp_path / "elsewhere" / "out").write_bytes(good)
     (tmp_path / "linked.safetensors").symlink_to(tmp_path / "elsewhere" / "out")
     (tmp_path / "bad name.safetensors").write_bytes(good)
+    os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / ".good.0123.part").write_bytes(good[:9])  # what a writer left that died
     (tmp_path / ".peer-0123").write_text("0")
 
@@ -92,6 +97,14 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     assert names(second) == ["default", "good"]
     refused = {event["layer"] for event in second.events if event["event"] == "layer file refused"}
     assert refused == {"torn", "flipped", "text", "foreign"}
+    ignored = sorted((event["file"], event["reason"]) for event in second.events if event["event"] == "layer file ignored")
+    link, misnamed, other = "it is a link, which is not followed", "its name is not that of a layer with .safetensors", "it is no file"
+    assert ignored == [
+        ('"bad name.safetensors"', misnamed),
+        ('"elsewhere"', misnamed),
+        ('"linked.safetensors"', link),
+        ('"pipe.safetensors"', other),
+    ]
     assert not (tmp_path / ".good.0123.part").exists()
     put(second, "next", OTHER, 201)  # and nobody waits for the dead
     assert not (tmp_path / ".peer-0123").exists()
@@ -174,6 +187,63 @@ def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path:
     assert len({ask(server, "GET", "/layers/mine").json()["fingerprint"] for _ in range(12)}) == 1
     assert ask(server, "DELETE", "/layers/mine").status_code == 204
     assert {ask(server, "GET", "/layers/mine").status_code for _ in range(12)} == {404}
+
+
+def test_what_is_put_at_once_shares_one_bound(start: Start, tmp_path: Path) -> None:
+    """Twelve callers, two workers, room for four: four are taken, the others told why, and all workers hold the same, after a restart too.
+
+    One that becomes smaller makes room for another, whatever their order in the folder.
+    """
+    small = ("--workers", "2", "--layers-dir", str(tmp_path), "--max-total-parameters", "20000", "--d-model", "8", "--num-heads", "2")
+    large = {"spec": {"d_model": 32, "num_heads": 2}}  # 4,224 parameters, beside 288
+    server = start(*small)
+
+    def one(name: str) -> httpx.Response:
+        return ask(server, "PUT", f"/layers/{name}", json=large)
+
+    with ThreadPoolExecutor(12) as callers:
+        answers = list(callers.map(one, (f"layer{i}" for i in range(12))))
+    assert sorted(answer.status_code for answer in answers) == [201] * 4 + [413] * 8
+    assert all("max_total_parameters" in answer.json()["detail"] for answer in answers if answer.status_code == 413)
+    held = {"default", *(answer.json()["name"] for answer in answers if answer.status_code == 201)}
+    assert all(set(names(server)) == held for _ in range(16))
+
+    kept = max(held - {"default"})
+    put(server, kept, TINY, 200)
+    put(server, "a", large, 201)  # which comes before it when a folder is read
+    assert all(set(names(server)) == held | {"a"} for _ in range(16))
+    assert server.stop() == 0
+    assert set(names(start(*small))) == held | {"a"}
+
+
+def test_who_waits_for_the_folder_waits_no_longer_than_it_was_told(start: Start, tmp_path: Path) -> None:
+    """Somebody holds it and does not let go: 504 at the caller's deadline, nothing has changed, and all is well afterwards."""
+    server = start("--layers-dir", str(tmp_path))
+    put(server, "mine", TINY, 201)
+    claim = Claim(tmp_path)
+    assert claim.taken() and not Claim(tmp_path).taken()
+    late = ask(server, "PUT", "/layers/mine", json=OTHER, headers={"X-Request-Timeout": "0.3"})
+    assert late.status_code == 504 and "nothing has changed" in late.json()["detail"]
+    assert ask(server, "GET", "/layers/mine").json()["spec"]["seed"] == 1
+    claim.release()
+    put(server, "mine", OTHER, 200)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in a folder", "in memory"])
+def test_a_layer_that_could_not_be_read_back_is_not_taken(start: Start, tmp_path: Path, kept: bool) -> None:
+    """Its file would be larger than those that are read: 413 names the setting, what was there stays. What is taken can be put back."""
+    server = start("--max-layer-bytes", "20480", *(["--layers-dir", str(tmp_path)] if kept else []))
+    old = put(server, "mine", TINY, 201)
+    for name in ("mine", "new"):
+        refused = put(server, name, {"spec": {"d_model": 64, "num_heads": 8}}, 413)
+        assert "max_layer_bytes" in refused["detail"]
+    assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
+    assert files(tmp_path) == (["mine.safetensors"] if kept else [])
+    put(server, "large", {"spec": {"d_model": 34, "num_heads": 2}}, 201)
+    file = ask(server, "GET", "/layers/large/weights").content
+    assert 19000 < len(file) <= 20480
+    again = ask(server, "PUT", "/layers/large", content=file, headers={"Content-Type": "application/vnd.safetensors"})
+    assert again.status_code == 200, again.text
 
 
 def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -> None:

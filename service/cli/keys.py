@@ -22,7 +22,7 @@ attend keys remove gateway --file keys.txt"""
 
 File = Annotated[Path, typer.Option("--file", envvar="ATTEND_KEYS_FILE", help="The file that --keys-file of `attend serve` names.")]
 Name = Annotated[str, typer.Argument(help="Who it is for; shown in the log.")]
-Scopes = Annotated[list[str], typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. May be given several times.")]
+Scopes = Annotated[list[str], typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. Several times, or with commas.")]
 
 
 def install(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def add(name: Name, scopes: Scopes, file: File, as_json: AsJson = False) -> None
     if any(key.name == name for key in held):
         _fail(f'"{name}" has a key already; remove it first, or take another name')
     try:
-        secret, key = make_key(name, scopes)
+        secret, key = make_key(name, [scope.strip() for given in scopes for scope in given.split(",")])
     except BadKeys as error:
         _fail(str(error))
     _write(file, [*held, key])

@@ -30,8 +30,9 @@ from service.cli.logs import configure_logs
 from service.serving.engine import Engine
 from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
-from service.web.app import create_app
+from service.web.app import create_app, is_local
 from service.web.connections import Connection, Watch
+from service.web.keys import read_keys
 
 log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
@@ -44,6 +45,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
     """Serves on the socket until told to stop."""
     configure_logs(settings.log_format, settings.log_level)
     log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads)
+    _warn_of_open_doors(settings)
     allow_many_connections()
     config = uvicorn.Config(
         partial(_application, settings, threads),
@@ -73,6 +75,14 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
     with folder as shared:
         os.environ[MULTIPROCESS] = shared
         Supervisor(config, [listening]).run()
+
+
+def _warn_of_open_doors(settings: Settings) -> None:
+    """Of what is allowed, and is rarely meant: doors that are open to everyone, or to nobody."""
+    if settings.keys_file is None and not is_local(settings):
+        log.warning("open to everyone", reason="there are no keys (keys_file), and whoever reaches the server may call it")
+    elif settings.keys_file is not None and not read_keys(settings.keys_file):
+        log.warning("open to nobody", reason="the file of keys (keys_file) holds none", file=str(settings.keys_file))
 
 
 def shared_folder() -> str:
@@ -154,7 +164,8 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
-    Connection.watch = Watch(settings.client_timeout, app.state.engine.metrics.failed, settings.access_log)
+    metrics = app.state.engine.metrics
+    Connection.watch = Watch(settings.client_timeout, metrics.failed, settings.access_log, partial(metrics.answered, "other"))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

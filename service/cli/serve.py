@@ -1,10 +1,13 @@
 """`attend serve`: settings -> a running server. Its flags are made from the fields of Settings, so that no list is kept twice."""
 
+import errno
 import os
 import socket
 import ssl
+import stat
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -56,34 +59,41 @@ def run(settings: Settings) -> None:
         settings = _with_free_grpc_port(settings)
         where = str(settings.uds or f"{settings.host}:{settings.port}")
         listening = _listen(settings)
+        made = None if settings.uds is None else settings.uds.lstat()
     except OSError as error:
-        typer.echo(f"attend serve: cannot listen on {where}: {error.strerror}", err=True)
+        typer.echo(f"attend serve: cannot listen on {where}: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
     try:
         serve_processes(settings, threads, listening)
     finally:
-        if settings.uds is not None:
-            settings.uds.unlink(missing_ok=True)
+        if settings.uds is not None and made is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(settings.uds.lstat(), made):  # and not what somebody has put in its place
+                    settings.uds.unlink()
 
 
 def _check_files(settings: Settings) -> None:
     """Ends the command where a file that the server will need is not what it should be, or the extra it wants is not there."""
     from service.web.keys import BadKeys, read_keys
 
+    wanted = f"--layers-dir {settings.layers_dir}"
     try:
         if settings.keys_file is not None:
             read_keys(settings.keys_file)
         if settings.layers_dir is not None:
             settings.layers_dir.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=settings.layers_dir).close()
-        if settings.tls_cert is not None:
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            for flag, path in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
+                wanted = f"{flag} {path}"
+                path.open("rb").close()
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
     except BadKeys as error:
         message = str(error)
     except ssl.SSLError as error:
         message = f"--tls-cert and --tls-key: no certificate and its key ({error.reason or error})"
     except OSError as error:
-        message = f"cannot use {error.filename or 'the certificate'}: {error.strerror}"
+        message = f"cannot use {wanted}: {error.strerror}"
     else:
         if settings.telemetry and find_spec("opentelemetry") is None:
             message = "--telemetry needs more packages: pip install 'attend[serve,otel]'"
@@ -96,19 +106,35 @@ def _check_files(settings: Settings) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The socket, taking callers. A Unix socket that a server left behind, and nobody answers, is replaced."""
+    """The socket, taking callers. Raises OSError."""
     if settings.uds is None:
         return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
-    path, listening = str(settings.uds), socket.socket(socket.AF_UNIX)
-    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as caller:
-        try:
-            caller.connect(path)
-        except ConnectionRefusedError:
-            settings.uds.unlink()
-    listening.bind(path)
+    _clear(settings.uds)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(settings.uds))
     settings.uds.chmod(0o666)  # as a port of this machine, it is open to all who can reach it
     listening.listen(2048)
     return listening
+
+
+def _clear(path: Path) -> None:
+    """Removes a Unix socket that a server left behind, and nobody listens on. Raises OSError where anything else is there."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise OSError(errno.EEXIST, "what is there is no socket")
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        except BlockingIOError:  # so many callers wait that there is no room for one more
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+        else:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _with_free_grpc_port(settings: Settings) -> Settings:

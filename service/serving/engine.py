@@ -67,7 +67,7 @@ class Engine:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler)
         self.statistics = Counter(metrics.folder)
-        self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget)
+        self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget, wire_limits.layer_bytes)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.door = Door()

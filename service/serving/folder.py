@@ -13,15 +13,18 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
 
+import structlog
+
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
 from service.serving.catalogue import HeldLayer
-from service.serving.loading import read_stored, write_layer_file
-from service.serving.peers import Peers, cleared, create_locked
+from service.serving.loading import read_stored, stored_pieces
+from service.serving.peers import Claim, Peers, cleared, create_locked
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.documents import LAYER_NAME
 from service.wire.refusals import shown
 
+log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
 SUFFIX, PART = ".safetensors", ".part"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -34,6 +37,7 @@ class LayerFolder:
     def __init__(self, path: Path, largest: int) -> None:
         """`largest` is in bytes, of a file that is read."""
         self.path, self.largest, self.peers = path, largest, Peers(path)
+        self._passed_over: frozenset[str] = frozenset()  # what was there at the last look, and cannot be a layer
 
     def open(self) -> None:
         """Makes the folder if it is not there, joins those who share it, and clears away what writers left that died. Raises OSError."""
@@ -45,14 +49,29 @@ class LayerFolder:
     def close(self) -> None:
         self.peers.leave()
 
+    def claim(self) -> Claim:
+        """To be taken before looking, and released after writing, by whoever lets in only what there is room for."""
+        return Claim(self.path)
+
     def look(self) -> tuple[int, dict[str, Stamp]]:
-        """How many changes there have been, and the layers that are there, with at least those changes."""
-        changes, found = self.peers.changes, {}
+        """How many changes there have been, and the layers that are there, with at least those changes.
+
+        What is new and cannot be a layer gets a line in the log.
+        """
+        changes, found, others = self.peers.changes, {}, {}
         with os.scandir(self.path) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(SUFFIX)
-                if name != entry.name and NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                if name == entry.name or not NAME.fullmatch(name):
+                    others[entry.name] = f"its name is not that of a layer with {SUFFIX}"
+                elif entry.is_file(follow_symlinks=False):
                     found[name] = _stamp(entry.stat(follow_symlinks=False))
+                else:
+                    others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is no file"
+        others = {name: why for name, why in others.items() if not name.startswith(".")}  # ours, or hidden
+        for name in sorted(others.keys() - self._passed_over):
+            log.warning("layer file ignored", file=shown(name), reason=others[name])
+        self._passed_over = frozenset(others)
         return changes, dict(sorted(found.items()))
 
     def read(self, name: str) -> tuple[LayerSpec, dict[str, Array], str]:
@@ -74,7 +93,7 @@ class LayerFolder:
             return self.peers.announce(), stamp
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise _fault(error) from error
+            raise fault(error) from error
 
     def remove(self, name: str) -> int:
         """The number of the change. Raises ServiceFault."""
@@ -83,7 +102,7 @@ class LayerFolder:
             _flush(self.path)
             return self.peers.announce()
         except OSError as error:
-            raise _fault(error) from error
+            raise fault(error) from error
 
     def _path(self, name: str) -> Path:
         if not NAME.fullmatch(name):
@@ -94,7 +113,7 @@ class LayerFolder:
 def _write(part: Path, target: Path, layer: HeldLayer) -> Stamp:
     file = create_locked(part)  # so that a newcomer can tell it from what the dead have left
     try:
-        for piece in write_layer_file(layer, fingerprint=layer.fingerprint):
+        for piece in stored_pieces(layer):
             rest = memoryview(piece)
             while rest:
                 rest = rest[os.write(file, rest) :]
@@ -120,7 +139,8 @@ def _stamp(about: os.stat_result) -> Stamp:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def _fault(error: OSError) -> Exception:
+def fault(error: OSError) -> Exception:
+    """What a caller is told of it: StorageFull or ServiceFault."""
     if error.errno in FULL:
         return StorageFull("there is no room to store the layer (layers_dir); the layers are as they were")
     return ServiceFault("the folder of layers (layers_dir) cannot be written to; the layers are as they were")

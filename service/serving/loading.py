@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.attention.layouts import read_layer
-from service.errors import InvalidRequest, Problem, RequestError
+from service.errors import InvalidRequest, Problem, RequestError, TooLarge
 from service.serving.catalogue import HeldLayer
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -58,6 +58,18 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
 def given_weights(spec: LayerSpec) -> LayerSpec:
     """The spec of a layer whose weights were not drawn: without an init, and so without a seed."""
     return spec.model_copy(update={"init": None, "seed": None})
+
+
+def stored_pieces(layer: HeldLayer) -> list[Buffer]:
+    """What stands in the file of a layer that this service keeps."""
+    return write_layer_file(layer, fingerprint=layer.fingerprint)
+
+
+def demand_storable(layer: HeldLayer, largest: int) -> None:
+    """Raises TooLarge where the layer's file would have more bytes than are read: it could be written, and never come back."""
+    size = sum(memoryview(piece).nbytes for piece in stored_pieces(layer))
+    if size > largest:
+        raise TooLarge.where("/spec", f"a layer whose file has at most {largest} bytes (max_layer_bytes)", str(size))
 
 
 def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:

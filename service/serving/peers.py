@@ -2,7 +2,8 @@
 
 Each process holds a lock on a file of its own for as long as it lives, and writes into it the last change it has followed; the kernel lets
 go of the lock when the process dies, however it dies, so that nobody waits for the dead. Changes are counted by the length of one more
-file, to which each change appends a byte: appending is atomic, so that counting needs no lock.
+file, to which each change appends a byte: appending is atomic, so that counting needs no lock. Who must be alone while it looks and then
+writes has a claim, which is a lock on that file.
 """
 
 import fcntl
@@ -58,6 +59,29 @@ class Peers:
     def behind(self, change: int) -> int:
         """How many of the other living processes have not followed it yet. The files of the dead are cleared away."""
         return sum(_followed(path) < change for path in self.folder.glob(f"{PEER}*") if path != self._path and not cleared(path))
+
+
+class Claim:
+    """The right to add to the folder, which one at a time has: among threads as among processes. The kernel takes it from the dead."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / CHANGES
+        self._file: int | None = None
+
+    def taken(self) -> bool:
+        """Takes it if nobody has it, without waiting. Raises OSError."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _followed(path: Path) -> int:

@@ -5,15 +5,17 @@ and the first call of a new layer do. The old layer serves until the new one can
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import structlog
 
-from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady
+from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
 from service.serving.catalogue import Catalogue, HeldLayer
-from service.serving.folder import LayerFolder, Stamp
+from service.serving.folder import LayerFolder, Stamp, fault
+from service.serving.loading import demand_storable
 from service.serving.metrics import Metrics
 from service.serving.pulse import Pulse
 from service.spec import LayerSpec
@@ -22,7 +24,7 @@ from service.tensors import Array
 T = TypeVar("T")
 log = structlog.get_logger("attend")
 INTERVAL = 0.1  # seconds between two looks at a folder that others may have changed
-PATIENCE = 30.0  # seconds for which a change waits for others to follow
+PATIENCE = 30.0  # seconds for which a change waits for others to make room, and then to follow
 Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
@@ -30,10 +32,16 @@ class Shelf:
     """Puts layers into a catalogue, and takes them out."""
 
     def __init__(
-        self, catalogue: Catalogue, pulse: Pulse, metrics: Metrics, folder: LayerFolder | None, dropped: Callable[[str], None]
+        self,
+        catalogue: Catalogue,
+        pulse: Pulse,
+        metrics: Metrics,
+        folder: LayerFolder | None,
+        dropped: Callable[[str], None],
+        largest: int,
     ) -> None:
-        """`dropped` is told of each name under which nothing is held any more."""
-        self.dropped = dropped
+        """`dropped` is told of each name under which nothing is held any more; no layer's file has more than `largest` bytes."""
+        self.dropped, self.largest = dropped, largest
         self.catalogue, self.pulse, self.metrics, self.folder = catalogue, pulse, metrics, folder
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -54,12 +62,14 @@ class Shelf:
     async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
         """Holds what `read` gives, and tells whether the name is new. With a folder it is kept there, and all who share it have followed.
 
-        Raises what reading raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_followed` does.
+        Raises what reading raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_alone` and `_followed` do.
         """
         self._demand_own(name)
         change = 0
-        async with self._changing:
-            layer = await self._made(name, *await self.aside(read))
+        async with self._alone(deadline), self._changing:
+            spec, weights = await self.aside(read)
+            layer = await self._made(name, spec, weights)
+            await self.aside(demand_storable, layer, self.largest)
             if self.folder is not None:
                 change, self._stamps[name] = await self.aside(self.folder.write, layer)
             new = self._hold(layer)
@@ -97,16 +107,43 @@ class Shelf:
         if self.folder is not None and name in self._configured:
             raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
 
+    @asynccontextmanager
+    async def _alone(self, deadline: float | None) -> AsyncIterator[None]:
+        """Among all who share the folder, and with what they have put there: what is let in now has room beside all else.
+
+        Raises DeadlinePassed, NotReady when patience is at its end, or as the folder does.
+        """
+        if self.folder is None:
+            yield
+            return
+        claim, patience = self.folder.claim(), self.pulse.scheduler.clock() + PATIENCE
+        try:
+            try:
+                while not await self.aside(claim.taken):
+                    self._demand_time(patience, deadline, "nothing has changed: others that share the folder are still changing layers")
+                    await asyncio.sleep(INTERVAL / 4)
+                await self._follow(self.folder)
+            except OSError as error:
+                raise fault(error) from error
+            yield
+        finally:
+            with suppress(RuntimeError):  # at the end of the process, which releases it as well
+                self._thread.submit(claim.release)  # behind what the thread has in hand for a caller who did not wait
+
+    def _demand_time(self, patience: float, deadline: float | None, what: str) -> None:
+        """Raises DeadlinePassed, or NotReady when patience is at its end."""
+        now = self.pulse.scheduler.clock()
+        if now > min(patience, deadline or patience):
+            raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
+
     async def _followed(self, change: int, deadline: float | None) -> None:
         """Returns once all who share the folder have followed. Raises DeadlinePassed, or NotReady when patience is at its end."""
         if self.folder is None:
             return
         patience = self.pulse.scheduler.clock() + PATIENCE
         while behind := await self.aside(self.folder.peers.behind, change):
-            now = self.pulse.scheduler.clock()
-            if now > min(patience, deadline or patience):
-                what = f"the change is stored, but {behind} of the processes that share the folder have not followed yet"
-                raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
+            what = f"the change is stored, but {behind} of the processes that share the folder have not followed yet"
+            self._demand_time(patience, deadline, what)
             await asyncio.sleep(INTERVAL / 4)
 
     async def _keep_following(self, folder: LayerFolder) -> None:
@@ -125,17 +162,21 @@ class Shelf:
                 del self._stamps[name]
                 if name not in self._configured and name in self.catalogue:
                     self._drop(name)
-            for name, stamp in stamps.items():
-                if self._stamps.get(name) != stamp:
-                    self._stamps[name] = stamp
-                    await self._take(folder, name)
+            changed = [name for name, stamp in stamps.items() if self._stamps.get(name) != stamp]
+            self._stamps |= stamps
+            late = [name for name in changed if not await self._taken(folder, name)]
+            for name in late:  # there was no room for it before another became smaller
+                await self._taken(folder, name, last=True)
             folder.peers.acknowledge(changes)
 
-    async def _take(self, folder: LayerFolder, name: str) -> None:
-        """Holds a layer of the folder. One that cannot be is logged, and whatever has been held under its name stays."""
+    async def _taken(self, folder: LayerFolder, name: str, last: bool = False) -> bool:
+        """Holds a layer of the folder. One that cannot be is logged, and whatever has been held under its name stays.
+
+        False where it is too large, unless it is asked for the `last` time.
+        """
         if name in self._configured:
             log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
-            return
+            return True
         try:
             spec, weights, fingerprint = await self.aside(folder.read, name)
             layer = await self._made(name, spec, weights)
@@ -144,10 +185,13 @@ class Shelf:
         except FileNotFoundError:  # removed since; the next look will see that
             del self._stamps[name]
         except (AttendError, OSError, MemoryError) as error:
+            if isinstance(error, TooLarge) and not last:
+                return False
             log.error("layer file refused", layer=name, error=str(error))
         else:
             self._hold(layer)
             log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
+        return True
 
     async def aside(self, work: Callable[..., T], *args: Any) -> T:
         """On the thread that loads."""

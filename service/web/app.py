@@ -126,8 +126,9 @@ def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | N
 
 def _why_not_writable(settings: Settings) -> Exception | None:
     """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
-    if not _local(settings) and settings.keys_file is None:
-        return Forbidden("layers cannot be changed over HTTP on an address that is not loopback, unless there are keys (--keys-file)")
+    if not is_local(settings) and settings.keys_file is None:
+        where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
+        return Forbidden(f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
     if settings.workers > 1 and settings.layers_dir is None:
         return LayerConflict("with several workers layers can be changed over HTTP only with --layers-dir: the others would not follow")
     return None
@@ -142,7 +143,7 @@ def _why_no_statistics(settings: Settings, engine: Engine) -> Exception | None:
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
     """The checks at the door; None where there is nothing to check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
-    browsed = _local(settings) and settings.uds is None and keyring is None  # what a page in this machine's browser could call
+    browsed = is_local(settings) and keyring is None  # what a page in this machine's browser could call
     hosts = names if (names or browsed) and "*" not in names else None
     return Guard(hosts, _listed(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
@@ -151,12 +152,12 @@ def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _local(settings: Settings) -> bool:
-    """Whether only this machine can reach the server."""
+def is_local(settings: Settings) -> bool:
+    """Whether it listens on a loopback address, which only this machine can reach."""
     try:
-        return settings.uds is not None or ipaddress.ip_address(settings.host).is_loopback
+        return settings.uds is None and ipaddress.ip_address(settings.host).is_loopback
     except ValueError:
-        return settings.host == "localhost"
+        return settings.uds is None and settings.host == "localhost"
 
 
 def _about(settings: Settings, engine: Engine) -> dict[str, Any]:

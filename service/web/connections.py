@@ -11,7 +11,6 @@ import socket
 import sys
 import termios
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import structlog
@@ -32,10 +31,19 @@ LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patie
 
 
 class Watch:
-    """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason; the log too, if it is to be."""
+    """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason; the log too, if it is to be.
 
-    def __init__(self, patience: float = 20.0, refused: Callable[[str], None] = lambda reason: None, log_requests: bool = False) -> None:
-        self.patience, self.refused, self.log_requests = patience, refused, log_requests
+    `answered` is told the status of a refusal that the application does not know of.
+    """
+
+    def __init__(
+        self,
+        patience: float = 20.0,
+        refused: Callable[[str], None] = lambda reason: None,
+        log_requests: bool = False,
+        answered: Callable[[int], None] = lambda status: None,
+    ) -> None:
+        self.patience, self.refused, self.log_requests, self.answered = patience, refused, log_requests, answered
         self.interval = min(1.0, patience / 4)
         self.now = 0.0  # advances while this process runs: what was held up here is no fault of those who are watched
         self._looked = 0.0
@@ -75,6 +83,7 @@ class Connection(HttpToolsProtocol):
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
         self._last_words: bytes | None = None  # the refusal after which the connection is closed, behind answers that are still due
+        self._last_status = 0  # of that refusal
         self.watch.start(self.loop, self.connections)
 
     def data_received(self, data: bytes) -> None:
@@ -175,6 +184,7 @@ class Connection(HttpToolsProtocol):
             log.info("request", request_id=request_id, method="", path="", client=client, status=status, reason=reason, detail=detail)
         body = problem(status, title, detail, request_id, problems)
         headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+        self._last_status = status
         self._last_words = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body
         if self.pipeline and self.cycle.more_body:  # the request of which a part came, behind others
             self.pipeline.popleft()
@@ -193,8 +203,17 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         if self._last_words is not None and not self.transport.is_closing():
+            self._count()
             self.transport.write(self._last_words)
             self.transport.close()
+
+    def _count(self) -> None:
+        """With the request of which a part came, where the application has begun with it and will count it; else here."""
+        scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
+        if (record := scope.get("attend")) is None:
+            self.watch.answered(self._last_status)
+        else:
+            record.status = self._last_status
 
 
 def patient_loop() -> Any:
@@ -203,6 +222,14 @@ def patient_loop() -> Any:
 
 
 def patient(loop: Any) -> Any:
-    """The loop, whose servers speak TLS and do not end a closed connection by themselves: 30 seconds later they would, in mid-reply."""
-    loop.create_server = partial(loop.create_server, ssl_shutdown_timeout=LAST)  # uvicorn lets no such setting through
+    """The loop, whose servers speak TLS and do not end a closed connection by themselves: 30 seconds later they would, in mid-reply.
+
+    For its handshake a caller has the watch's patience, and not a minute. uvicorn lets no such settings through.
+    """
+    create = loop.create_server
+
+    def create_server(*args: Any, **knobs: Any) -> Any:
+        return create(*args, ssl_handshake_timeout=Connection.watch.patience, ssl_shutdown_timeout=LAST, **knobs)
+
+    loop.create_server = create_server
     return loop

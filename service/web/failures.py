@@ -17,6 +17,7 @@ from service import errors
 STATUSES: dict[type[errors.AttendError], int] = {
     errors.AttendError: 500,
     errors.RequestError: 422,
+    errors.MalformedRequest: 400,
     errors.MalformedBody: 400,
     errors.InvalidRequest: 422,
     errors.Unauthenticated: 401,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from starlette.types import Scope
 
-from service.errors import Forbidden, Unauthenticated
+from service.errors import Forbidden, MalformedRequest, Unauthenticated
 from service.web.keys import Keyring
 from service.wire.negotiation import HTML, JSON, acceptable
 
@@ -36,9 +36,11 @@ class Guard:
         self._known: set[bytes] = set()  # Host headers found to be good; few, since only those are kept that name an allowed host
 
     def check(self, scope: Scope, path: str) -> str:
-        """The name of the caller's key, "" where none is needed. Raises Unauthenticated or Forbidden."""
+        """The name of the caller's key, "" where none is needed. Raises MalformedRequest, Unauthenticated or Forbidden."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"")
+        if len(headers) != len(scope["headers"]) or not host:  # some stand twice, or there is no Host
+            _demand_one_host(scope)
         if self.hosts is not None and host not in self._known and host:
             self._demand_host(host)
         if self.keyring is not None:
@@ -59,6 +61,13 @@ class Guard:
     def _demand_origin(self, origin: str, host: str) -> None:
         if origin.partition("://")[2] != host and self.origins.isdisjoint((origin, "*")):
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
+
+
+def _demand_one_host(scope: Scope) -> None:
+    """With two, a proxy in front may have gone by the other; without, HTTP/1.1 allows no request."""
+    count = sum(name == b"host" for name, _ in scope["headers"])
+    if count > 1 or (count == 0 and scope["http_version"] == "1.1"):
+        raise MalformedRequest.where("", "one Host header", f"{count or 'no'}")
 
 
 def demand_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[str]) -> str:

@@ -54,6 +54,11 @@ def counted(server: Server, reason: str) -> float:
     return float(lines[0].rpartition(" ")[2]) if lines else 0.0
 
 
+def answered(server: Server, endpoint: str, status: int) -> float:
+    text, counter = httpx.get(f"{server.url}/metrics").text, f'attend_requests_total{{endpoint="{endpoint}",status="{status}"}} '
+    return sum(float(line.removeprefix(counter)) for line in text.splitlines() if line.startswith(counter))
+
+
 def refusal(answer: bytes) -> dict[str, Any]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-type: application/problem+json" in head
@@ -74,7 +79,8 @@ def refusal(answer: bytes) -> dict[str, Any]:
 )
 def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str) -> None:
     """With 408, which names the setting; counted by what was due."""
-    before = counted(brisk, f"slow_{due}")
+    endpoint = "/attend" if due == "body" else "other"
+    before, refused, nothing = counted(brisk, f"slow_{due}"), answered(brisk, endpoint, 408), answered(brisk, endpoint, 0)
     with connect(brisk) as connection:
         connection.sendall(sent)
         document = refusal(everything(connection))
@@ -82,6 +88,9 @@ def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str
     assert "client_timeout" in document["detail"]
     assert due in document["detail"]
     assert counted(brisk, f"slow_{due}") == before + 1
+    while answered(brisk, endpoint, 408) == refused:
+        pass
+    assert answered(brisk, endpoint, 408) == refused + 1 and answered(brisk, endpoint, 0) == nothing
 
 
 def test_who_says_nothing_is_hung_up_on(brisk: Server) -> None:
@@ -143,13 +152,13 @@ def test_who_leaves_early_is_counted(brisk: Server) -> None:
 )
 def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     """As a problem document, like every other refusal."""
-    before = counted(brisk, "malformed_http")
+    before, refused = counted(brisk, "malformed_http"), answered(brisk, "other", 400)
     with connect(brisk) as connection:
         connection.sendall(sent)
         document = refusal(everything(connection))
     assert document["status"] == 400
     assert "HTTP/1.1" in document["detail"]
-    assert counted(brisk, "malformed_http") == before + 1
+    assert counted(brisk, "malformed_http") == before + 1 and answered(brisk, "other", 400) == refused + 1
     assert brisk.told(document["request_id"])["reason"] == "malformed_http"
 
 
@@ -176,13 +185,13 @@ def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: b
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
 def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
     """Whoever sends them holds no more than some of them: keeping on costs the sender his connection."""
-    before = counted(server, "long_headers")
+    before, refused = counted(server, "long_headers"), answered(server, "other", 431)
     with connect(server) as connection, suppress(ConnectionError):
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX: ")
         for _ in range(1000):
             connection.sendall(b"a" * 4096 + end)
         raise AssertionError("four megabytes of headers were taken")
-    assert counted(server, "long_headers") == before + 1
+    assert counted(server, "long_headers") == before + 1 and answered(server, "other", 431) == refused + 1
     with httpx.Client(base_url=server.url) as one:  # long headers, and long bodies after short ones, are nobody's fault
         assert one.get("/health/live", headers={"X": "a" * 20_000}).status_code == 200
         for size in (1 << 10, 1 << 17, 1 << 20, 3 << 20):

@@ -399,7 +399,7 @@ def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme
         ["--tls-cert", str(chain)],
         ["--tls-cert", str(chain), "--tls-key", str(chain)],
     ):
-        done = subprocess.run([sys.executable, "-m", "service", "serve", "--port", "0", *flags], capture_output=True, text=True, timeout=60)
+        done = serve("--port", "0", *flags)
         assert done.returncode == 2
         assert done.stderr.startswith("attend serve: ")
 
@@ -415,9 +415,110 @@ def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start("--uds", str(path))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
         assert client.post("/attend", json=QUERY).status_code == 200
-        assert client.put("/layers/new", json=SPEC).status_code == 201
+        refused = client.put("/layers/new", json=SPEC)  # every user of the machine can reach it
+        assert refused.status_code == 403 and "--keys-file" in refused.json()["detail"]
+        assert any(event["event"] == "open to everyone" for event in server.events)
+        second = serve("--uds", str(path))
+        assert second.returncode == 1 and "in use" in second.stderr
+        assert client.get("/health/live").status_code == 200
     assert server.stop() == 0
     assert not path.exists()
+
+
+def test_layers_are_written_over_a_unix_socket_with_a_key(start: Callable[..., Server], tmp_path: Path) -> None:
+    """It is the admin's, as on a public address. What has taken the socket's place meanwhile is left alone."""
+    path, keyed = tmp_path / "attend.sock", tmp_path / "keys"
+    secret = attend_keys("add", "one", "--scope", "infer,admin", file=keyed).stdout.strip()
+    server = start("--uds", str(path), "--keys-file", str(keyed))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+        assert client.put("/layers/new", json=SPEC).status_code == 401
+        assert client.put("/layers/new", json=SPEC, headers={"X-API-Key": secret}).status_code == 201
+    path.unlink()
+    path.write_text("mine")
+    assert server.stop() == 0
+    assert path.read_text() == "mine"
+
+
+def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
+    """The command where it is to refuse."""
+    command = [sys.executable, "-m", "service", "serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
+    """A file, a folder, a link to either stays what it is; a path that no socket can have is said to be too long."""
+    file, folder, link = tmp_path / "notes.txt", tmp_path / "folder", tmp_path / "link"
+    file.write_text("precious")
+    folder.mkdir()
+    link.symlink_to(file)
+    for path in (file, folder, link):
+        done = serve("--uds", str(path))
+        assert done.returncode == 1 and f"{path}: what is there is no socket" in done.stderr
+    assert file.read_text() == "precious" and folder.is_dir() and link.is_symlink()
+    done = serve("--uds", str(tmp_path / ("x" * 120)))
+    assert done.returncode == 1 and "too long" in done.stderr and "None" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--trusted-proxies", "banana"), "--trusted-proxies: expected addresses or networks such as 10.0.0.0/8"),
+        (("--trusted-proxies", "10.0.0.1/8"), "10.0.0.1/8"),
+        (("--trusted-proxies", "*, 10.0.0.1"), "* alone"),
+        (("--cors-origins", "notanorigin"), "--cors-origins: expected origins of web pages that may call, such as https://a.example"),
+        (("--cors-origins", "https://a.example/"), "such as https://a.example"),
+        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names that Host may have"),
+        (("--allowed-hosts", "a.example:8000"), "without ports"),
+        (("--grpc-port", "8765", "--port", "8765"), "port and grpc_port cannot both be 8765"),
+        (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
+    ],
+)
+def test_what_can_never_work_is_refused_at_the_start(flags: tuple[str, ...], told: str) -> None:
+    """With what is expected, and status 2."""
+    done = serve(*flags)
+    assert done.returncode == 2 and done.stderr.startswith("attend serve: ") and done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_lists_that_can_work_are_taken() -> None:
+    """Networks, several of a kind, spaces between them."""
+    settings = Settings(
+        trusted_proxies="10.0.0.0/8, ::1 ,192.0.2.7",
+        cors_origins="https://a.example, http://localhost:3000,null",
+        allowed_hosts="a.example , B.example,::1",
+    )
+    assert Settings(trusted_proxies="*", cors_origins="*", allowed_hosts="*").host == settings.host
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("hosts", [[], ["localhost"], ["localhost", "localhost"], ["evil.example", "localhost"]])
+def test_a_request_has_one_host(server: Server, guarded: Guarded, hosts: list[str], version: str) -> None:
+    """Two may be read one way here and the other in a proxy; none is for HTTP/1.0 alone."""
+    for where in (server, guarded.server):
+        with socket.create_connection(("127.0.0.1", int(where.url.rpartition(":")[2])), timeout=60) as connection:
+            lines = [f"GET /health/live HTTP/{version}", *(f"Host: {host}" for host in hosts), "Connection: close"]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            with connection.makefile("rb") as reader:
+                answer = reader.read()
+        good = len(hosts) == 1 or (not hosts and version == "1.0")
+        assert answer.split()[1] == (b"200" if good else b"400"), answer
+        assert good or b"one Host header" in answer
+
+
+def test_keys_of_nobody_are_told(start: Callable[..., Server], tmp_path: Path) -> None:
+    """A file without any key lets nobody in: allowed, since a running server follows it, and said."""
+    (tmp_path / "keys").write_text("")
+    server = start("--keys-file", str(tmp_path / "keys"))
+    assert [event["level"] for event in server.events if event["event"] == "open to nobody"] == ["warning"]
+    assert not any(event["event"] == "open to everyone" for event in server.events)
+
+
+def test_a_handshake_that_stalls_is_ended(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """Within the patience that all else has."""
+    _, chain, key = certificate
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as plain:
+        assert plain.recv(1) == b""
 
 
 def test_behind_a_proxy(start: Callable[..., Server]) -> None:
