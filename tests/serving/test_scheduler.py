@@ -720,7 +720,7 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
                 statuses.append(message.get("status"))
 
             scope = {"type": "http", "method": "POST", "path": "/attend", "query_string": b"", "root_path": ""}
-            headers = [(b"content-length", str(size).encode())]
+            headers = [(b"host", b"localhost"), (b"content-length", str(size).encode())]
             await app({**scope, "headers": headers, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}, receive, send)
             return int(statuses[0])
 
