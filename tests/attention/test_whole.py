@@ -110,7 +110,7 @@ def rows_masks(rows: int, **fields: Any) -> Masks:
         {"reproducible": True},
         {"outputs": frozenset({"output", "scores"})},
     ],
-    ids=str,
+    ids=["causal", "window", "lengths", "keys", "pairs", "bias", "scale", "softcap", "dropout", "head_scale", "reproducible", "outputs"],
 )
 def test_calls_that_want_more_go_the_long_way(more: dict[str, Any]) -> None:
     layer, plain = make(d_model=6, num_heads=3)

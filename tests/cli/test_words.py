@@ -80,7 +80,7 @@ def test_the_models_own_input_and_weights():
 
 @pytest.mark.checkpoint
 def test_a_deeper_layer_gets_what_it_gets_in_the_model():
-    """What transformers' own layers pass on, in float64 (in float32 they are up to 2.3e-6 off that), and the layer's weights as they are."""
+    """What transformers' own layers pass on, in float64 (in float32 they are 2.3e-6 off that), and the layer's weights as they are."""
     from transformers import BertModel
 
     folder = next(file.locate() for file in metadata.files(PACKAGE) or [] if file.name == "model.safetensors").parent
