@@ -23,7 +23,7 @@ from service.web.guard import Guard
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
 ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
@@ -77,7 +77,7 @@ class Access:
             await self.app(scope, receive, send)
             return
         started = time.monotonic()
-        record = scope["attend"] = Record(_request_id(scope))
+        record = scope["attend"] = Record(request_id(_given_id(scope)))
         head = scope["method"] == "HEAD"
         if head:  # a copy: the server below must go on knowing what was asked
             scope = {**scope, "method": "GET"}
@@ -126,7 +126,7 @@ class Access:
         if self.traces is not None:
             self.traces.end(scope, path, record, seconds)
         if self.log_requests:
-            phases = {} if record.phases is None else _milliseconds(record.phases)
+            phases = {} if record.phases is None else milliseconds(record.phases)
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
             log.info(
                 "request",
@@ -155,15 +155,21 @@ async def _hear_out(scope: Scope, receive: Receive) -> None:
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
 
 
-def _milliseconds(phases: Phases) -> dict[str, float]:
+def milliseconds(phases: Phases) -> dict[str, float]:
+    """The phases as a log line tells them."""
     return {f"{name}_ms": round(getattr(phases, name) * 1e3, 3) for name in ("decode", "queue", "compute", "encode")}
 
 
-def _request_id(scope: Scope) -> str:
+def request_id(given: str | None) -> str:
+    """The caller's where it can be one, or a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
+
+
+def _given_id(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
-            return str(value, "ascii")
-    return f"{getrandbits(64):016x}"
+        if name == b"x-request-id":
+            return str(value, "latin-1")
+    return None
 
 
 @lru_cache(256)  # a server is asked for few paths, again and again

@@ -232,6 +232,24 @@ def test_every_call_is_counted_and_told(client: Any, v2: httpx.Client, v2_server
     )
 
 
+def test_the_log_tells_of_an_inference_as_over_http(channel: grpc.Channel, v2: httpx.Client, v2_server: Server) -> None:
+    infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    query = entry("query", [2, 3, 6])
+    _, call = infer.with_call(request("tiny", query, raw_input_contents=[QUERY.tobytes()]), metadata=[("x-request-id", "mine-1")])
+    v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY)}, headers={"x-request-id": "mine-2"})
+    with pytest.raises(grpc.RpcError) as refused:
+        infer(request("tiny", query), metadata=[("x-request-id", "not one")])
+
+    told, over_http = (next(event for event in v2_server.events if event.get("request_id") == name) for name in ("mine-1", "mine-2"))
+    assert ("x-request-id", "mine-1") in [tuple(pair) for pair in call.trailing_metadata()]
+    for name in ("layer", "query", "keys", "outputs", "operations", "batch"):
+        assert told[name] == over_http[name], name
+    assert told["compute_ms"] > 0 and told.keys() >= {"decode_ms", "queue_ms", "encode_ms", "ms", "key"}
+    drawn = dict(refused.value.trailing_metadata())["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{16}", drawn)
+    assert any(event.get("request_id") == drawn and event["status"] == "INVALID_ARGUMENT" for event in v2_server.events)
+
+
 def test_what_is_not_there_says_so(client: Any) -> None:
     for call in (client.get_trace_settings, client.get_log_settings, client.get_system_shared_memory_status):
         with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):

@@ -5,6 +5,7 @@ ModelInfer gets and gives bytes: decoding and encoding are the engine's phases, 
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 from service.errors import LayerNotFound, RequestError
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
+from service.serving.metrics import Phases
 from service.web.attend import demand_started
 from service.web.grpc import inference_pb2 as messages
 from service.web.grpc.exchange import Exchange, demand_version, values_of
@@ -21,22 +23,34 @@ from service.web.v2.repository import load_layer, unload_layer
 from service.wire.forms import Form
 from service.wire.v2.places import placed
 
-Method = Callable[[Any, Any], Awaitable[Any]]
+
+@dataclass(slots=True)
+class Heard:
+    """One call: how many seconds its caller still waits, if that is known, and what the log should say of it."""
+
+    seconds_left: float | None
+    request_id: str
+    key: str = ""  # the name of the caller's
+    phases: Phases | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+Method = Callable[[Any, Heard], Awaitable[Any]]
 
 
 class Methods:
-    """One engine's. Names are the protocol's, in lower case; each takes a request and gRPC's context of the call."""
+    """One engine's. Names are the protocol's, in lower case; each takes a request and what else is known of the call."""
 
     def __init__(self, engine: Engine, offer: Offer) -> None:
         self.engine, self.offer = engine, offer
 
-    async def server_live(self, request: Any, context: Any) -> Any:
+    async def server_live(self, request: Any, heard: Heard) -> Any:
         return messages.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, context: Any) -> Any:
+    async def server_ready(self, request: Any, heard: Heard) -> Any:
         return messages.ServerReadyResponse(ready=await self.engine.serves())
 
-    async def model_ready(self, request: Any, context: Any) -> Any:
+    async def model_ready(self, request: Any, heard: Heard) -> Any:
         """Of a model that is not there, too: it is not ready."""
         try:
             self._layer(request)
@@ -44,41 +58,41 @@ class Methods:
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=await self.engine.answers())
 
-    async def server_metadata(self, request: Any, context: Any) -> Any:
+    async def server_metadata(self, request: Any, heard: Heard) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
 
-    async def model_metadata(self, request: Any, context: Any) -> Any:
+    async def model_metadata(self, request: Any, heard: Heard) -> Any:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
-    async def model_config(self, request: Any, context: Any) -> Any:
+    async def model_config(self, request: Any, heard: Heard) -> Any:
         config = config_of(self._layer(request), self.engine)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
-    async def model_statistics(self, request: Any, context: Any) -> Any:
+    async def model_statistics(self, request: Any, heard: Heard) -> Any:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
         layers = [self._layer(request)] if request.name else self.engine.catalogue.all()
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
 
-    async def repository_index(self, request: Any, context: Any) -> Any:
+    async def repository_index(self, request: Any, heard: Heard) -> Any:
         models = [entry.model_dump() for entry in index_of(self.engine.catalogue.all())]
         return messages.RepositoryIndexResponse(models=models)
 
-    async def repository_model_load(self, request: Any, context: Any) -> Any:
+    async def repository_model_load(self, request: Any, heard: Heard) -> Any:
         self.offer.demand_writable()
         await load_layer(self.engine, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: Any, context: Any) -> Any:
+    async def repository_model_unload(self, request: Any, heard: Heard) -> Any:
         self.offer.demand_writable()
         await unload_layer(self.engine, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, body: bytes, context: Any) -> bytes:
+    async def model_infer(self, body: bytes, heard: Heard) -> bytes:
         """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
         demand_started(self.engine)
         exchange, arrived = Exchange(), self.engine.clock()
-        patience = [seconds for seconds in (context.time_remaining(), self.engine.timeout) if seconds is not None]
+        patience = [seconds for seconds in (heard.seconds_left, self.engine.timeout) if seconds is not None]
         asked = Asked(body, deadline=arrived + min(patience) if patience else None)
         del body  # the engine lets go of it once there are arrays
 
@@ -95,6 +109,7 @@ class Methods:
                 answer = await self.engine.attend(asked)
             except RequestError as refusal:
                 raise placed(refusal, exchange.places) from None
+        heard.phases, heard.about = answer.phases, answer.about
         return bytes(answer.pieces[0])
 
     def _layer(self, request: Any) -> Any:

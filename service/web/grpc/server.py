@@ -15,10 +15,11 @@ from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, Overloaded
 from service.serving.engine import Engine
+from service.web.access import milliseconds, request_id
 from service.web.grpc.codes import code_of
 from service.web.grpc.health import Health
 from service.web.grpc.inference_pb2 import DESCRIPTOR
-from service.web.grpc.methods import Method, Methods
+from service.web.grpc.methods import Heard, Method, Methods
 from service.web.guard import ADMIN, ANY, demand_key
 from service.web.keys import Keyring
 from service.web.v2.description import Offer
@@ -103,12 +104,15 @@ def _answered(engine: Engine, name: str, method: Method, log_requests: bool, key
     """The method with what surrounds every call: its key, its count, its log line, its code, and the net under unforeseen exceptions."""
 
     async def answer(request: Any, context: Any) -> Any:
-        started = engine.clock()
-        code, detail, trailing = grpc.StatusCode.CANCELLED, "", list[tuple[str, str]]()  # until it is known better
+        started, metadata = engine.clock(), dict(context.invocation_metadata())
+        heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
+        trailing = [("x-request-id", heard.request_id)]
+        context.set_trailing_metadata(tuple(trailing))
+        code, detail = grpc.StatusCode.CANCELLED, ""  # until it is known better
         try:
             if keyring is not None:
-                demand_key(keyring, dict(context.invocation_metadata()), SCOPES.get(name, ANY))
-            reply = await method(request, context)
+                heard.key = demand_key(keyring, metadata, SCOPES.get(name, ANY))
+            reply = await method(request, heard)
             code = grpc.StatusCode.OK
             return reply
         except AttendError as error:
@@ -117,18 +121,27 @@ def _answered(engine: Engine, name: str, method: Method, log_requests: bool, key
             if isinstance(error, Overloaded):
                 trailing.append(("retry-after", str(error.retry_after)))
             if code is grpc.StatusCode.INTERNAL:
-                log.error("failed", method=name, exc_info=error.__cause__ or error)
+                log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
             code, detail = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend"
             engine.metrics.failed("unforeseen")
-            log.exception("unforeseen", method=name)
+            log.exception("unforeseen", method=name, request_id=heard.request_id)
         finally:
             engine.metrics.answered(f"{SERVICE.full_name}/{name}", code.name)
             if code is grpc.StatusCode.CANCELLED:
                 engine.metrics.failed("CallerGone")
             if log_requests:
-                milliseconds = round((engine.clock() - started) * 1e3, 3)
-                log.info("request", method=f"{SERVICE.full_name}/{name}", status=code.name, ms=milliseconds, detail=detail[:200])
+                log.info(
+                    "request",
+                    request_id=heard.request_id,
+                    method=f"{SERVICE.full_name}/{name}",
+                    key=heard.key,
+                    status=code.name,
+                    ms=round((engine.clock() - started) * 1e3, 3),
+                    **heard.about,
+                    **({} if heard.phases is None else milliseconds(heard.phases)),
+                    **({"detail": detail[:200]} if detail else {}),
+                )
         return await context.abort(code, detail, tuple(trailing))
 
     return answer
