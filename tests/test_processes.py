@@ -287,7 +287,31 @@ def test_a_worker_that_dies_over_a_question_is_not_waited_for() -> None:
     worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
     worker.start()
     threading.Timer(0.1, worker.process.kill).start()
-    assert not answers(worker, timeout=3600)
+    assert not answers(worker, lambda: False, timeout=3600)
+    worker.join()
+
+
+@several_cores
+def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None:
+    """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
+    server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    still, other = workers_of(server.process.pid)
+    os.kill(still, signal.SIGSTOP)
+    until(lambda: state(still) == "T", "stopped")
+    server.process.terminate()
+    until(lambda: state(other) in ("", "Z"), "the other has left")
+    assert server.process.wait(PATIENCE) == 0
+    until(lambda: [event["pid"] for event in events(server, "worker killed")] == [still], "it is said")
+    assert not state(still)
+
+
+def test_a_supervisor_that_is_called_away_waits_for_no_mute_worker() -> None:
+    worker = Process(uvicorn.Config("nowhere:app"), [])
+    worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
+    worker.start()
+    assert answers(worker, lambda: True, timeout=3600)
+    worker.kill()
     worker.join()
 
 

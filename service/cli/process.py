@@ -11,7 +11,8 @@ import resource
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -37,6 +38,8 @@ from service.web.keys import read_keys
 log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
 SILENCE = 60  # seconds until a mute worker is replaced: it may be importing torch, or encoding a long reply
+LOOK = 0.1  # seconds between two looks whether a signal has come
+LEAVING = 5.0  # seconds that a worker may take to end once all its work should be done
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
@@ -74,7 +77,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         raise typer.Exit(1) from None
     with folder as shared:
         os.environ[MULTIPROCESS] = shared
-        Supervisor(config, [listening]).run()
+        Supervisor(config, [listening], settings.drain_seconds + settings.shutdown_seconds + LEAVING).run()
 
 
 def _warn_of_open_doors(settings: Settings) -> None:
@@ -120,8 +123,13 @@ class Supervisor(Multiprocess):
     """uvicorn's supervisor, which leaves the door to its workers once they are to leave: the last to close it closes it for all.
 
     Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers. What a dead worker had in hand is
-    no longer counted; what it had done is.
+    no longer counted; what it had done is. A worker that stands still holds up neither the others' leaving nor, beyond `patience`
+    seconds, the supervisor's.
     """
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], patience: float) -> None:
+        super().__init__(config, sockets)
+        self.patience = patience
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -129,7 +137,7 @@ class Supervisor(Multiprocess):
 
     def _ask_in_our_way(self) -> None:
         for process in self.processes:
-            process.ping = partial(answers, process)  # type: ignore[method-assign]
+            process.ping = partial(answers, process, lambda: bool(self.signal_queue))  # type: ignore[method-assign]
 
     def keep_subprocess_alive(self) -> None:
         before = {process.pid for process in self.processes}
@@ -144,12 +152,28 @@ class Supervisor(Multiprocess):
         for listening in self.sockets:
             listening.close()
 
+    def join_all(self) -> None:
+        latest = time.monotonic() + self.patience
+        for process in self.processes:
+            process.process.join(max(0.0, latest - time.monotonic()))
+            if process.exitcode is None:
+                log.warning("worker killed", pid=process.pid, reason=f"it had not ended after {self.patience:g} s")
+                process.process.kill()
+        super().join_all()
 
-def answers(worker: Process, timeout: float = 5) -> bool:
-    """Whether the worker answers in time. One that dies over the question is noticed at once: uvicorn would wait for it all that time."""
+
+def answers(worker: Process, called_away: Callable[[], bool], timeout: float = 5) -> bool:
+    """Whether the worker answers in time. One that dies over the question is noticed at once: uvicorn would wait for it all that time.
+    Whoever is called away meanwhile takes the worker at its word."""
+    asked = time.monotonic()
     try:
         worker.parent_conn.send(b"ping")
-        if worker.parent_conn not in wait([worker.parent_conn, worker.process.sentinel], timeout):
+        while not (came := wait([worker.parent_conn, worker.process.sentinel], LOOK)):
+            if called_away():
+                return True
+            if time.monotonic() > asked + timeout:
+                return False
+        if worker.parent_conn not in came:
             return False
         worker.parent_conn.recv()
     except (OSError, EOFError):
