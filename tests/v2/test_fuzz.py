@@ -56,6 +56,25 @@ def test_every_prefix_of_a_valid_body_is_refused() -> None:
             parsed(BODY[:cut], "")
 
 
+def test_bodies_that_tell_the_same_keep_numbers_of_their_own() -> None:
+    """What the JSON part means is kept for the next request that has the same; nothing else is."""
+    told = {"parameters": {"select": '{"heads": [1]}'}}
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        query, lengths = rng.standard_normal((2, 3, 6)).astype(np.float32), rng.integers(1, 4, (2, 1))
+        body, headers = in_bytes(told, query=query, valid_lens=lengths)
+        size = headers["Inference-Header-Content-Length"]
+        request = parsed(body, size)
+        np.testing.assert_array_equal(request.query, query)
+        np.testing.assert_array_equal(request.valid_lens, lengths[:, 0])
+        assert request.select is not None
+        assert request.select.heads == [1]
+        other = validate(AttendRequest, Exchange("other", size).parse(body, AttendRequest.tensors, WireLimits()))
+        assert (request.layer, other.layer) == ("tiny", "other")
+        with pytest.raises(RequestError):
+            parsed(body + b"\0", size)
+
+
 def test_every_other_length_of_the_header_is_refused() -> None:
     for length in range(len(BODY) + 3):
         if length != SIZE:

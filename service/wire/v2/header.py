@@ -5,7 +5,6 @@ simdjson reads it, and hands the numbers over as blocks, as for a request in JSO
 """
 
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import simdjson
@@ -18,7 +17,6 @@ from service.wire.refusals import shown
 from service.wire.scan import parse_strictly
 
 SHORT = 16 * 1024  # bytes of a header that may go through Python's own parser
-REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many
 
 
@@ -30,7 +28,7 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
     kinds: dict[str, Kind] = {}
     if len(text) <= SHORT and b'"data"' not in text:
         with suppress(MalformedBody):  # the other parser knows better why
-            header = parse_strictly(text) if len(text) > REMEMBERED else _parse_known(text)
+            header = parse_strictly(text)
             if isinstance(header, dict):
                 return header, Reader(b"", kinds, limits)
     document, reader = parse_object(text, limits), Reader(text, kinds, limits)
@@ -39,9 +37,6 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
         value = document[key]
         members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
     return members, reader
-
-
-_parse_known = lru_cache(256)(parse_strictly)  # whoever calls often says the same of tensors of the same shapes; it is only read
 
 
 def _inputs(value: Any, reader: Reader) -> Any:

@@ -36,9 +36,10 @@ FINAL = "triton_enable_empty_final_response"
 
 @dataclass(slots=True)
 class Inference:
-    """A V2 request. `tensors` in the order they came; `outputs` are the names asked for, none where the caller left that open."""
+    """A V2 request. `tensors`, arrays or what stands for them, in the order they came; `outputs` are the names asked for, none where
+    the caller left that open."""
 
-    tensors: list[tuple[str, Array]]
+    tensors: list[tuple[str, Any]]
     parameters: dict[str, Any] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     id: str = ""
@@ -64,8 +65,7 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
-    for name in PER_ITEM:
-        _drop_column(members, name)
+    drop_columns(members)
     if inference.outputs:
         members["outputs"] = _outputs(inference.outputs, members.get("select"))
     members["layer"] = layer
@@ -112,11 +112,12 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     return outputs
 
 
-def _drop_column(members: dict[str, Any], name: str) -> None:
-    """[b, 1] becomes [b]: a tensor of a model that batches is announced with an axis besides the batch's."""
-    array, query = members.get(name), members.get("query")
-    if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
-        members[name] = array[:, 0]
+def drop_columns(members: dict[str, Any]) -> None:
+    """Arrays of a number for each item: [b, 1] becomes [b], since a tensor of a model that batches is announced with an axis besides."""
+    for name in PER_ITEM:
+        array, query = members.get(name), members.get("query")
+        if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
+            members[name] = array[:, 0]
 
 
 def seconds_of(parameters: Mapping[str, Any]) -> float | None:
