@@ -109,7 +109,8 @@ def hold_v2(body: bytes) -> None:
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy
             if "data" in entry:
-                want = np.array([float(number) for number in _flat(entry["data"])]).astype(dtype)
+                kind = int if dtype.kind in "iu" else float  # of the 64 bits of an integer a float holds 53
+                want = np.array([kind(number) for number in _flat(entry["data"])], None if kind is float else dtype).astype(dtype)
             else:
                 taken = entry["parameters"]["binary_data_size"]
                 want, rest = np.frombuffer(rest[:taken], dtype), rest[taken:]
