@@ -22,11 +22,11 @@ from service.wire.refusals import shown
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.v2.members import (
     VERSION,
-    Inference,
     arrays_asked,
     datatype_named,
     demand_input,
     demand_known,
+    drop_columns,
     members_of,
     refuse_decimals,
     seconds_of,
@@ -79,7 +79,8 @@ class Exchange:
             demand_known(output.parameters, (), f"/outputs/{i}/parameters")
         parameters.pop("binary_data_output", None)  # as it is here anyway
         self.outputs = [output.name for output in request.outputs]
-        members = members_of(request.model_name, Inference(tensors, parameters, self.outputs, self.id))
+        members = members_of(request.model_name, tensors, parameters, self.outputs)
+        drop_columns(members)
         refuse_decimals(members)
         self.places = Places(places, "/model_name")
         return members

@@ -5,7 +5,6 @@ that has members of its own (`select`, `window`, …) is given as JSON text. Not
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -34,27 +33,20 @@ PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the pr
 FINAL = "triton_enable_empty_final_response"
 
 
-@dataclass(slots=True)
-class Inference:
-    """A V2 request. `tensors`, arrays or what stands for them, in the order they came; `outputs` are the names asked for, none where
-    the caller left that open."""
+def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    """The members of an AttendRequest; `drop_columns` is still to come.
 
-    tensors: list[tuple[str, Any]]
-    parameters: dict[str, Any] = field(default_factory=dict)
-    outputs: list[str] = field(default_factory=list)
-    id: str = ""
-
-
-def members_of(layer: str, inference: Inference) -> dict[str, Any]:
-    """The members of an AttendRequest. Raises InvalidRequest or MalformedBody for what stands twice or has no meaning here."""
+    `tensors` are arrays, or what stands for them, in the order they came; `outputs` the names asked for, none where the caller left that
+    open. Raises InvalidRequest or MalformedBody for what stands twice or has no meaning here.
+    """
     members: dict[str, Any] = {}
-    for i, (name, array) in enumerate(inference.tensors):
+    for i, (name, array) in enumerate(tensors):
         if name in members:
             raise MalformedBody.where(f"/inputs/{i}/name", "each input once", f'"{name}" twice')
         members[name] = array
     if "query" not in members:
         raise InvalidRequest.where("/inputs", "an input called query", ", ".join(members))
-    for name, value in inference.parameters.items():
+    for name, value in parameters.items():
         if name in PROTOCOL:
             continue
         at = "/parameters" + pointer([name])
@@ -65,9 +57,8 @@ def members_of(layer: str, inference: Inference) -> dict[str, Any]:
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
-    drop_columns(members)
-    if inference.outputs:
-        members["outputs"] = _outputs(inference.outputs, members.get("select"))
+    if outputs:
+        members["outputs"] = _outputs(outputs, members.get("select"))
     members["layer"] = layer
     return members
 

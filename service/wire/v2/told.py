@@ -20,7 +20,6 @@ from service.wire.v2.members import (
     BY_DEFAULT,
     KEYS,
     VERSION,
-    Inference,
     datatype_named,
     demand_input,
     demand_known,
@@ -101,7 +100,7 @@ def _told(text: bytes, following: int, model: str, limits: WireLimits) -> Told:
     request_id, timeout = _id(header.get("id", "")), seconds_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
     outputs, binary_outputs = _outputs(header.get("outputs") or [])
-    members = members_of(model, Inference(tensors, parameters, outputs, request_id))
+    members = members_of(model, tensors, parameters, outputs)
     told = Told(members, request_id, timeout, outputs, binary, binary_outputs, Places(places))
     if not any(told.in_text(name) for name in outputs or BY_DEFAULT if name != KEYS):
         refuse_decimals(members)
