@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +31,15 @@ def start() -> Iterator[Callable[..., Server]]:
     yield begin
     for one in running:
         one.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium for the tests of one file."""
+    from browsing import chromium  # which few tests need
+
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

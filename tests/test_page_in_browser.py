@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from browsing import Visit, chromium
+from browsing import Visit
 from live import Server
 
 pytestmark = pytest.mark.browser
@@ -18,12 +18,6 @@ SENTENCE = "The cat sat on the mat because it was tired"
 WORDS = SENTENCE.split()
 HOSTILE = "<img src=x onerror=alert(1)>"
 Visitor = Callable[..., Visit]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

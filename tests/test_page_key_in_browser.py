@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsing import Visit, chromium
+from browsing import Visit
 from live import Server, start_server
 
 from service.web.keys import Key, make_key, write_keys
@@ -37,12 +37,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     one = Guarded(tmp_path_factory.mktemp("keys"))
     yield one
     one.server.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
