@@ -85,6 +85,20 @@ def _demand_flags(piece: memoryview | bytes, at: str) -> None:
         raise InvalidRequest.where(at, "bytes 0 or 1 for BOOL", f"{flags[first]} as byte {first}")
 
 
+def beyond_float64(numbers: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether some of the numbers, read as float64, may not be the integers of 64 bits that were sent."""
+    return dtype.kind in "iu" and dtype.itemsize == 8 and bool((np.abs(numbers) >= EXACT).any())
+
+
+def held_exactly(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
+    """The numbers, float64, in a datatype that holds them. Raises InvalidRequest at the first that it does not hold."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = numbers.astype(dtype)
+    if array.dtype != numbers.dtype:
+        demand_exact(array, numbers, BY_NUMPY[dtype], at)
+    return array
+
+
 def demand_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
     """Raises InvalidRequest at the first of `numbers` that `array`, made of them, does not hold. Floats may be rounded, others may not."""
     wrong = ~np.isfinite(array) if row.kind == "float" else array != numbers

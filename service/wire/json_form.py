@@ -15,8 +15,8 @@ import numpy as np
 import simdjson
 
 from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
-from service.tensors import BY_NUMPY, DATATYPES, Array
-from service.wire.arrays import EXACT, MAX_RANK, Kind, array_of_base64, demand_exact
+from service.tensors import DATATYPES, Array
+from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
 from service.wire.json_lists import array_of_integers, array_of_lists
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
@@ -56,6 +56,14 @@ def parse_object(body: bytes, limits: WireLimits) -> Any:
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
     return document
+
+
+def parse_numbers(numbers: bytes) -> Array | None:
+    """Numbers with commas between, and no brackets; over the parser's own. None where there is anything else among them."""
+    try:
+        return np.frombuffer(_own_parser().parse(b"[%b]" % numbers).as_buffer(of_type="d"), np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def parse_rows(rows: memoryview, kind: Kind, limits: WireLimits) -> Array | None:
@@ -206,13 +214,9 @@ class Reader:
             array = self._nested(data, kind, at)
         if array.shape != shape and array.shape != (math.prod(shape),):
             raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", _count_words(array))
-        if dtype.kind in "iu" and dtype.itemsize == 8 and (np.abs(array) >= EXACT).any():
+        if beyond_float64(array, dtype):
             return array_of_integers(_python(data), kind, dtype, at).reshape(shape)
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = array.astype(dtype)
-        if cast.dtype != array.dtype:
-            demand_exact(cast, array, BY_NUMPY[dtype], at)
-        return cast.reshape(shape)
+        return held_exactly(array, dtype, at).reshape(shape)
 
 
 def _rows_agree(value: Any, shape: list[int]) -> bool:

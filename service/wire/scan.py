@@ -1,6 +1,7 @@
 """The slow parser: finds where a body is wrong when the fast one only says that it is. Pure Python's `json`, with every hook watching.
 
-Also the parser for the rare valid body that the fast one cannot hold (integers above 64 bits). Never on the event loop.
+Also the parser for the rare valid body that the fast one cannot hold (integers above 64 bits), and for short texts. Never on the event loop
+for others.
 """
 
 import json

@@ -18,7 +18,8 @@ from service.wire.limits import WireLimits
 from service.wire.reply import Buffer, Reply, text_of, wire_array
 from service.wire.v2.members import VERSION, arrays_asked, drop_columns
 from service.wire.v2.places import Places
-from service.wire.v2.told import Slot, Told, told_by
+from service.wire.v2.reading import read
+from service.wire.v2.told import Told
 
 
 class Exchange:
@@ -45,11 +46,9 @@ class Exchange:
     def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
         """The members of a request for attention. Raises MalformedBody, InvalidRequest or TooLarge, with the place in the header."""
         size = self._header_size(len(body))
-        told = told_by(body if size == len(body) else body[:size], len(body) - size, self.model, limits)
-        rest = memoryview(body)[size:]
-        members = {name: value.over(rest) if isinstance(value, Slot) else value for name, value in told.members.items()}
+        text = body if size == len(body) else body[:size]
+        self.told, members = read(text, memoryview(body)[size:], self.model, limits)
         drop_columns(members)
-        self.told = told
         return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:

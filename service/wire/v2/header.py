@@ -1,22 +1,17 @@
 """The JSON part of a V2 request: names, shapes, datatypes, parameters, and the numbers of those tensors that are given in it.
 
-A header whose tensors all follow it as bytes is a few hundred characters: the strict parser reads it at once. Where numbers stand in it,
-simdjson reads it, and hands the numbers over as blocks, as for a request in JSON.
+As for a request in JSON, simdjson reads it, and hands the numbers over as blocks.
 """
 
-from contextlib import suppress
 from typing import Any
 
 import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.wire.arrays import Kind
 from service.wire.json_form import Reader, parse_object
 from service.wire.limits import WireLimits
 from service.wire.refusals import shown
-from service.wire.scan import parse_strictly
 
-SHORT = 16 * 1024  # bytes of a header that may go through Python's own parser
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many
 
 
@@ -25,18 +20,17 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
 
     To be dropped before this thread parses again. Raises MalformedBody, TooLarge (depth) or InvalidRequest.
     """
-    kinds: dict[str, Kind] = {}
-    if len(text) <= SHORT and b'"data"' not in text:
-        with suppress(MalformedBody):  # the other parser knows better why
-            header = parse_strictly(text)
-            if isinstance(header, dict):
-                return header, Reader(b"", kinds, limits)
-    document, reader = parse_object(text, limits), Reader(text, kinds, limits)
+    document, reader = parse_object(text, limits), Reader(text, {}, limits)
     members: dict[str, Any] = {}
     for key in _keys(document, "", limits):
         value = document[key]
         members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
     return members, reader
+
+
+def has_lists(data: Any) -> bool:
+    """Whether an input's data begins with a list of its own."""
+    return isinstance(data, simdjson.Array | list) and len(data) > 0 and isinstance(data[0], simdjson.Array | list)
 
 
 def _inputs(value: Any, reader: Reader) -> Any:

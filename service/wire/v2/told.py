@@ -1,4 +1,4 @@
-"""What the JSON part of a V2 request tells: its tensors, options and wishes, everything but the bytes that follow it.
+"""What the JSON part of a V2 request tells: its tensors, options and wishes, everything but the numbers, in it or behind it.
 
 Whoever calls often says the same of tensors of the same shapes, in the same words; so what they mean is worked out once and kept.
 """
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import Array, Datatype
-from service.wire.arrays import array_over
-from service.wire.json_form import Reader, shape_of
-from service.wire.limits import WireLimits
+from service.wire.arrays import Kind, array_over
+from service.wire.json_form import shape_of
 from service.wire.refusals import HALF, is_unicode, shown
-from service.wire.v2.header import read_header
+from service.wire.scan import parse_slowly
+from service.wire.v2.header import has_lists
 from service.wire.v2.members import (
     BY_DEFAULT,
     KEYS,
@@ -33,10 +33,9 @@ from service.wire.v2.places import Places, Sent
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT = ("name", "parameters")
-REMEMBERED = 4096  # bytes of a JSON part, up to which it is kept for the next request that has the same
 
 
-class Slot(NamedTuple):
+class Behind(NamedTuple):
     """Where among the bytes after the JSON a tensor stands, and what it is; `at` points to its input."""
 
     row: Datatype
@@ -45,16 +44,27 @@ class Slot(NamedTuple):
     stop: int
     at: str
 
-    def over(self, rest: memoryview) -> Array:
+    def array(self, rest: memoryview) -> Array:
         """The array, over those bytes. Raises InvalidRequest."""
         return array_over(rest[self.start : self.stop], self.row, self.shape, self.at)
 
 
+class Within(NamedTuple):
+    """Which input has a tensor's numbers in the JSON, and what they are."""
+
+    input: int
+    kind: Kind
+    row: Datatype
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One request's. `members` are those of a request for attention, with slots for arrays that are still to be made; only read."""
+    """One request's. `members` are those of a request for attention, in which the arrays are still to be made; only read."""
 
     members: Mapping[str, Any]
+    behind: Mapping[str, Behind]  # by name, in the order they came
+    within: Mapping[str, Within]
     id: str
     timeout: float | None  # in seconds
     outputs: list[str]  # the names asked for, none where that is left open
@@ -68,18 +78,17 @@ class Told:
         return not wishes.get(name, wishes.get(name.partition(".")[0], self.binary))
 
 
-def told_by(text: bytes, following: int, model: str, limits: WireLimits) -> Told:
-    """What the JSON `text` tells, of a request to that model, with so many bytes behind it.
+@lru_cache(256)
+def told_again(frame: bytes, following: int, model: str) -> Told:
+    """What a JSON part without its numbers tells. Raises MalformedBody, InvalidRequest or TooLarge."""
+    return told_by(_object(parse_slowly(frame), ""), following, model)
+
+
+def told_by(header: Mapping[str, Any], following: int, model: str) -> Told:
+    """What the members of a JSON part tell, of a request to that model, with so many bytes behind it. At the numbers in it nobody looks.
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    if len(text) <= REMEMBERED and b'"data"' not in text:
-        return _known(text, following, model, limits)
-    return _told(text, following, model, limits)
-
-
-def _told(text: bytes, following: int, model: str, limits: WireLimits) -> Told:
-    header, reader = read_header(text, limits)
     demand_known(header, REQUEST, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
         if header.get(name, value) != value:
@@ -87,31 +96,34 @@ def _told(text: bytes, following: int, model: str, limits: WireLimits) -> Told:
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
-    tensors, places, position = [], [], 0
+    places: list[Sent] = []
+    behind: dict[str, Behind] = {}
+    within: dict[str, Within] = {}
+    position = 0
     for i, entry in enumerate(inputs):
-        sent, tensor = _input(entry, f"/inputs/{i}", position, following, reader)
-        tensors.append((sent.name, tensor))
+        sent, tensor = _input(entry, i, position, following)
         places.append(sent)
-        position = tensor.stop if isinstance(tensor, Slot) else position
+        if isinstance(tensor, Behind):
+            behind[sent.name] = tensor
+            position = tensor.stop
+        else:
+            within[sent.name] = tensor
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
-    reader.look_again()
     parameters = _object(header.get("parameters", {}), "/parameters")
     request_id, timeout = _id(header.get("id", "")), seconds_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
     outputs, binary_outputs = _outputs(header.get("outputs") or [])
-    members = members_of(model, tensors, parameters, outputs)
-    told = Told(members, request_id, timeout, outputs, binary, binary_outputs, Places(places))
+    members = members_of(model, [(sent.name, ...) for sent in places], parameters, outputs)
+    told = Told(members, behind, within, request_id, timeout, outputs, binary, binary_outputs, Places(places))
     if not any(told.in_text(name) for name in outputs or BY_DEFAULT if name != KEYS):
         refuse_decimals(members)
     return told
 
 
-_known = lru_cache(256)(_told)
-
-
-def _input(entry: Any, at: str, position: int, following: int, reader: Reader) -> tuple[Sent, Array | Slot]:
-    """One input: how it was sent, and its array, or where its bytes are to be found."""
+def _input(entry: Any, i: int, position: int, following: int) -> tuple[Sent, Behind | Within]:
+    """One input: how it was sent, and where its numbers are to be found."""
+    at = f"/inputs/{i}"
     demand_known(_object(entry, at), INPUT, at)
     name = _name(entry, at)
     demand_input(name, f"{at}/name")
@@ -122,16 +134,14 @@ def _input(entry: Any, at: str, position: int, following: int, reader: Reader) -
     if ("data" in entry) == ("binary_data_size" in parameters):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if "data" in entry else "neither")
     if "data" in entry:
-        data = entry["data"]
-        array = reader.data(data, kind_of(name), shape, row.numpy, f"{at}/data")
-        return Sent(name, shape, "/data", bool(len(data)) and hasattr(data[0], "__len__")), array
+        return Sent(name, shape, "/data", has_lists(entry["data"])), Within(i, kind_of(name), row, shape)
     size, wanted = parameters["binary_data_size"], math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))
     if size > (left := following - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(left))
-    return Sent(name, shape), Slot(row, shape, position, position + size, at)
+    return Sent(name, shape), Behind(row, shape, position, position + size, at)
 
 
 def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:

@@ -1,0 +1,49 @@
+"""A list of numbers as it stands in the JSON of a V2 request -> an array; a long one a piece at a time.
+
+In pieces, what the parser makes of the text stays in the processor's caches, and other threads have their turn. Whatever looks odd is no
+business of this file: such a request is read as a whole, which also finds what is wrong with it.
+"""
+
+import math
+
+import numpy as np
+
+from service.tensors import Array, Datatype
+from service.wire.arrays import Kind, beyond_float64, held_exactly
+from service.wire.json_form import parse_numbers, parse_rows
+from service.wire.limits import WireLimits
+
+PIECE = 1 << 17  # bytes
+
+
+def array_of_list(text: bytes, place: slice, kind: Kind, row: Datatype, shape: tuple[int, ...], limits: WireLimits) -> Array | None:
+    """The array of that datatype and shape whose numbers the list holds, flat or nested; None where they are others, or not regular.
+
+    `place` is the list's, brackets included. Raises InvalidRequest, without a place, where the datatype does not hold a number.
+    """
+    start, stop, size = place.start + 1, place.stop - 1, math.prod(shape)
+    if stop - start > PIECE and text.find(b"[", start, start + PIECE) < 0:
+        numbers = _in_pieces(text, start, stop, row, size)
+        return None if numbers is None else numbers.reshape(shape)
+    numbers = parse_numbers(text[start:stop]) if text.find(b"[", start, stop) < 0 else None
+    if numbers is None:
+        numbers = parse_rows(memoryview(text)[start:stop], kind, limits)
+    if numbers is None or numbers.shape not in (shape, (size,)) or beyond_float64(numbers, row.numpy):
+        return None
+    return held_exactly(numbers, row.numpy, "").reshape(shape)
+
+
+def _in_pieces(text: bytes, start: int, stop: int, row: Datatype, size: int) -> Array | None:
+    """The numbers between two places, cut at commas; None where there are not just so many."""
+    if 2 * size - 1 > stop - start:  # each has a digit, and a comma between
+        return None
+    array, filled, end = np.empty(size, row.numpy), 0, start - 1
+    while end < stop:
+        start = end + 1
+        end = stop if stop - start <= PIECE else text.rfind(b",", start, start + PIECE)
+        numbers = None if end < 0 or text.find(b"[", start, end) >= 0 else parse_numbers(text[start:end])
+        if numbers is None or not 0 < numbers.size <= size - filled or beyond_float64(numbers, row.numpy):
+            return None
+        array[filled : filled + numbers.size] = held_exactly(numbers, row.numpy, "")
+        filled += numbers.size
+    return array if filled == size else None

@@ -1,0 +1,208 @@
+"""Numbers in the JSON of a request: who finds their lists first reads what the reader of the whole text reads, or leaves it to that one."""
+
+import json
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from protocol import described, in_bytes
+
+from service.errors import MalformedBody, RequestError
+from service.wire.documents import AttendRequest
+from service.wire.limits import WireLimits
+from service.wire.v2 import lists, reading
+from service.wire.v2.exchange import Exchange
+from service.wire.v2.frame import LONGEST, frame_of
+
+QUERY = np.random.default_rng(47).standard_normal((2, 3, 5)).astype(np.float32)
+LENGTHS = np.array([[3], [2]])
+SPACES = st.text(" \t\r\n", max_size=2)
+GOOD: dict[str, Any] = {
+    "id": 'with [brackets], {braces} and "data": [1]',
+    "parameters": {"select": '{"heads": [1]}', "tokens": '{"query": [["[", "]", "\\"data\\":[2]"]]}', "binary_data_output": False},
+    "inputs": [
+        {"name": "query", "shape": [2, 3, 5], "datatype": "FP32", "data": QUERY.ravel().tolist()},
+        {"data": QUERY.tolist(), "name": "key", "datatype": "FP64", "shape": [2, 3, 5]},
+        {"name": "valid_lens", "shape": [2], "data": [3, 2], "datatype": "INT64"},
+        {"name": "attend_mask", "shape": [3, 3], "datatype": "BOOL", "data": [True, False, 1, 0, 1, 1, True, True, False]},
+        {"name": "bias", "shape": [1, 3], "datatype": "FP16", "data": [[0.5, -2, 1e-3]]},
+    ],
+    "outputs": [{"name": "output"}],
+}
+
+
+def outcome(body: bytes, length: str = "") -> Any:
+    """The members, arrays as dtype, shape and bytes; or the refusal."""
+    try:
+        members = Exchange("tiny", length).parse(body, AttendRequest.tensors, WireLimits())
+    except RequestError as refusal:
+        return type(refusal), refusal.problems
+    return {n: (v.dtype.str, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for n, v in members.items()}
+
+
+def agree(body: bytes, length: str = "") -> Any:
+    """What comes of the body, whether or not its lists are found first."""
+    quick = outcome(body, length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "frame_of", lambda _: None)
+        assert quick == outcome(body, length)
+    return quick
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "PIECE", 11)
+
+
+def test_what_is_sent_is_read() -> None:
+    got = agree(json.dumps(GOOD).encode())
+    assert got["query"] == ("<f4", (2, 3, 5), QUERY.tobytes())
+    assert got["key"] == ("<f8", (2, 3, 5), QUERY.astype(np.float64).tobytes())
+    assert got["valid_lens"][2] == np.array([3, 2]).tobytes()
+    assert np.frombuffer(got["attend_mask"][2], np.bool_).tolist() == [True, False, True, False, True, True, True, True, False]
+    assert got["bias"][2] == np.array([0.5, -2, 1e-3], np.float16).tobytes()
+    assert got["tokens"] == {"query": [["[", "]", '"data":[2]']]}
+
+
+def test_its_lists_are_found() -> None:
+    """Or the tests here would hold of nothing."""
+    body = json.dumps(GOOD).encode()
+    frame = frame_of(body)
+    assert frame is not None
+    found = [json.loads(body[place]) for place in frame.lists]
+    assert found == [entry["data"] for entry in GOOD["inputs"]]
+    kept = json.loads(frame.text)
+    assert [entry.pop("data") for entry in kept["inputs"]] == [[], [[]], [], [], [[]]]
+    assert kept["parameters"] == GOOD["parameters"]
+
+
+def spaced(document: Any, draw: Any) -> str:
+    """The document as JSON, with spaces wherever some may be."""
+    if isinstance(document, dict):
+        members = (f"{draw(SPACES)}{json.dumps(key)}{draw(SPACES)}:{spaced(value, draw)}" for key, value in document.items())
+        return f"{draw(SPACES)}{{{','.join(members)}}}{draw(SPACES)}"
+    if isinstance(document, list):
+        return f"{draw(SPACES)}[{','.join(spaced(value, draw) for value in document) or draw(SPACES)}]{draw(SPACES)}"
+    return f"{draw(SPACES)}{json.dumps(document)}{draw(SPACES)}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_spaces_and_the_order_of_members_change_nothing(data: st.DataObject) -> None:
+    shuffled = {**GOOD, "inputs": [dict(data.draw(st.permutations(list(entry.items())))) for entry in GOOD["inputs"]]}
+    assert agree(spaced(shuffled, data.draw).encode()) == outcome(json.dumps(GOOD).encode())
+
+
+SMALL = json.dumps(
+    {"inputs": [described("query", QUERY[0, :2, :2], data=[1.5, -2, 3e1, 0]), described("valid_lens", LENGTHS, data=[[3], [2]])]}
+)
+BITS = [*'[]{},:"\\ -.0', "[[", "]]", "},{", "true", "null", "1e9", "1e400", "NaN", '"id":"a",']
+BITS += ['"data":', '"data":[1]', '"d\\u0061ta":[1,2,3,4]']
+
+
+@settings(max_examples=3000, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, len(SMALL)), st.integers(0, 3), st.sampled_from(["", *BITS])), min_size=1, max_size=3),
+)
+@example([(SMALL.index("1.5"), 0, ",")])
+@example([(SMALL.index("0]"), 1, "0,")])
+@example([(SMALL.index("0]"), 2, "0],[1]")])
+@example([(SMALL.index("[1.5"), 0, "[")])
+@example([(SMALL.index('"data": [1'), 0, '"data": [9, 9, 9, 9], ')])
+@example([(SMALL.index('data": [1'), 1, "d\\u0061")])
+@example([(SMALL.index('"data": [1'), 1, '"a\\"')])
+def test_whatever_is_changed_both_ways_agree(changes: list[tuple[int, int, str]]) -> None:
+    text = SMALL
+    for place, left_out, put in changes:
+        text = text[:place] + put + text[place + left_out :]
+    agree(text.encode())
+
+
+@pytest.mark.parametrize("commas", ["{},", ",{}", "{},,1", "{} ,"])
+def test_a_comma_too_many_is_refused_wherever_the_pieces_end(commas: str) -> None:
+    for digits in range(1, 40):
+        numbers = "1" * digits
+        body = f'{{"inputs":[{{"name":"query","shape":[1,1],"datatype":"FP64","data":[{commas.format(numbers)}]}}]}}'
+        assert agree(body.encode())[0] is MalformedBody
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    st.sampled_from(["FP64", "FP32", "FP16", "BF16", "INT8"]),
+    st.integers(-1, 1),
+)
+@example([0.5] * 9, "FP32", 0)
+@example([0.5] * 9, "FP32", 1)
+@example([0.5] * 9, "FP32", -1)
+def test_numbers_are_those_of_the_text_and_as_many(numbers: list[float], datatype: str, more: int) -> None:
+    entry = {"name": "query", "shape": [len(numbers) + more], "datatype": datatype, "data": numbers}
+    got = agree(json.dumps({"inputs": [entry]}).encode())
+    if more or datatype == "INT8":
+        return
+    if datatype == "FP64":
+        assert got["query"] == ("<f8", (len(numbers),), np.array(numbers).tobytes())
+
+
+@pytest.mark.parametrize("odd", ["[2]", "[2, 3]", "[[2]]", "null", "true", "-", "1e400", "2 3"])
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_something_else_among_numbers_is_seen_wherever_the_pieces_end(odd: str, place: int) -> None:
+    numbers = ["1.5"] * 9
+    numbers[place] = odd
+    body = f'{{"inputs":[{{"name":"query","shape":[9],"datatype":"FP64","data":[{", ".join(numbers)}]}}]}}'
+    assert isinstance(agree(body.encode()), tuple)
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.5, -1])
+@pytest.mark.parametrize("datatype", ["INT64", "UINT64"])
+def test_integers_of_64_bits_stay_what_they_are(number: Any, datatype: str) -> None:
+    entry = {"name": "valid_lens", "shape": [9], "datatype": datatype, "data": [*range(8), number]}
+    got = agree(json.dumps({"inputs": [{**entry, "name": "query"}, entry]}).encode())
+    if isinstance(got, dict):
+        assert np.frombuffer(got["query"][2], datatype.lower()).tolist() == [*range(8), number]
+
+
+EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 20}]", "null", "{}", '""', "7"]
+
+
+@pytest.mark.parametrize("data", EMPTY)
+@pytest.mark.parametrize("shape", [[0], [0, 5], [1], [1, 1], [2, 0], [2**20, 2**20], [2**31 - 1]])
+def test_empty_lists_and_those_of_another_size(data: str, shape: list[int]) -> None:
+    got = agree(f'{{"inputs":[{{"name":"query","shape":{shape},"datatype":"FP32","data":{data}}}]}}'.encode())
+    assert isinstance(got, dict) == (math.prod(shape) == 0 and bool(re.fullmatch(r"\[ *\]", data))) or "[[" in data
+
+
+@pytest.mark.parametrize("scale", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + "0" * 400, "1e-400", "0.1"])
+@pytest.mark.parametrize("inside", ["{}", '{{"x": {}}}', "[{}]"])
+def test_numbers_elsewhere_are_of_json_and_finite(scale: str, inside: str) -> None:
+    numbers = '{"name":"query","shape":[1,1],"datatype":"FP64","data":[1]}'
+    agree(f'{{"inputs":[{numbers}],"parameters":{{"scale":{inside.format(scale)}}}}}'.encode())
+
+
+def test_some_numbers_in_the_text_and_some_behind_it() -> None:
+    body, headers = in_bytes(query=QUERY)
+    size = int(headers["Inference-Header-Content-Length"])
+    document = json.loads(body[:size])
+    document["inputs"].append(described("valid_lens", LENGTHS, data=[[3], [2]]))
+    head = json.dumps(document).encode()
+    got = agree(head + body[size:], str(len(head)))
+    assert got["query"] == ("<f4", (2, 3, 5), QUERY.tobytes())
+    assert got["valid_lens"][2] == LENGTHS.tobytes()
+    assert agree(head + body[size:] + b"\0", str(len(head)))[0] is MalformedBody
+
+
+def test_a_text_that_is_long_without_its_numbers_is_read_as_a_whole() -> None:
+    long = {**GOOD, "id": "x" * LONGEST}
+    body = json.dumps(long).encode()
+    assert frame_of(body) is None
+    assert agree(body) == outcome(json.dumps(GOOD).encode())
+
+
+def test_a_text_full_of_beginnings_is_gone_through_once() -> None:
+    """Each search goes on where the last one ended; else this would take hours."""
+    for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
+        assert frame_of(text * (1 << 20)) is None
