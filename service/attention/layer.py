@@ -4,7 +4,8 @@
 
 There are two ways, and a short cut. `_form` makes the weights, block of query rows by block, of `scores` and `softmax`, and is the only
 one that knows dropout, caps and log-sum-exp. `_fuse` hands the rows to torch's fused attention, which never makes them, and is taken when
-nobody asked. Both leave a blocked key exactly no influence. Short calls without masks are one operation of torch's, in `whole`.
+nobody asked. Both leave a blocked key exactly no influence. Short calls without masks are one operation of torch's, in `whole`, or one by
+itself a few of NumPy's, in `single`.
 `nn.MultiheadAttention` is not used: it ignores masks silently where it is fast, and what it does with fully masked rows depends on flags.
 It serves as an oracle in the tests.
 

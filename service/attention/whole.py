@@ -14,6 +14,7 @@ from service.attention.call import Call, Result
 from service.attention.masks import Masks
 from service.attention.products import rows_for_onednn
 from service.attention.selection import chosen, selection
+from service.attention.single import Single
 from service.spec import LayerSpec
 
 ROWS = 64  # of one item: beyond, arithmetic outweighs the steps around it
@@ -30,6 +31,7 @@ class Whole:
         self.rows = min(ROWS, rows_for_onednn(weights["query.weight"]) - 1)
         self._packed = weights["query+key+value.weight"], weights["query+key+value.bias"]
         self._output = weights["output.weight"], weights["output.bias"]
+        self._single = Single(spec, weights) if Single.suits(spec) else None
 
     def takes(self, call: Call) -> bool:
         """Whether the call asks for no more than this can do. Of any other item in its batch it does not depend."""
@@ -51,14 +53,20 @@ class Whole:
 
     def __call__(self, call: Call) -> Result:
         """The result of a call that it takes."""
-        sizes, (packed, biases), (weight, bias) = (self.spec.d_model, self.spec.num_heads), self._packed, self._output
-        output, weights = torch._native_multi_head_attention(
-            call.query, call.key, call.value, *sizes, packed, biases, weight, bias, None, True, False, None
-        )  # no mask, weights wanted, of each head
+        batch, length, _ = call.query.shape
+        single = self._single if batch == 1 and Single.suits(self.spec, length) else None
+        output, weights = self._together(call) if single is None else single(call)
         made = {"output": output} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:
             made |= selection(chosen(weights, call), call)
         return Result(made)
+
+    def _together(self, call: Call) -> tuple[Tensor, Tensor]:
+        sizes, (packed, biases), (weight, bias) = (self.spec.d_model, self.spec.num_heads), self._packed, self._output
+        output, weights = torch._native_multi_head_attention(
+            call.query, call.key, call.value, *sizes, packed, biases, weight, bias, None, True, False, None
+        )  # no mask, weights wanted, of each head
+        return output, weights
 
 
 def as_whole(spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device, own: Callable[[Call], Result]) -> Whole | None:

@@ -166,6 +166,73 @@ def test_what_overflows_overflows_either_way() -> None:
         assert torch.equal(layer(huge).tensors[name].isfinite(), plain(huge).tensors[name].isfinite())
 
 
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many items torch's operation is asked for at a time, from here on."""
+    sizes: list[int] = []
+    operation = torch._native_multi_head_attention
+
+    def counted(query: torch.Tensor, *more: Any) -> Any:
+        sizes.append(query.shape[0])
+        return operation(query, *more)
+
+    monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
+    return sizes
+
+
+def test_torch_is_asked_where_there_is_more_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short call by itself is done in NumPy; several, or a longer one, in torch."""
+    layer, _ = make(d_model=64, num_heads=8)
+    sizes = asked(monkeypatch)
+    layer(call_of(layer, 1, 21))
+    assert sizes == []
+    layer(call_of(layer, 1, 22))
+    layer(call_of(layer, 2, 21))
+    assert sizes == [1, 2]
+    many, _ = make(d_model=33, num_heads=33)
+    layer = many
+    del sizes[:]
+    layer(call_of(layer, 1, 15))
+    assert sizes == []
+    layer(call_of(layer, 1, 16))
+    assert sizes == [1]
+
+
+def test_a_wide_layer_keeps_no_copy_of_its_weights_for_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = make(d_model=296, num_heads=2)
+    sizes = asked(monkeypatch)
+    layer(call_of(layer, 1, 1))
+    assert sizes == [1]
+    assert layer.whole is not None
+    assert layer.whole._single is None
+
+
+@pytest.mark.parametrize("shared", [(), ("key",), ("key", "value")], ids=["three", "key", "both"])
+@pytest.mark.parametrize("size", [1.0, 8.0, 15.0, 200.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_short_calls_of_any_size_agree_with_a_float64_reference(size: float, dtype: str, shared: tuple[str, ...]) -> None:
+    """With scores below and far above those whose exponentials can be added up as they are."""
+    layer, _ = make(d_model=15, num_heads=3, dtype=dtype, seed=5)
+    call = call_of(layer, 1, 7, seed=3)
+    call = replace(call, query=call.query * size)
+    if shared:
+        call = replace(call, key=call.query, value=call.query if "value" in shared else call.value)
+    before = [x.clone() for x in (call.query, call.key, call.value)]
+    got = layer(call).tensors
+    weights = {name: tensor.double() for name, tensor in layer.weights.items()}
+    heads = {}
+    for name in ("query", "key", "value"):
+        x = getattr(call, name)[0].double() @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        heads[name] = x.view(7, 3, 5).transpose(0, 1)
+    scores = heads["query"] @ heads["key"].mT / 5**0.5
+    wanted = torch.exp(scores - scores.amax(-1, keepdim=True))
+    wanted = wanted / wanted.sum(-1, keepdim=True)
+    output = (wanted @ heads["value"]).transpose(0, 1).reshape(7, 15) @ weights["output.weight"].T + weights["output.bias"]
+    rounding = max(1.0, float(scores.abs().max())) * torch.finfo(layer.dtype).eps  # of a score, which softmax hands on
+    assert float((got["attention_weights"][0].double() - wanted).abs().max()) <= 8 * rounding
+    assert float((got["output"][0].double() - output).abs().max()) <= 8 * rounding * max(1.0, float(heads["value"].abs().max()))
+    assert all(torch.equal(x, y) for x, y in zip(before, (call.query, call.key, call.value), strict=True))
+
+
 def missing(*_: Any) -> Any:
     raise AttributeError("_native_multi_head_attention")
 
