@@ -1,10 +1,11 @@
 """The way in. It closes once, for all: whoever else lets calls in beside the HTTP server closes together with it, and not after it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Close = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -39,3 +40,20 @@ class Door:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
+
+    async def until_closed(self, coming: AsyncIterator[T]) -> AsyncIterator[T]:
+        """What comes, until there is no more, or the door closes."""
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(coming))
+                await asyncio.wait((item, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    item.cancel()
+                    return
+                try:
+                    yield item.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            closing.cancel()

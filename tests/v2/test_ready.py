@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from live import Server
 from starlette.testclient import TestClient
 from test_grpc import SERVICE, address_of, entry, request
@@ -78,6 +80,30 @@ def test_watchers_are_told_of_a_drain_and_do_not_hold_the_exit(start: Callable[.
         for states in (*watchers, unknown):
             assert list(states) == []
         assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Server]) -> None:
+    """One stream stays open without a question; the other has ended well before."""
+    server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(address_of(server)) as channel:
+        stub, staying = reflection_pb2_grpc.ServerReflectionStub(channel), threading.Event()
+
+        def questions() -> Iterator[Any]:
+            yield from (question, question)
+            staying.wait(PATIENCE)
+
+        ended = list(stub.ServerReflectionInfo(iter([question])))
+        open_stream = stub.ServerReflectionInfo(questions(), timeout=PATIENCE)
+        answers = [next(open_stream), next(open_stream), *ended]
+        for answer in answers:
+            names = {service.name for service in answer.list_services_response.service}
+            assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        server.process.send_signal(signal.SIGTERM)
+        assert list(open_stream) == []
+        assert server.process.wait(PATIENCE) == 0
+        staying.set()
     assert "Traceback" not in "".join(server.log)
 
 

@@ -11,11 +11,12 @@ import grpc
 import structlog
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.errors import AttendError, Overloaded
 from service.serving.engine import Engine
 from service.web.access import milliseconds, request_id
+from service.web.grpc import reflection
 from service.web.grpc.codes import code_of
 from service.web.grpc.health import Health
 from service.web.grpc.inference_pb2 import DESCRIPTOR
@@ -57,8 +58,8 @@ async def serving(
         (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), log_requests, keyring)),)
     )
     health_pb2_grpc.add_HealthServicer_to_server(Health(engine, frozenset({SERVICE.full_name})), server)
-    names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    names = (SERVICE.full_name, health.SERVICE_NAME, reflection.NAME)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.Reflection(engine.door, names), server)
     if tls is None:
         port = server.add_insecure_port(address)
     else:
