@@ -1,5 +1,6 @@
 """Fixtures that every room's tests share."""
 
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -47,3 +48,17 @@ def http(server: Server) -> Iterator[httpx.Client]:
     """A plain HTTP client of the shared server."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def receiver() -> Iterator[Any]:
+    """A collector of traces and metrics."""
+    from otlp import Receiver
+
+    one = Receiver()
+    thread = threading.Thread(target=one.serve_forever)
+    thread.start()
+    yield one
+    one.shutdown()
+    thread.join()
+    one.server_close()

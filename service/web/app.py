@@ -19,7 +19,7 @@ from service.web import attend, documentation, failures, figure, health, layers,
 from service.web.access import Access, Traces
 from service.web.guard import Guard
 from service.web.keys import Keyring
-from service.web.telemetry import open_telemetry
+from service.web.telemetry import Telemetry, open_telemetry
 from service.web.v2 import infer, repository, routes
 from service.web.v2.description import Offer
 from service.wire.limits import WireLimits
@@ -61,7 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _grpc(settings, engine, offer, keyring):
+        async with _grpc(settings, engine, offer, keyring, traces):
             if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
                 await engine.begin(settings.all_layers())
             else:
@@ -113,7 +113,9 @@ def create_engine(settings: Settings) -> Engine:
     return engine
 
 
-def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | None) -> AbstractAsyncContextManager[None]:
+def _grpc(
+    settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
+) -> AbstractAsyncContextManager[None]:
     """The gRPC server beside this one, where one is asked for."""
     if settings.grpc_port is None:
         return nullcontext()
@@ -121,7 +123,7 @@ def _grpc(settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | N
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring, tls)
+    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring, tls, traces)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

@@ -1,17 +1,21 @@
 """Traces and metrics by OpenTelemetry's protocol, for those who ask for them (`--telemetry`, extra `otel`).
 
-Where they go, under which name and how many of them is said in the OTEL_… variables of its specification. A request's span continues the
-caller's trace (W3C `traceparent`), the reply says which span it was, and the phases are its children. Nothing here runs otherwise.
+Where they go, under which name and how many of them is said in the OTEL_… variables of its specification. The span of a request, or of a
+gRPC call, continues the caller's trace (W3C `traceparent`), the reply says which span it was, and the phases are its children. Names are
+those of OpenTelemetry's semantic conventions for HTTP and RPC. Nothing here runs otherwise.
 """
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Scope
 
 from service import __version__
 from service.serving.engine import Engine
+from service.serving.metrics import Phases
 from service.web.access import Record, endpoint
 
 PHASES = ("decode", "queue", "compute", "encode")
@@ -36,8 +40,33 @@ def open_telemetry(engine: Engine) -> "Telemetry":
     return Telemetry(engine, traces, metrics)
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A span that is open, and since when, in nanoseconds since 1970."""
+
+    span: Any
+    began: int
+
+    @property
+    def in_words(self) -> str:
+        """In W3C's form."""
+        context = self.span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How a request or a call ended. `failed` says that the fault was this server's."""
+
+    request_id: str
+    reason: str
+    failed: bool
+    phases: Phases | None
+    about: Mapping[str, Any]
+
+
 class Telemetry:
-    """What `Access` tells of every request, as spans and histograms."""
+    """What is told of every request and of every gRPC call, as spans and histograms."""
 
     def __init__(self, engine: Engine, traces: Any, metrics: Any) -> None:
         from opentelemetry.metrics import Observation
@@ -48,39 +77,54 @@ class Telemetry:
         self._tracer, meter = traces.get_tracer("attend", __version__), metrics.get_meter("attend", __version__)
         self._propagator, self._server, self._within = TraceContextTextMapPropagator(), SpanKind.SERVER, set_span_in_context
         self._failed = Status(StatusCode.ERROR)
-        self._duration = meter.create_histogram("http.server.request.duration", "s", "From the first byte to the last.")
+        self._requests = meter.create_histogram("http.server.request.duration", "s", "From the first byte to the last.")
+        self._calls = meter.create_histogram("rpc.server.call.duration", "s", "Of gRPC calls, from the first byte to the last.")
         self._phases = meter.create_histogram("attend.phase.duration", "s", "Time a request spends in a phase.")
         gauges = {"attend.queue.calls": lambda: len(engine.scheduler.waiting), "attend.layers": lambda: len(engine.catalogue)}
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
     def begin(self, scope: Scope, path: str) -> None:
-        """Opens the request's span, below the caller's if the caller has one."""
+        """Opens a request's span, below the caller's if the caller has one."""
         came = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
-        name, now = f"{scope['method']} {endpoint(path)}", time.time_ns()
-        span = self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now)
-        scope["attend.span"] = span, now
+        scope["attend.span"] = self._open(f"{scope['method']} {endpoint(path)}", came)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The span of this request, in W3C's form: for the caller's log, and for whoever traces the reply."""
-        context = scope["attend.span"][0].get_span_context()
-        text = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}".encode()
+        text = scope["attend.span"].in_words.encode()
         return [(b"traceparent", text), (b"traceresponse", text)]
 
     def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
-        """Closes the span; its children are the phases, which end where the request ends."""
-        span, began = scope["attend.span"]
-        now = began + int(seconds * 1e9)
+        """Closes the span of a request."""
         labels = {"http.request.method": scope["method"], "http.route": endpoint(path), "http.response.status_code": record.status}
-        span.set_attributes({**labels, "attend.request_id": record.request_id})
-        span.set_attributes({f"attend.{name}": value for name, value in record.about.items()})
-        if record.reason:
-            span.set_attribute("error.type", record.reason)
-        if record.status >= 500:
+        self._requests.record(seconds, labels)
+        told = Told(record.request_id, record.reason, record.status >= 500, record.phases, record.about)
+        self._close(scope["attend.span"], labels, told, seconds)
+
+    def begin_call(self, method: str, metadata: Mapping[str, str]) -> "Opened":
+        """Opens the span of a gRPC call; the same for its `end_call`. The method's name is the whole one."""
+        return self._open(method, metadata)
+
+    def end_call(self, opened: "Opened", method: str, code: str, told: "Told", seconds: float) -> None:
+        labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
+        self._calls.record(seconds, labels)
+        self._close(opened, labels, told, seconds)
+
+    def _open(self, name: str, came: Mapping[str, str]) -> "Opened":
+        now = time.time_ns()
+        return Opened(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
+
+    def _close(self, opened: "Opened", labels: Mapping[str, Any], told: "Told", seconds: float) -> None:
+        """The span's children are the phases, which end where it ends."""
+        span, now = opened.span, opened.began + int(seconds * 1e9)
+        span.set_attributes({**labels, "attend.request_id": told.request_id})
+        span.set_attributes({f"attend.{name}": value for name, value in told.about.items()})
+        if told.reason:
+            span.set_attribute("error.type", told.reason)
+        if told.failed:
             span.set_status(self._failed)
-        self._duration.record(seconds, labels)
-        if record.phases is not None:
-            took = [getattr(record.phases, name) for name in PHASES]
+        if told.phases is not None:
+            took = [getattr(told.phases, name) for name in PHASES]
             at = now - int(sum(took) * 1e9)
             for name, phase in zip(PHASES, took, strict=True):
                 child = self._tracer.start_span(name, self._within(span), start_time=at)

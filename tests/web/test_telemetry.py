@@ -1,69 +1,21 @@
 """Traces and metrics by OTLP, from a real server to a receiver in this process; and what Prometheus reads."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Callable
 
 import httpx
 import pytest
 from live import Server
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp import Receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 QUERY = {"query": [[0.25] * 64] * 3}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Receiver(ThreadingHTTPServer):
-    """A collector: keeps what it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Posted)
-        self.spans: list[Any] = []
-        self.metrics: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-
-
-class Posted(BaseHTTPRequestHandler):
-    """One export, in protobuf."""
-
-    server: Receiver
-
-    def do_POST(self) -> None:  # the library's name
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.path == "/v1/traces":
-            for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-                self.server.resources.append({pair.key: pair.value.string_value for pair in group.resource.attributes})
-                self.server.spans += [span for scope in group.scope_spans for span in scope.spans]
-        else:
-            for group in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-                self.server.metrics += [metric for scope in group.scope_metrics for metric in scope.metrics]
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    one = Receiver()
-    thread = threading.Thread(target=one.serve_forever)
-    thread.start()
-    yield one
-    one.shutdown()
-    thread.join()
-    one.server_close()
-
-
 def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], receiver: Receiver) -> None:
     """A span continues the caller's trace, the reply names it, phases are its children, and nothing is lost when the server stops."""
-    endpoint = f"http://127.0.0.1:{receiver.server_address[1]}"
-    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
-    server = start("--telemetry", env={**os.environ, **variables})
+    server = start("--telemetry", env={**os.environ, **receiver.variables})
     with httpx.Client(base_url=server.url) as client:
         told = client.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "X-Request-Id": "traced"})
         alone = client.post("/attend", json={"query": []}, headers={"X-Request-Id": "alone"})

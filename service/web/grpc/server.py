@@ -23,6 +23,7 @@ from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import Heard, Method, Methods
 from service.web.guard import ADMIN, ANY, demand_key
 from service.web.keys import Keyring
+from service.web.telemetry import Telemetry, Told
 from service.web.v2.description import Offer
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -32,6 +33,14 @@ SCOPES = {  # of the keys that open a method, where not any does
     "ModelInfer": frozenset({"infer"}),
     "RepositoryModelLoad": ADMIN,
     "RepositoryModelUnload": ADMIN,
+}
+OUR_FAULT = {  # as OpenTelemetry's conventions count on a server's side
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
 }
 DETAIL = 4000  # bytes of a refusal: they travel in a header, of which clients take 8192
 log = structlog.get_logger("attend")
@@ -47,6 +56,7 @@ async def serving(
     log_requests: bool,
     keyring: Keyring | None = None,
     tls: tuple[Path, Path] | None = None,
+    traces: Telemetry | None = None,
 ) -> AsyncIterator[None]:
     """Listens until the engine's door closes, or the block ends; then takes no more calls, and gives those it has taken `grace` seconds.
 
@@ -55,7 +65,7 @@ async def serving(
     """
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", largest), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), log_requests, keyring)),)
+        (grpc.method_handlers_generic_handler(SERVICE.full_name, _handlers(engine, Methods(engine, offer), log_requests, keyring, traces)),)
     )
     health_pb2_grpc.add_HealthServicer_to_server(Health(engine, frozenset({SERVICE.full_name})), server)
     names = (SERVICE.full_name, health.SERVICE_NAME, reflection.NAME)
@@ -87,58 +97,65 @@ def fitting(detail: str) -> str:
     return detail
 
 
-def _handlers(engine: Engine, methods: Methods, log_requests: bool, keyring: Keyring | None) -> dict[str, Any]:
+def _handlers(engine: Engine, methods: Methods, log_requests: bool, keyring: Keyring | None, traces: Telemetry | None) -> dict[str, Any]:
     """Method name -> gRPC's handler. ModelInfer's messages stay bytes here."""
     handlers = {}
     for name, method in SERVICE.methods_by_name.items():
         words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
         raw = name == "ModelInfer"
         handlers[name] = grpc.unary_unary_rpc_method_handler(
-            _answered(engine, name, getattr(methods, words), log_requests, keyring),
+            _answered(engine, name, getattr(methods, words), log_requests, keyring, traces),
             request_deserializer=None if raw else GetMessageClass(method.input_type).FromString,
             response_serializer=None if raw else GetMessageClass(method.output_type).SerializeToString,
         )
     return handlers
 
 
-def _answered(engine: Engine, name: str, method: Method, log_requests: bool, keyring: Keyring | None) -> Method:
-    """The method with what surrounds every call: its key, its count, its log line, its code, and the net under unforeseen exceptions."""
+def _answered(engine: Engine, name: str, method: Method, log_requests: bool, keyring: Keyring | None, traces: Telemetry | None) -> Method:
+    """The method with what surrounds every call: its key, its count, its span, its log line, its code, and the net under unforeseen
+    exceptions."""
+    full_name = f"{SERVICE.full_name}/{name}"
 
     async def answer(request: Any, context: Any) -> Any:
         started, metadata = engine.clock(), dict(context.invocation_metadata())
         heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
         trailing = [("x-request-id", heard.request_id)]
+        span = None if traces is None else traces.begin_call(full_name, metadata)
+        if span is not None:
+            trailing.append(("traceresponse", span.in_words))
         context.set_trailing_metadata(tuple(trailing))
-        code, detail = grpc.StatusCode.CANCELLED, ""  # until it is known better
+        code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
         try:
             if keyring is not None:
                 heard.key = demand_key(keyring, metadata, SCOPES.get(name, ANY))
             reply = await method(request, heard)
-            code = grpc.StatusCode.OK
+            code, reason = grpc.StatusCode.OK, ""
             return reply
         except AttendError as error:
-            code, detail = code_of(error), fitting(error.detail)
-            engine.metrics.failed(type(error).__name__)
+            code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
                 trailing.append(("retry-after", str(error.retry_after)))
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            code, detail = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend"
-            engine.metrics.failed("unforeseen")
+            code, detail, reason = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend", "unforeseen"
             log.exception("unforeseen", method=name, request_id=heard.request_id)
         finally:
-            engine.metrics.answered(f"{SERVICE.full_name}/{name}", code.name)
-            if code is grpc.StatusCode.CANCELLED:
-                engine.metrics.failed("CallerGone")
+            seconds = engine.clock() - started
+            engine.metrics.answered(full_name, code.name)
+            if reason:
+                engine.metrics.failed(reason)
+            if traces is not None and span is not None:
+                told = Told(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                traces.end_call(span, full_name, code.name, told, seconds)
             if log_requests:
                 log.info(
                     "request",
                     request_id=heard.request_id,
-                    method=f"{SERVICE.full_name}/{name}",
+                    method=full_name,
                     key=heard.key,
                     status=code.name,
-                    ms=round((engine.clock() - started) * 1e3, 3),
+                    ms=round(seconds * 1e3, 3),
                     **heard.about,
                     **({} if heard.phases is None else milliseconds(heard.phases)),
                     **({"detail": detail[:200]} if detail else {}),
