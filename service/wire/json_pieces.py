@@ -1,7 +1,7 @@
 """Large JSON bodies, parsed a piece at a time: the rows of their tensors are found by the brackets alone.
 
-A parser needs several times the memory of what it parses, and holds the interpreter's lock all the while: parsed in pieces of a
-megabyte, a body of a hundred leaves other threads their turn, and nothing but its arrays. Whatever does not look regular is no business
+A parser needs several times the memory of what it parses, and holds the interpreter's lock all the while: parsed in pieces, a
+body of a hundred megabytes leaves other threads their turn, and nothing but its arrays. Whatever does not look regular is no business
 of this file: such a body is parsed in one piece, which also finds what is wrong with it.
 """
 
@@ -19,7 +19,7 @@ from service.wire.arrays import Kind
 from service.wire.limits import WireLimits
 
 WORTHWHILE = 1 << 21  # bytes of a body from which on pieces pay
-PIECE = 1 << 20  # bytes: with all that the parser makes of it, it stays in the processor's caches
+PIECE = 1 << 17  # bytes: with all that the parser makes of it, it stays in the processor's caches
 STRINGS = 1 << 16  # quotation marks at most: names and words, not a document of strings
 
 
