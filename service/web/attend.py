@@ -77,8 +77,8 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
 
 
-def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The same, for refusals written as another model."""
+def refusals_as(model: str, media_type: str, *statuses: int, **others: str) -> dict[int | str, dict[str, Any]]:
+    """The same, for refusals written as another model; `others` are words for statuses, `_400`, that mean something else there."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
         401: "This server wants a key.",
@@ -96,7 +96,7 @@ def refusals_as(model: str, media_type: str, *statuses: int) -> dict[int | str, 
         507: "The memory, or the disk for a layer, was not there.",
     }
     content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": words[status], "content": content} for status in statuses}
+    return {status: {"description": others.get(f"_{status}", words[status]), "content": content} for status in statuses}
 
 
 def install(app: FastAPI, engine: Engine) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import simdjson
 
-from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
+from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
 from service.wire.json_lists import array_of_integers, array_of_lists
@@ -23,6 +23,16 @@ from service.wire.refusals import pointer, shown
 from service.wire.scan import parse_slowly
 
 REUSED = 16 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
+FAULTS = {  # by simdjson's names
+    "TAPE": "a comma, a bracket or a value too many or too few",
+    "NUMBER": "a number that is written wrong, or beyond them",
+    "BIGINT": "an integer of more than 64 bits in a body as large",
+    "UNCLOSED_STRING": "a string without an end",
+    "STRING": "a string with a wrong escape",
+    "UNESCAPED": "a control character in a string",
+    "UTF8": "bytes that are no UTF-8",
+    "ATOM": "a word that is not true, false or null",
+}
 FORM_KEYS = {"shape", "datatype", "data", "base64"}
 _threads = threading.local()
 
@@ -44,40 +54,23 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 def parse_object(body: bytes, limits: WireLimits) -> Any:
     """The JSON object `body`: simdjson's proxy of it, to be dropped before this thread parses again, or a dict where that refuses JSON."""
-    parser = simdjson.Parser() if len(body) > REUSED else _own_parser()
+    parser = simdjson.Parser() if len(body) > REUSED else own_parser()
     try:
         document = parser.parse(body)
     except (ValueError, RuntimeError) as error:
         if "DEPTH_ERROR" in str(error):
             raise TooLarge.where("", f"a document at most {limits.depth} deep (max_depth)", "one nested deeper") from None
         if len(body) > limits.scan_bytes:
-            raise MalformedBody.where("", "JSON", f"something else ({str(error).split(':')[0].lower()})") from None
+            fault = next((words for name, words in FAULTS.items() if name in str(error)), "something else")
+            got = f"{fault} (bodies of at most {limits.scan_bytes} bytes are told where)"
+            raise MalformedBody.where("", "JSON, its numbers within the range of a float64", got) from None
         document = parse_slowly(body)
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
     return document
 
 
-def parse_numbers(numbers: bytes) -> Array | None:
-    """Numbers with commas between, and no brackets; over the parser's own. None where there is anything else among them."""
-    try:
-        return np.frombuffer(_own_parser().parse(b"[%b]" % numbers).as_buffer(of_type="d"), np.float64)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def parse_rows(rows: memoryview, kind: Kind, limits: WireLimits) -> Array | None:
-    """Rows of a tensor as they stand in its list, with commas between; over the parser's numbers. None where they are not regular."""
-    text = b"".join((b"[", rows, b"]"))
-    reader = Reader(text, {}, limits)
-    try:
-        array = reader._nested(_own_parser().parse(text), kind, "")
-    except (AttendError, ValueError, RuntimeError):
-        return None
-    return array if reader.brackets == reader.lists else None
-
-
-def _own_parser() -> Any:
+def own_parser() -> Any:
     """This thread's parser; a new one if an error's traceback still holds on to what the last document returned."""
     parser = getattr(_threads, "parser", None) or simdjson.Parser()
     try:
@@ -95,7 +88,7 @@ class Reader:
         self.lists, self.escaped = _count(body, b"["), b"\\" in body
         self.kinds, self.limits, self.shapes_alone = kinds, limits, shapes_alone
         self.brackets = 0
-        self.nested: list[tuple[Any, Kind, str]] = []
+        self._seen: list[tuple[Any, Kind, str]] = []
 
     def members(self, document: Any) -> dict[str, Any]:
         members = self._object(document, "", self.kinds)
@@ -104,8 +97,8 @@ class Reader:
 
     def look_again(self) -> None:
         """After everything has been read: at every row, where a list may stand among numbers, or strings may hide brackets."""
-        if self.nested and (self.escaped or self.brackets != self.lists):
-            for value, kind, at in self.nested:
+        if self._seen and (self.escaped or self.brackets != self.lists):
+            for value, kind, at in self._seen:
                 array_of_lists(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
 
     def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
@@ -139,7 +132,7 @@ class Reader:
 
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
         if isinstance(value, simdjson.Array | list):
-            return self._nested(value, kind, at)
+            return self.nested(value, kind, at)
         if isinstance(value, simdjson.Object | dict):
             return self._form(value, kind, at)
         if isinstance(value, bool) and kind == "mask":
@@ -151,7 +144,8 @@ class Reader:
         except OverflowError:
             raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
 
-    def _nested(self, value: Any, kind: Kind, at: str) -> Array:
+    def nested(self, value: Any, kind: Kind, at: str) -> Array:
+        """A list, of lists or of numbers, as float64. Raises InvalidRequest or TooLarge (depth)."""
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         shape, rows = [], value
@@ -170,7 +164,7 @@ class Reader:
             return self._regular(array_of_lists(value.as_list(), kind, at))
         if numbers.size != math.prod(shape) or not _rows_agree(value, shape):
             return array_of_lists(value.as_list(), kind, at)  # raises with the place
-        self.nested.append((value, kind, at))
+        self._seen.append((value, kind, at))
         return self._regular(numbers.reshape(shape))
 
     def _regular(self, array: Array) -> Array:
@@ -190,7 +184,7 @@ class Reader:
                 raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
         if "data" in keys and "base64" in keys:
             raise InvalidRequest.where(at, "either data or base64", "both")
-        shape = shape_of(self.plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else None, f"{at}/shape")
+        shape = shape_of(self.plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else ..., f"{at}/shape")
         name = value["datatype"] if "datatype" in keys else None
         if not (name is None and "base64" not in keys) and (not isinstance(name, str) or name not in DATATYPES):
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
@@ -211,9 +205,11 @@ class Reader:
             self.brackets += 1
             array: Array = np.zeros(0)
         else:
-            array = self._nested(data, kind, at)
+            array = self.nested(data, kind, at)
         if array.shape != shape and array.shape != (math.prod(shape),):
-            raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", _count_words(array))
+            raise InvalidRequest.where(
+                at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", _count_words(array)
+            )
         if beyond_float64(array, dtype):
             return array_of_integers(_python(data), kind, dtype, at).reshape(shape)
         return held_exactly(array, dtype, at).reshape(shape)
@@ -247,9 +243,9 @@ def _count_words(array: Array) -> str:
 
 
 def shape_of(value: Any, at: str) -> tuple[int, ...]:
-    """A list of lengths of axes as a shape. Raises InvalidRequest, or TooLarge where no memory would hold so many elements."""
+    """A list of lengths of axes as a shape; `...` is one left out. Raises InvalidRequest, or TooLarge for more than any memory holds."""
     if not isinstance(value, list):
-        raise InvalidRequest.where(at, "a list of lengths", shown(value) if value is not None else "nothing")
+        raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else shown(value))
     if len(value) > MAX_RANK:
         raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(value)))
     for i, length in enumerate(value):

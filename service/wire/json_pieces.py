@@ -16,6 +16,7 @@ from service.errors import AttendError
 from service.tensors import Array
 from service.wire import json_form
 from service.wire.arrays import Kind
+from service.wire.json_rows import parse_rows
 from service.wire.limits import WireLimits
 
 WORTHWHILE = 1 << 21  # bytes of a body from which on pieces pay
@@ -61,7 +62,7 @@ def _assembled(body: bytes, pieces: Pieces, kinds: Mapping[str, Kind], limits: W
     for field, parts in pieces.tensors.items():
         start = 0
         for part in parts:
-            rows = json_form.parse_rows(memoryview(body)[part.text], kinds[field], limits)
+            rows = parse_rows(memoryview(body)[part.text], kinds[field], limits)
             if rows is None or len(rows) != part.count or (start and rows.shape[1:] != arrays[field].shape[1:]):
                 return None
             if not start:

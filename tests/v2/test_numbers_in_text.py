@@ -169,6 +169,21 @@ def test_integers_of_64_bits_stay_what_they_are(number: Any, datatype: str) -> N
 EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 20}]", "null", "{}", '""', "7"]
 
 
+@pytest.mark.parametrize("place", [0, 4, 8])
+@pytest.mark.parametrize("nested", [False, True])
+def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast parser refuses them, and the slow one takes no body as large as this: it is given a piece."""
+    monkeypatch.setattr(lists, "PIECE", 40)
+    numbers: list[float] = [1.5] * 9
+    numbers[place] = 2**80
+    data = [[numbers]] if nested else numbers
+    entry = {"name": "query", "shape": [1, 1, 9], "datatype": "FP64", "data": data}
+    body = json.dumps({"inputs": [entry, {**entry, "name": "key", "data": [0.125] * 9}]}).encode()
+    members = Exchange("tiny", "").parse(body, AttendRequest.tensors, WireLimits(scan_bytes=120))
+    assert members["query"].tolist() == [[numbers]]
+    assert len(body) > 200
+
+
 @pytest.mark.parametrize("data", EMPTY)
 @pytest.mark.parametrize("shape", [[0], [0, 5], [1], [1, 1], [2, 0], [2**20, 2**20], [2**31 - 1]])
 def test_empty_lists_and_those_of_another_size(data: str, shape: list[int]) -> None:

@@ -189,13 +189,54 @@ def test_an_input_that_is_none_is_told_which_there_are(v2: httpx.Client, stub: A
 # Values
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_flag_that_is_none_is_named(v2: httpx.Client, nested: bool) -> None:
+    keys: list[Any] = [1, True, 0, 2, False, 1]
+    mask = number("BOOL", [keys] if nested else keys, "attend_keys", (1, 6))
+    error = refused(v2.post(INFER, json={"inputs": [number("FP32", [0.5] * 6), mask]}))
+    assert error.endswith(f"0 or 1 for BOOL, got 2, at /inputs/1/data/{'0/' if nested else ''}3"), error
+
+
+@pytest.mark.parametrize("name", ["query", "bias", "valid_lens", "output_gradient"])
+def test_numbers_are_no_flags(v2: httpx.Client, name: str) -> None:
+    """Whatever the data are: the datatype is what is wrong."""
+    for data in ([1] * 6, [True] * 6, [2] * 6):
+        error = refused(v2.post(INFER, json={"inputs": [number("BOOL", data, name)]}))
+        assert error.endswith('FP64, got "BOOL", at /inputs/0/datatype'), error
+
+
+@pytest.mark.parametrize(("member", "words"), [("datatype", "got nothing"), ("shape", "a list of lengths, got nothing")])
+def test_what_was_left_out_is_not_called_null(v2: httpx.Client, member: str, words: str) -> None:
+    entry = number("FP32", [0.5] * 6)
+    del entry[member]
+    assert f"{words}, at /inputs/0/{member}" in refused(v2.post(INFER, json={"inputs": [entry]}))
+    assert f"got null, at /inputs/0/{member}" in refused(v2.post(INFER, json={"inputs": [{**entry, member: None}]}))
+
+
+def test_a_key_that_stands_twice_is_named(v2: httpx.Client) -> None:
+    entry = json.dumps(number("FP32", [0.5] * 6))
+    for text, at in (
+        (f'{{"inputs": [{entry}], "inputs": []}}', "/inputs"),
+        (f'{{"inputs": [{entry[:-1]}, "data": [1]}}]}}', "/inputs/0/data"),
+        (f'{{"inputs": [{entry[:-1]}, "n\\u0061me": "key"}}]}}', "/inputs/0/name"),
+        (f'{{"inputs": [{entry}], "parameters": {{"causal": true, "causal": true}}}}', "/parameters/causal"),
+    ):
+        assert refused(v2.post(INFER, content=text)).endswith(f'each key once, got "{at.split("/")[-1]}" twice, at {at}')
+
+
+@pytest.mark.parametrize(("given", "back"), [({}, False), ({"id": ""}, True), ({"id": "é"}, True)])
+def test_an_id_that_is_given_comes_back(v2: httpx.Client, given: dict[str, Any], back: bool) -> None:
+    reply = v2.post(INFER, json={**given, "inputs": [number("FP32", [0.5] * 6)]}).json()
+    assert reply.get("id") == given.get("id")
+    assert ("id" in reply) == back
+
+
 @pytest.mark.parametrize(
     ("datatype", "value", "words"),
     [
         ("INT8", 300, "a whole number from -128 to 127 for INT8, got 300"),
         ("INT8", 1.5, "a whole number from -128 to 127 for INT8, got 1.5"),
         ("UINT8", -1, "a whole number from 0 to 255 for UINT8, got -1"),
-        ("BOOL", 2, "0 or 1 for BOOL, got 2"),
         ("INT64", 2**63, "to 9223372036854775807 for INT64, got 9223372036854775808"),
         ("INT64", 10**30, f"for INT64, got {10**30}"),
         ("UINT64", 2**64, "for UINT64, got 18446744073709551616"),

@@ -150,3 +150,37 @@ def test_escapes_and_crowds_of_strings_are_left_to_the_parser() -> None:
     assert json_pieces.find_pieces(f'{{"layer":"\\\\","query":[{ROW},{ROW}]}}'.encode(), AttendRequest.tensors) is None
     words = ",".join(['"w"'] * (json_pieces.STRINGS // 2))
     assert json_pieces.find_pieces(f'{{"tokens":{{"query":[{words}]}},"query":[{ROW},{ROW}]}}'.encode(), AttendRequest.tensors) is None
+
+
+@pytest.mark.parametrize("field", ["query", "bias"])
+def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(field: str) -> None:
+    """The fast parser refuses them, and the slow one takes no body as large as this: it is given a piece."""
+    rows: list[Any] = [[0.5, 1, -2.5] for _ in range(9)]
+    rows[4][1] = -(2**80)
+    body = json.dumps({"query": [[1.0]], field: rows}).encode()
+    members = json_pieces.parse(body, AttendRequest.tensors, WireLimits(scan_bytes=60))
+    assert members[field].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("1,,2", "number that is written wrong"),
+        ("1 2", "a comma, a bracket or a value"),
+        ("1e400", "beyond them"),
+        ("tru", "a word that is not true"),
+        ('"', "a string without an end"),
+        ('"\\x"', "a wrong escape"),
+        ('"\\ud83d"', "a wrong escape"),
+        ('"\x01"', "a control character"),
+        ("\udcff", "no UTF-8"),
+        (str(2**80), "an integer of more than 64 bits"),
+    ],
+)
+def test_faults_of_bodies_too_large_for_the_slow_parser_are_told_in_words(fault: str, words: str) -> None:
+    body = f'{{"query": [[1.0, {fault}]], "x": 1}}'.encode(errors="surrogateescape")
+    with pytest.raises(AttendError) as caught:
+        json_pieces.parse(body, AttendRequest.tensors, WireLimits(scan_bytes=8))
+    (problem,) = caught.value.problems
+    assert words in problem.got
+    assert "at most 8 bytes are told where" in problem.got

@@ -27,6 +27,7 @@ from service.wire.v2.members import (
     demand_input,
     demand_known,
     drop_columns,
+    kind_of,
     members_of,
     refuse_decimals,
     seconds_of,
@@ -117,7 +118,7 @@ def _input(entry: Any, piece: bytes | None, at: str) -> tuple[Sent, Array]:
     """One input: how it was sent, and its array."""
     demand_input(entry.name, f"{at}/name")
     demand_known(entry.parameters, (), f"{at}/parameters")
-    row, shape = datatype_named(entry.datatype, f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
+    row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
         array = _typed(entry.contents, row, shape, f"{at}/contents")
         return Sent(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array

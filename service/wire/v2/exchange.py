@@ -67,7 +67,7 @@ class Exchange:
                 if array.nbytes:
                     pieces.append(raw(array))
             outputs.append(entry)
-        document = {"model_name": self.model, "model_version": VERSION, **({"id": self.told.id} if self.told.id else {})}
+        document = {"model_name": self.model, "model_version": VERSION, **({} if self.told.id is None else {"id": self.told.id})}
         parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
         header = orjson.dumps({**document, "parameters": parameters, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
         self.reply_header_length = len(header) if binary else None

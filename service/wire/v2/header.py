@@ -10,7 +10,7 @@ import simdjson
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.wire.json_form import Reader, parse_object
 from service.wire.limits import WireLimits
-from service.wire.refusals import shown
+from service.wire.refusals import pointer, shown
 
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many
 
@@ -57,7 +57,7 @@ def _keys(proxy: Any, at: str, limits: WireLimits) -> list[str]:
     keys = list(proxy.keys())
     for i, key in enumerate(keys):
         if key in keys[:i]:
-            raise MalformedBody.where(at, "each key once", f'"{key}" twice')
+            raise MalformedBody.where(at + pointer([key]), "each key once", f'"{key}" twice')
         if "\0" in key:  # simdjson would look up what stands before it
             raise InvalidRequest.where(at, "no null character in a name", shown(key))
     return keys

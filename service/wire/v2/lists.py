@@ -10,7 +10,7 @@ import numpy as np
 
 from service.tensors import Array, Datatype
 from service.wire.arrays import Kind, beyond_float64, held_exactly
-from service.wire.json_form import parse_numbers, parse_rows
+from service.wire.json_rows import parse_numbers, parse_rows
 from service.wire.limits import WireLimits
 
 PIECE = 1 << 17  # bytes
@@ -23,17 +23,15 @@ def array_of_list(text: bytes, place: slice, kind: Kind, row: Datatype, shape: t
     """
     start, stop, size = place.start + 1, place.stop - 1, math.prod(shape)
     if stop - start > PIECE and text.find(b"[", start, start + PIECE) < 0:
-        numbers = _in_pieces(text, start, stop, row, size)
+        numbers = _in_pieces(text, start, stop, kind, row, size, limits)
         return None if numbers is None else numbers.reshape(shape)
-    numbers = parse_numbers(text[start:stop]) if text.find(b"[", start, stop) < 0 else None
-    if numbers is None:
-        numbers = parse_rows(memoryview(text)[start:stop], kind, limits)
+    numbers = _numbers(text, start, stop, kind, limits)
     if numbers is None or numbers.shape not in (shape, (size,)) or beyond_float64(numbers, row.numpy):
         return None
     return held_exactly(numbers, row.numpy, "").reshape(shape)
 
 
-def _in_pieces(text: bytes, start: int, stop: int, row: Datatype, size: int) -> Array | None:
+def _in_pieces(text: bytes, start: int, stop: int, kind: Kind, row: Datatype, size: int, limits: WireLimits) -> Array | None:
     """The numbers between two places, cut at commas; None where there are not just so many."""
     if 2 * size - 1 > stop - start:  # each has a digit, and a comma between
         return None
@@ -41,9 +39,15 @@ def _in_pieces(text: bytes, start: int, stop: int, row: Datatype, size: int) -> 
     while end < stop:
         start = end + 1
         end = stop if stop - start <= PIECE else text.rfind(b",", start, start + PIECE)
-        numbers = None if end < 0 or text.find(b"[", start, end) >= 0 else parse_numbers(text[start:end])
-        if numbers is None or not 0 < numbers.size <= size - filled or beyond_float64(numbers, row.numpy):
+        numbers = None if end < 0 else _numbers(text, start, end, kind, limits)
+        if numbers is None or numbers.ndim != 1 or not 0 < numbers.size <= size - filled or beyond_float64(numbers, row.numpy):
             return None
         array[filled : filled + numbers.size] = held_exactly(numbers, row.numpy, "")
         filled += numbers.size
     return array if filled == size else None
+
+
+def _numbers(text: bytes, start: int, stop: int, kind: Kind, limits: WireLimits) -> Array | None:
+    """What stands between two places, as float64; None where it is not regular."""
+    numbers = parse_numbers(text[start:stop]) if text.find(b"[", start, stop) < 0 else None
+    return parse_rows(memoryview(text)[start:stop], kind, limits) if numbers is None else numbers

@@ -138,10 +138,11 @@ def demand_input(name: str, at: str) -> None:
     raise InvalidRequest.where(at, f"one of {', '.join(INPUTS)}", shown(name))
 
 
-def datatype_named(name: Any, at: str) -> Datatype:
-    """The row of a V2 datatype. Raises InvalidRequest for any other, BYTES among them."""
-    if not isinstance(name, str) or name not in DATATYPES:
-        raise InvalidRequest.where(at, "one of " + " ".join(DATATYPES), shown(name))
+def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
+    """The row of a V2 datatype that a tensor of this kind may have; `...` is one left out. Raises InvalidRequest for any other."""
+    known = [row.name for row in DATATYPES.values() if row.kind != "bool" or kind == "mask"]
+    if not isinstance(name, str) or name not in known:
+        raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else shown(name))
     return DATATYPES[name]
 
 

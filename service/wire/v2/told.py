@@ -65,7 +65,7 @@ class Told:
     members: Mapping[str, Any]
     behind: Mapping[str, Behind]  # by name, in the order they came
     within: Mapping[str, Within]
-    id: str
+    id: str | None  # which the reply repeats
     timeout: float | None  # in seconds
     outputs: list[str]  # the names asked for, none where that is left open
     binary: bool  # whether outputs go as bytes, unless one says otherwise
@@ -111,7 +111,7 @@ def told_by(header: Mapping[str, Any], following: int, model: str) -> Told:
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
     parameters = _object(header.get("parameters", {}), "/parameters")
-    request_id, timeout = _id(header.get("id", "")), seconds_of(parameters)
+    request_id, timeout = _id(header["id"]) if "id" in header else None, seconds_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
     outputs, binary_outputs = _outputs(header.get("outputs") or [])
     members = members_of(model, [(sent.name, ...) for sent in places], parameters, outputs)
@@ -127,8 +127,8 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[Sent, Beh
     demand_known(_object(entry, at), INPUT, at)
     name = _name(entry, at)
     demand_input(name, f"{at}/name")
-    row = datatype_named(entry.get("datatype"), f"{at}/datatype")
-    shape = shape_of(entry.get("shape"), f"{at}/shape")
+    row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
+    shape = shape_of(entry.get("shape", ...), f"{at}/shape")
     parameters = _object(entry.get("parameters", {}), f"{at}/parameters")
     demand_known(parameters, ("binary_data_size",), f"{at}/parameters")
     if ("data" in entry) == ("binary_data_size" in parameters):
