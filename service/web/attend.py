@@ -4,7 +4,7 @@ The first two are plain ASGI endpoints, called before any routing: a body of meg
 would make a Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -77,8 +77,8 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
 
 
-def refusals_as(model: str, media_type: str, *statuses: int, **others: str) -> dict[int | str, dict[str, Any]]:
-    """The same, for refusals written as another model; `others` are words for statuses, `_400`, that mean something else there."""
+def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
+    """The same, for refusals written as another model; `meaning` has the words for statuses that mean something else there."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
         401: "This server wants a key.",
@@ -94,9 +94,10 @@ def refusals_as(model: str, media_type: str, *statuses: int, **others: str) -> d
         503: "Not ready yet.",
         504: "The deadline of X-Request-Timeout passed.",
         507: "The memory, or the disk for a layer, was not there.",
+        **meaning,
     }
     content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": others.get(f"_{status}", words[status]), "content": content} for status in statuses}
+    return {status: {"description": words[status], "content": content} for status in statuses}
 
 
 def install(app: FastAPI, engine: Engine) -> None:
