@@ -3,26 +3,26 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
 There are two ways, and a short cut. `_form` makes the weights, block of query rows by block, of `scores` and `softmax`, and is the only
-one that knows dropout, caps and log-sum-exp. `_fuse` hands the rows to torch's fused attention, which never makes them, and is taken when
-nobody asked. Both leave a blocked key exactly no influence. Short calls without masks are one operation of torch's, in `whole`, or one by
-itself a few of NumPy's, in `single`.
+one that knows dropout, caps and log-sum-exp. `fused` hands the rows to torch's fused attention, which never makes them, and is taken when
+nobody asked. Both leave a blocked key exactly no influence. Short calls without masks are one operation of torch's, in `whole`, or a few
+of NumPy's, in `single`. Several calls share their projections' products, and attend each by itself.
 `nn.MultiheadAttention` is not used: it ignores masks silently where it is fast, and what it does with fully masked rows depends on flags.
 It serves as an oracle in the tests.
 
 Knows no request: a `Call` is taken at its word.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import compress
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.blocks import Assembly, reach, row_blocks, rows_at_once
+from service.attention.blocks import Assembly, row_blocks, rows_at_once
 from service.attention.call import Call, Result, Rows
 from service.attention.dropout import DropoutStream
+from service.attention.fused import fused
 from service.attention.initialise import torch_dtype
 from service.attention.products import set_precision
 from service.attention.projections import Projections
@@ -58,7 +58,7 @@ class MultiHeadAttention:
     def tune(self) -> None:
         """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
         self.projections.tune()
-        self.whole = as_whole(self.spec, self.weights, self.device, self._attend)
+        self.whole = as_whole(self.projections, self.device, self._attend)
 
     @torch.inference_mode()
     def __call__(self, call: Call) -> Result:
@@ -68,7 +68,7 @@ class MultiHeadAttention:
             return self.whole(call)
         result = self._attend(call)
         if call.reduction is not None:
-            query, key, _ = self.projections.project(call)
+            query, key, _ = self.project(call)
             result = replace(result, tensors=result.tensors | call.reduction(self.weigh(call, query, key, result.empty)))
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
@@ -83,35 +83,62 @@ class MultiHeadAttention:
             gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
         return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.outputs}
 
+    @torch.inference_mode()
+    def together(self, calls: Sequence[Call]) -> list[Result]:
+        """What each call gives by itself, the rows of many in one product at each projection. Everything else may differ between them:
+        lengths, masks, what they ask for.
+
+        They are such as `Projections.project` takes together, and want neither gradients nor a reduction.
+        """
+        set_precision(self.spec.matmul_precision)
+        if (whole := self.whole) is None:
+            return self._attend_together(calls)
+        taken = [whole.takes(call) for call in calls]
+        plain, others = list(compress(calls, taken)), [call for call, takes in zip(calls, taken, strict=True) if not takes]
+        short, long = iter(whole.together(plain) if plain else ()), iter(self._attend_together(others) if others else ())
+        return [next(short if takes else long) for takes in taken]
+
     def _attend(self, call: Call) -> Result:
-        query, key, value = self.projections.project(call)
+        return self._attend_together([call])[0]
+
+    def _attend_together(self, calls: Sequence[Call]) -> list[Result]:
+        projected = self.projections.project(calls)
+        return self._project_back(calls, [self._inside(call, *parts) for call, parts in zip(calls, projected, strict=True)])
+
+    def _project_back(self, calls: Sequence[Call], inside: Sequence[Result]) -> list[Result]:
+        """What the calls want of all that was made inside, and their outputs."""
+        merged = [made.tensors["concatenated"] for call, made in zip(calls, inside, strict=True) if "output" in call.outputs]
+        outputs = iter(self.projections.project_back(merged) if merged else ())
+        results = []
+        for call, made in zip(calls, inside, strict=True):
+            tensors = made.tensors | {"output": next(outputs)} if "output" in call.outputs else made.tensors
+            wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
+            results.append(Result({name: tensor for name, tensor in tensors.items() if name in wanted}, made.empty))
+        return results
+
+    def _inside(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> Result:
+        """Everything between the projections: what is wanted and what outputs are made of."""
         empty = self.empty_rows(call)
         made: dict[str, Tensor] = {}
         if PROJECTED & call.outputs:
             made |= {f"{name}_projection": t for name, t in zip(PROJECTIONS, (query, key, value), strict=False)}
         selected = "attention_weights" in call.outputs and call.selects
         formed = call.outputs - {"attention_weights"} if selected else call.outputs
-        fused = None if FORMS & formed or not PER_HEAD & formed else self._fuse(call, query, key, value, empty)
-        if fused is not None:
-            made["head_outputs"] = fused
+        heads = None if FORMS & formed or not PER_HEAD & formed else fused(self.spec, self.scores, call, query, key, value, empty)
+        if heads is not None:
+            made["head_outputs"] = heads
         elif (FORMS | PER_HEAD) & formed:
             made |= self._form(call, query, key, value, empty, formed)
         if selected:
             made |= self._select(call, query, key, empty)
         if PER_HEAD & call.outputs:
-            made |= self.merge(made["head_outputs"], call)
-        wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
-        return Result({name: tensor for name, tensor in made.items() if name in wanted}, empty)
+            made |= _merged(made["head_outputs"], call)
+        return Result(made, empty)
 
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
         """[batch, heads, queries, head_dim] -> the heads side by side, and through the output projection."""
-        if call.head_scale is not None:
-            head_outputs = head_outputs * call.head_scale
-        concatenated = head_outputs.transpose(1, 2).flatten(2)  # [batch, queries, heads * head_dim]
-        made = {"head_outputs": head_outputs, "concatenated": concatenated}
-        if "output" in call.outputs:
-            made["output"] = self.projections.project_back(concatenated)
-        return made
+        made = _merged(head_outputs, call)
+        return made | {"output": self.project_back(made["concatenated"])} if "output" in call.outputs else made
 
     def empty_rows(self, call: Call) -> Tensor | None:
         """bool [batch, heads, queries], None where no row lacks a key."""
@@ -122,13 +149,11 @@ class MultiHeadAttention:
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …], as attention takes them."""
         set_precision(self.spec.matmul_precision)
-        return self.projections.project(call)
+        return self.projections.project([call])[0]
 
     def project_back(self, concatenated: Tensor) -> Tensor:
         """[batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]."""
-        return self.projections.project_back(concatenated)
-
-    # The way that makes the weights
+        return self.projections.project_back([concatenated])[0]
 
     def weigh(self, call: Call, query: Tensor, key: Tensor, empty: Tensor | None, blocks: Iterable[slice] | None = None) -> Rows:
         """The weights of the call's heads and queries after dropout, with what they may see, a block of query rows at a time.
@@ -192,41 +217,12 @@ class MultiHeadAttention:
             return weights
         return weights * kept(rows).to(weights.device) / (1 - call.dropout[0])
 
-    # The way that does not
 
-    def _fuse(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor | None:
-        """[batch, heads, queries, head_dim] without ever holding [q, k]; None where that cannot give exactly what is asked.
-
-        A kernel adds -inf to the scores of blocked keys, and so lets NaN, or a score that overflows, through: seen in the result.
-        """
-        plain = not (
-            self.spec.sinks or call.softcap or call.dropout or call.reproducible or (empty is not None and call.fully_masked == "uniform")
-        )
-        if not plain or 0 in call.query.shape or 0 in call.key.shape:
-            return None
-        heads = self._fuse_blocks(call, query, key, value, empty)
-        return heads if not call.masks.blocks or torch.isfinite(heads).all() else None
-
-    def _fuse_blocks(self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None) -> Tensor:
-        """Masks are made for a block of query rows at a time, and keys that no row of it sees are cut off."""
-        masks, (batch, heads, num_queries, _), num_keys = call.masks, query.shape, key.shape[2]
-        fused = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=self.groups > 1)
-        if not (self.spec.alibi or self.spec.relative_bias):
-            if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
-                return fused(query, key, value, is_causal=masks.blocks)
-            if (keys := masks.same_keys()) is not None:
-                return fused(query, key[:, :, keys], value[:, :, keys])
-        made = Assembly(num_queries)
-        for rows in row_blocks(batch * heads * num_keys, num_queries):
-            keys = reach(masks, rows)
-            mask, bias = masks.visible(rows, keys), self.scores.added(masks, rows, keys)
-            if bias is not None:
-                mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(self.dtype)
-            if mask is not None:
-                mask = mask.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
-            part = fused(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
-            made.put("head_outputs", rows, part if empty is None else part.masked_fill(empty[:, :, rows, None], 0))
-        return made.tensors["head_outputs"]
+def _merged(head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
+    """[batch, heads, queries, head_dim], weighed as the caller wants, and side by side, [batch, queries, heads * head_dim]."""
+    if call.head_scale is not None:
+        head_outputs = head_outputs * call.head_scale
+    return {"head_outputs": head_outputs, "concatenated": head_outputs.transpose(1, 2).flatten(2)}
 
 
 def _of(empty: Tensor | None, rows: slice) -> Tensor | None:

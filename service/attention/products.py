@@ -1,12 +1,12 @@
-"""The fastest exact product for a projection, chosen by measurement.
+"""The product of a projection: exact, fast, and the same for a row whatever rows are beside it.
 
-torch's float32 `F.linear` goes to MKL, which takes slow kernels on some processors; the same product through oneDNN, the operation that
-torch's own compiler emits, can be more than twice as fast for many rows and slower for few. Which, and from how many rows on, depends
-on the machine: so the candidates are timed once for each shape of weight, and what came out is kept here, in one place. Both are
-exact float32 products; they differ by rounding. Where a torch release lacks the operation, or on another device, it is `F.linear`.
+torch's float32 `F.linear` goes to MKL or OpenBLAS, which sum in another order for few rows than for many. For short sums that makes no
+difference worth having; for long ones, those of wide layers, a call computed with others would differ from the same call alone by more
+than law 7 of serving allows. oneDNN's product with a weight laid out for it, the operation that torch's own compiler emits, sums every
+row alike, and on most processors is the faster one. It is an internal operation: where a release lacks it, or a processor is slow at it,
+the product is `F.linear`, and calls to wide layers keep to themselves.
 """
 
-import math
 import time
 from collections.abc import Callable
 
@@ -14,32 +14,41 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-ROWS = (32, 128, 512)  # row counts at which the candidates meet
-LARGEST = 1 << 27  # multiplications of one trial, some milliseconds; of a weight too large for any row count, the first is tried
-ADVANTAGE = 0.9  # the other must take less than this share of F.linear's time
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+NARROW = 128  # inputs of a projection: up to so many, `F.linear` is fast and its rows are alike enough
+HEAVY = 1 << 25  # numbers of a weight: beyond, 128 MB, it is not held twice
+ROWS = 128  # with which both products are timed: with few, what is around them counts ...
+PATIENCE = 2.0  # ... and this many times the other's time is as much as oneDNN's may take
 
-_threshold: dict[tuple[torch.Size, int], float] = {}  # weight's shape and threads -> rows of an item from which oneDNN is taken
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b for x [..., n, in] and W [out, in].
-
-    The rows that decide are those of one item: how many items are computed together must not choose another product for any of them.
-    """
-    rows = x.shape[-2]
-    if rows >= ROWS[0] and rows >= rows_for_onednn(weight) and _applies(x, weight):
-        return _onednn(x, weight, bias)
-    return F.linear(x, weight, bias)
+_taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is
 
 
-def rows_for_onednn(weight: Tensor) -> float:
-    """From how many rows of an item on the product with this weight is oneDNN's, as far as it has been measured."""
-    return _threshold.get((weight.shape, torch.get_num_threads()), math.inf)
+class Product:
+    """x W^T + b for x [..., in] and one weight [out, in]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._laid_out = _lay_out(weight) if takes_onednn(weight) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._laid_out is None or torch.is_grad_enabled() or not x.numel():
+            return F.linear(x, self._weight, self._bias)
+        return _onednn(x, self._laid_out, self._bias)
 
 
-def _applies(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype == weight.dtype == torch.float32 and not weight.is_cuda and not torch.is_grad_enabled()
+def takes_onednn(weight: Tensor) -> bool:
+    """Whether the product with this weight is oneDNN's, as far as it has been measured."""
+    return _is_long(weight) and _taken.get(weight.shape, False)
+
+
+def is_steady(weight: Tensor) -> bool:
+    """Whether a row's product with this weight depends so little on the rows beside it that calls may share it."""
+    return takes_onednn(weight) or not _is_long(weight)
+
+
+def measure(weight: Tensor) -> None:
+    """Decides by measurement which product is taken with weights of this shape. Some milliseconds for one that was not seen before."""
+    if _is_long(weight) and weight.shape not in _taken:
+        _taken[weight.shape] = weight.numel() <= HEAVY and _is_fast(weight)
 
 
 def set_precision(precision: str) -> None:
@@ -52,38 +61,32 @@ def set_precision(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def choose(weight: Tensor) -> float:
-    """Measures the candidates for a weight [out, in] and remembers the choice: the rows from which oneDNN is taken, or infinity.
-
-    Takes some tens of milliseconds for a shape not seen before.
-    """
-    if weight.dtype != torch.float32 or weight.is_cuda:
-        return math.inf
-    key = (weight.shape, torch.get_num_threads())
-    if key not in _threshold:
-        _threshold[key] = _measure(weight)
-    return _threshold[key]
+def _is_long(weight: Tensor) -> bool:
+    """Whether the sums are such that their order shows."""
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] > NARROW
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _lay_out(weight: Tensor) -> Tensor:
+    """The weight as oneDNN likes it best, for some tens of rows: opaque to everything else."""
+    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+    return laid_out
+
+
+def _onednn(x: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid_out, bias, "none", [], "")
     return product
 
 
-def _measure(weight: Tensor) -> float:
-    threshold = math.inf
+def _is_fast(weight: Tensor) -> bool:
     try:
-        for rows in reversed([rows for rows in ROWS if rows * weight.numel() <= LARGEST] or ROWS[:1]):
-            x = torch.full((rows, weight.shape[1]), 0.5)
-            if _seconds(_onednn, x, weight) > ADVANTAGE * _seconds(F.linear, x, weight):
-                break
-            threshold = rows
-    except (AttributeError, RuntimeError):  # an internal operation: a release may lack it, or refuse these arguments
-        return math.inf
-    return threshold
+        laid_out = _lay_out(weight)
+        x = torch.full((ROWS, weight.shape[1]), 0.5)
+        return _seconds(_onednn, x, laid_out) <= PATIENCE * _seconds(F.linear, x, weight)
+    except (AttributeError, NotImplementedError, RuntimeError):  # an internal operation: a release may lack it, or refuse these arguments
+        return False
 
 
-def _seconds(product: Product, x: Tensor, weight: Tensor) -> float:
+def _seconds(product: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor) -> float:
     """The least of several runs, so that a neighbour's noise does not choose."""
     times = []
     for _ in range(5):

@@ -1,8 +1,10 @@
 """The projections of a layer: its weights, laid out for few products; heads split, normed and turned. Everything before and after the
 attention itself. Knows no mask but the positions that RoPE needs.
+
+A projection takes every row by itself, so calls of any lengths can share its product: reading the weights is most of what few rows cost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.initialise import torch_dtype
 from service.attention.positions import rotate
-from service.attention.products import choose, linear
+from service.attention.products import Product, is_steady, measure
 from service.spec import PROJECTIONS, LayerSpec
 
 
@@ -19,12 +21,12 @@ class Projections:
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
-        if not spec.projections:
-            return
-        if spec.d_model == spec.key_dim == spec.value_dim and self._pack("query", "key", "value"):
+        self._products: dict[str, Product] = {}  # by name, made when first needed: each may hold its weight once more
+        if spec.projections and spec.d_model == spec.key_dim == spec.value_dim and self._pack("query", "key", "value"):
             self._pack("key", "value", packed_in="query+key+value")
-        elif spec.key_dim == spec.value_dim:
+        elif spec.projections and spec.key_dim == spec.value_dim:
             self._pack("key", "value")
+        self.are_steady = self._are_steady()  # whether a row's projections are the same whatever rows are projected beside it
 
     def _pack(self, *names: str, packed_in: str = "") -> bool:
         """Lays the weights of projections that may share an input side by side, so that one product serves them all.
@@ -45,14 +47,29 @@ class Projections:
 
     def tune(self) -> None:
         """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
-        for name, weight in self.weights.items():
-            if name.endswith(".weight") and weight.ndim == 2:
-                choose(weight)
+        for name in self._names:
+            measure(self.weights[f"{name}.weight"])
+        self._products.clear()
+        self.are_steady = self._are_steady()
 
-    def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, and turned by RoPE."""
+    def _are_steady(self) -> bool:
+        return all(is_steady(self.weights[f"{name}.weight"]) for name in self._names)
+
+    @property
+    def _names(self) -> Iterable[str]:
+        """Of the products there may be."""
+        names = (*PROJECTIONS, "key+value", "query+key+value") if self.spec.projections else ()
+        return (name for name in names if f"{name}.weight" in self.weights)
+
+    def project(self, calls: Sequence[Call]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each call query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, turned by RoPE.
+
+        The calls are alike in whether their keys are their queries and their values their keys.
+        """
+        return [self._placed(call, *parts) for call, parts in zip(calls, self._split(calls), strict=True)]
+
+    def _placed(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        query, key, value = self._split(call)
         if spec.qk_norm is not None:
             query, key = (self._norm(x, f"{name}_norm.weight") for name, x in (("query", query), ("key", key)))
         if spec.rope is not None:
@@ -60,25 +77,27 @@ class Projections:
             key = rotate(key, torch.arange(key.shape[2], device=key.device)[None], spec.rope)
         return query, key, value
 
-    def _split(self, call: Call) -> tuple[Tensor, ...]:
+    def _split(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:
         """Projected and split into heads, [batch, heads, n, …]: one product where inputs are the same and weights side by side."""
         spec, kv = self.spec, self.spec.num_kv_heads
         shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
-        if call.query is call.key is call.value and "query+key+value.weight" in self.weights:
-            together = self._linear(call.query, "query+key+value")
+        if calls[0].query is calls[0].key is calls[0].value and "query+key+value.weight" in self.weights:
+            together = self._linear([call.query for call in calls], "query+key+value")
             if shapes[0] == shapes[1] == shapes[2]:
-                return together.view(*together.shape[:2], 3, *shapes[0]).permute(2, 0, 3, 1, 4).unbind(0)
-            projected = torch.split(together, [heads * width for heads, width in shapes], -1)
+                return [x.view(*x.shape[:2], 3, *shapes[0]).permute(2, 0, 3, 1, 4).unbind(0) for x in together]
+            projected: Iterable[tuple[Tensor, ...]] = [torch.split(x, [heads * width for heads, width in shapes], -1) for x in together]
         else:
-            projected = self._projected(call) if spec.projections else (call.query, call.key, call.value)
-        return tuple(x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
+            projected = self._projected(calls) if spec.projections else [(call.query, call.key, call.value) for call in calls]
+        return [tuple(x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(xs, shapes, strict=True)) for xs in projected]
 
-    def _projected(self, call: Call) -> tuple[Tensor, ...]:
+    def _projected(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:
         """Query, key and value side by side, [batch, n, heads * …]; one product for keys and values where their inputs are the same."""
-        if call.value is call.key and "key+value.weight" in self.weights:
+        queries, keys, values = ([getattr(call, name) for call in calls] for name in PROJECTIONS[:3])
+        if calls[0].value is calls[0].key and "key+value.weight" in self.weights:
             widths = [self.weights[f"{name}.weight"].shape[0] for name in PROJECTIONS[1:3]]
-            return (self._linear(call.query, "query"), *torch.split(self._linear(call.key, "key+value"), widths, -1))
-        return tuple(self._linear(x, name) for name, x in zip(PROJECTIONS, (call.query, call.key, call.value), strict=False))
+            split = [torch.split(x, widths, -1) for x in self._linear(keys, "key+value")]
+            return [(query, *parts) for query, parts in zip(self._linear(queries, "query"), split, strict=True)]
+        return zip(*(self._linear(xs, name) for xs, name in zip((queries, keys, values), PROJECTIONS, strict=False)), strict=True)
 
     def _norm(self, x: Tensor, weight: str) -> Tensor:
         """RMS norm (Zhang & Sennrich 2019) or layer norm without bias, over head_dim, in float32 or better."""
@@ -90,9 +109,20 @@ class Projections:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.qk_norm.eps)
         return (x * self.weights[weight].to(accumulate)).to(self.dtype)
 
-    def project_back(self, concatenated: Tensor) -> Tensor:
-        """[batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]; as it is where nothing is projected."""
+    def project_back(self, concatenated: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Each [batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]; as it is where nothing is projected."""
         return self._linear(concatenated, "output") if self.spec.projections else concatenated
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+    def _linear(self, xs: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+        """Each [batch, n, in] -> [batch, n, out], the rows of all in one product."""
+        if len(xs) == 1:
+            return [self.product(xs[0], name)]
+        made = self.product(torch.cat([x.flatten(0, 1) for x in xs]), name)
+        parts = torch.split(made, [x.shape[0] * x.shape[1] for x in xs])
+        return [part.view(*x.shape[:2], made.shape[-1]) for part, x in zip(parts, xs, strict=True)]
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        """[..., in] -> [..., out] by the projection of that name, or by several side by side."""
+        if (product := self._products.get(name)) is None:
+            product = self._products[name] = Product(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return product(x)

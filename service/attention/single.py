@@ -39,16 +39,10 @@ class Single:
         """Output [1, queries, d_model] and weights [1, heads, queries, keys]."""
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows in the numbers, as torch's would
             query, key, value = self._project(call)
-            scores = np.matmul(query, key.transpose(0, 2, 1))
-            scores *= self.spec.scale
-            if not -SAFE <= np.minimum.reduce(scores, axis=None) <= np.maximum.reduce(scores, axis=None) <= SAFE:
-                scores -= scores.max(-1, keepdims=True)
-            weights = np.exp(scores, out=scores)
-            weights /= np.add.reduce(weights, axis=-1, keepdims=True)
-            heads = np.empty((query.shape[1], *query.shape[::2]), query.dtype)  # [queries, heads, head_dim]
-            np.matmul(weights, value, out=heads.transpose(1, 0, 2))
+            merged = np.empty((query.shape[1], *query.shape[::2]), query.dtype)  # [queries, heads, head_dim]
+            weights = attend(query, key, value, merged.transpose(1, 0, 2), self.spec.scale)
             weight, bias = self._output
-            output = heads.reshape(len(heads), -1) @ weight
+            output = merged.reshape(len(merged), -1) @ weight
             output += bias
         return torch.from_numpy(output[None]), torch.from_numpy(weights[None])
 
@@ -66,3 +60,17 @@ class Single:
             rows += bias
             projected.append(rows.reshape(length, *heads).transpose(1, 0, 2))
         return projected
+
+
+def attend(query: Array, key: Array, value: Array, merged: Array, scale: float) -> Array:
+    """Attention of few rows: the weights [..., heads, queries, keys]; what they make of the values goes to `merged`. All four come
+    [..., heads, n, head_dim], as views of whatever they are part of.
+    """
+    scores = np.matmul(query, key.swapaxes(-1, -2))
+    scores *= scale
+    if not -SAFE <= np.minimum.reduce(scores, axis=None) <= np.maximum.reduce(scores, axis=None) <= SAFE:
+        scores -= scores.max(-1, keepdims=True)
+    weights: Array = np.exp(scores, out=scores)
+    weights /= np.add.reduce(weights, axis=-1, keepdims=True)
+    np.matmul(weights, value, out=merged)
+    return weights

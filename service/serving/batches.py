@@ -2,14 +2,15 @@
 event loop, no thread; time is a number that the caller passes.
 
 Calls are stacked along the batch axis when everything else about them is equal: layer, shapes, options, which masks there are. A stacked
-call is an ordinary call, so the layer knows nothing of this.
+call is an ordinary call, so the layer knows nothing of this. Short calls that differ in any of it, but for the layer, go together as well:
+side by side, each stack a call, their rows sharing the products of the projections.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from service.serving.cost import Cost
 SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
 ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
 STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
+
+
+class Kin(NamedTuple):
+    """What calls have to have in common to go together."""
+
+    stacked: Any  # equal for calls that can be stacked into one; None for one that cannot
+    packed: Any  # equal for calls whose rows can share a product; None for one whose cannot
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +47,24 @@ class Entry:
     _kin: Any = field(init=False, default=...)
 
     @property
-    def kin(self) -> Any:
+    def kin(self) -> Kin:
         """Found when there is company to compare it with: most calls have none."""
         if self._kin is ...:
             self._kin = kinship(self.layer, self.call)
-        return self._kin
+        kin: Kin = self._kin
+        return kin
+
+    @property
+    def rows(self) -> int:
+        """Of queries or of keys, whichever are more, of all items."""
+        return self.call.query.shape[0] * max(self.call.query.shape[1], self.call.key.shape[1])
+
+    def joins(self, other: "Entry", rows: int) -> bool:
+        """Whether both can be computed together; where they cannot be stacked, only if neither has more than so many rows."""
+        one, two = self.kin, other.kin
+        if one.stacked is not None and one.stacked == two.stacked:
+            return True
+        return one.packed is not None and one.packed == two.packed and max(self.rows, other.rows) <= rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +74,22 @@ class BatchLimits:
     calls: int = 64
     operations: int = 4_000_000_000
     memory_bytes: int = 1 << 29
+    rows: int = 1024  # of a call that is put beside others of other shapes
 
 
 def limits_on(device: torch.device, calls: int) -> BatchLimits:
     """Those of a device, for at most so many calls.
 
     On a CPU stacking saves the steps around the arithmetic, no arithmetic: calls of a millisecond and more would only leave its caches by
-    it, and wait for each other.
+    it, and wait for each other. And of 128 rows and more, a product costs what its rows do, not what its weights do.
     """
-    return BatchLimits(calls, 1 << 28) if device.type == "cpu" else BatchLimits(calls)
+    return BatchLimits(calls, 1 << 28, rows=128) if device.type == "cpu" else BatchLimits(calls)
 
 
 def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
     """(batch, expired, abandoned), all removed from `waiting`.
 
-    The batch is the oldest live call and every later one that can be stacked with it within the limits; others keep their turn.
+    The batch is the oldest live call and every later one that can be computed with it within the limits; others keep their turn.
     """
     batch: list[Entry] = []
     expired, abandoned, left = [], [], []
@@ -83,8 +105,7 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
             len(batch) < limits.calls
             and operations + entry.cost.operations <= limits.operations
             and memory + entry.cost.memory_bytes <= limits.memory_bytes
-            and entry.kin is not None
-            and entry.kin == batch[0].kin
+            and entry.joins(batch[0], limits.rows)
         ):
             batch.append(entry)
             operations += entry.cost.operations
@@ -96,22 +117,26 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
     return batch, expired, abandoned
 
 
-def kinship(layer: HeldLayer, call: Call) -> Any:
-    """Equal for calls that can be stacked; None for one that must run alone.
+def kinship(layer: HeldLayer, call: Call) -> Kin:
+    """What decides with whom a call goes together.
 
-    A seeded dropout's stream has the call's own shape. And a batch's products are summed in another order than a call's own: where the
-    scores are of such size that softmax would turn that rounding into more than the answers may differ by, the call is not stacked.
+    A seeded dropout's stream has the call's own shape, so such a call is not stacked. And products of many rows are summed in another
+    order than a call's own: where the scores are of such size that softmax would turn that rounding into more than the answers may differ
+    by, the call runs alone.
     """
-    alone = call.dropout is not None or call.reproducible or call.output_gradient is not None or call.question is not None
-    if alone or _magnifies(layer, call):
-        return None
+    alone = call.reproducible or call.output_gradient is not None or call.reduction is not None or call.question is not None
+    if alone or not layer.attention.projections.are_steady or _magnifies(layer, call):
+        return Kin(None, None)
+    inputs = (id(layer), call.key is call.query, call.value is call.key)
+    return Kin(None if call.dropout is not None else (*inputs, *_form(call)), inputs if layer.spec.projections else None)
+
+
+def _form(call: Call) -> tuple[Any, ...]:
+    """All that a stacked call can hold once only."""
     masks = call.masks
     return (
-        id(layer),
         call.query.shape[1:],
         call.key.shape[1:],
-        call.key is call.query,
-        call.value is call.key,
         call.scale,
         call.outputs,
         call.softcap,
@@ -145,6 +170,16 @@ def _size(rows: Tensor) -> float:
     if not rows.numel():
         return 1.0
     return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
+
+
+def stacks(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
+    """The calls of a batch by what can be stacked, in the order in which they came."""
+    if len(batch) == 1:
+        return [batch]
+    found: dict[Any, list[Entry]] = {}
+    for entry in batch:
+        found.setdefault(entry.kin.stacked or id(entry), []).append(entry)
+    return found.values()
 
 
 def stack(calls: Sequence[Call]) -> Call:

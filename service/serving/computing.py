@@ -11,7 +11,7 @@ import torch
 from service.attention.analysis.measure import measure
 from service.attention.call import Call, Result
 from service.errors import AttendError, OutOfMemory, ServiceFault
-from service.serving.batches import Entry, halves, split, stack
+from service.serving.batches import Entry, halves, split, stack, stacks
 from service.serving.catalogue import HeldLayer
 
 
@@ -44,26 +44,37 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
     """
     started = clock()
     try:
-        result = run(batch[0].layer, stack([entry.call for entry in batch]))
-        sizes = [entry.call.query.shape[0] for entry in batch]
-        results = split(_on_cpu(result), sizes)
+        results = _results(batch)
     except Exception as error:
         failed, results = failure(error), None
     if results is not None:
-        took, together, execution = clock() - started, len(batch), Execution(sum(sizes))
-        return [
-            (entry, Outcome(result, started - entry.arrived, took, together, execution))
-            for entry, result in zip(batch, results, strict=True)
-        ]
+        took, together = clock() - started, len(batch)
+        execution = Execution(sum(entry.call.query.shape[0] for entry in batch))
+        return [(entry, Outcome(result, started - entry.arrived, took, together, execution)) for entry, result in results]
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
         splitting()
         return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
     return [(entry, failed) for entry in batch]
 
 
-def run(layer: HeldLayer, call: Call) -> Result:
-    """The call through its layer, or its metrics. A reproducible one takes one thread, whatever the server was given."""
-    call = call.to(layer.attention.device)
+def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
+    """Every entry with its own, those of one stack after another."""
+    stacked = list(stacks(batch))
+    results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked])
+    pairs: list[tuple[Entry, Result]] = []
+    for entries, result in zip(stacked, results, strict=True):
+        pairs += zip(entries, split(_on_cpu(result), [entry.call.query.shape[0] for entry in entries]), strict=True)
+    return pairs
+
+
+def run(layer: HeldLayer, calls: Sequence[Call]) -> Sequence[Result]:
+    """The calls through their layer, together, or the only one's metrics."""
+    calls = [call.to(layer.attention.device) for call in calls]
+    return [_alone(layer, calls[0])] if len(calls) == 1 else layer.attention.together(calls)
+
+
+def _alone(layer: HeldLayer, call: Call) -> Result:
+    """A reproducible call takes one thread, whatever the server was given."""
     if not call.reproducible:
         return _answer(layer, call)
     threads = torch.get_num_threads()

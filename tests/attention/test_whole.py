@@ -197,13 +197,17 @@ def test_torch_is_asked_where_there_is_more_to_compute(monkeypatch: pytest.Monke
     assert sizes == [1]
 
 
-def test_a_wide_layer_keeps_no_copy_of_its_weights_for_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, _ = make(d_model=296, num_heads=2)
+@pytest.mark.parametrize(("width", "wide"), [(128, False), (130, True)])
+def test_a_wide_layer_has_neither_since_their_sums_depend_on_how_many_rows_there_are(
+    width: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, _ = make(d_model=width, num_heads=2)
     sizes = asked(monkeypatch)
     layer(call_of(layer, 1, 1))
-    assert sizes == [1]
+    layer(call_of(layer, 2, 1))
+    assert sizes == ([] if wide else [2])
     assert layer.whole is not None
-    assert layer.whole._single is None
+    assert (layer.whole._single is None) is wide
 
 
 @pytest.mark.parametrize("shared", [(), ("key",), ("key", "value")], ids=["three", "key", "both"])

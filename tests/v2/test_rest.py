@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -555,6 +556,34 @@ def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., S
     assert [batch[phase]["count"] for phase in ("compute_input", "compute_infer", "compute_output")] == [1, 1, 1]
     for phase, times in (("compute_input", 1), ("compute_infer", 2), ("compute_output", 1)):
         assert told["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
+
+
+@pytest.mark.parametrize(("width", "heads"), [(64, 8), (255, 5)])
+def test_requests_of_different_lengths_are_one_execution(width: int, heads: int, v2: httpx.Client, start: Callable[..., Server]) -> None:
+    """And each gets what it gets alone, in its own shapes: to the last bit, where it is a wide layer's."""
+    server = start("--batch-delay", "2")
+    rng = np.random.default_rng(7)
+    lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
+    queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
+
+    def ask(http: httpx.Client, query: Any) -> dict[str, Any]:
+        return read(http.post("/v2/models/mixed/infer", json={"inputs": in_json(query=query)})).arrays
+
+    with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(len(queries)) as threads:
+        for client in (http, v2):
+            client.put("/layers/mixed", json={"spec": {"d_model": width, "num_heads": heads}}).raise_for_status()
+        together = list(threads.map(partial(ask, http), queries))
+        [told] = http.get("/v2/models/mixed/stats").json()["model_stats"]
+    alone = [ask(v2, query) for query in queries]
+    v2.delete("/layers/mixed")
+
+    assert (told["inference_count"], told["execution_count"]) == (6, 1)
+    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in told["batch_stats"]] == [(6, 1)]
+    for (b, n), got, wanted in zip(lengths, together, alone, strict=True):
+        assert got["output"].shape == (b, n, width)
+        assert got["attention_weights"].shape == (b, heads, n, n)
+        for name in ("output", "attention_weights"):
+            assert np.abs(got[name] - wanted[name]).max() <= (1e-6 if width == 64 else 0) * np.abs(wanted[name]).max()
 
 
 def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
