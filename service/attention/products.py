@@ -16,8 +16,9 @@ from torch import Tensor
 
 NARROW = 128  # inputs of a projection: up to so many, `F.linear` is fast and its rows are alike enough
 HEAVY = 1 << 25  # numbers of a weight: beyond, 128 MB, it is not held twice
-ROWS = 128  # with which both products are timed: with few, what is around them counts ...
-PATIENCE = 2.0  # ... and this many times the other's time is as much as oneDNN's may take
+ROWS = 128  # with which both products are timed, and more where ...
+WORK = 1 << 24  # ... so many multiplications take more, so that not what is around them decides
+PATIENCE = 2.0  # this many times the other's time is as much as oneDNN's may take
 
 _taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is
 
@@ -32,7 +33,11 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         if self._laid_out is None or torch.is_grad_enabled() or not x.numel():
             return F.linear(x, self._weight, self._bias)
-        return _onednn(x, self._laid_out, self._bias)
+        rows = x.numel() // x.shape[-1]
+        if not (missing := _round(rows) - rows):
+            return _onednn(x, self._laid_out, self._bias)
+        filled = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
+        return _onednn(filled, self._laid_out, self._bias)[:rows].view(*x.shape[:-1], -1)
 
 
 def takes_onednn(weight: Tensor) -> bool:
@@ -61,6 +66,14 @@ def set_precision(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
+def _round(rows: int) -> int:
+    """How many rows are computed in place of so many, at most an eighth more: oneDNN makes code for every number of rows that it meets, in
+    half a millisecond and half a megabyte, and keeps it.
+    """
+    step = max(4, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
+
+
 def _is_long(weight: Tensor) -> bool:
     """Whether the sums are such that their order shows."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] > NARROW
@@ -80,7 +93,7 @@ def _onednn(x: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
 def _is_fast(weight: Tensor) -> bool:
     try:
         laid_out = _lay_out(weight)
-        x = torch.full((ROWS, weight.shape[1]), 0.5)
+        x = torch.full((max(ROWS, WORK // weight.numel()), weight.shape[1]), 0.5)
         return _seconds(_onednn, x, laid_out) <= PATIENCE * _seconds(F.linear, x, weight)
     except (AttributeError, NotImplementedError, RuntimeError):  # an internal operation: a release may lack it, or refuse these arguments
         return False

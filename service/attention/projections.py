@@ -17,7 +17,7 @@ from service.spec import PROJECTIONS, LayerSpec
 
 
 class Projections:
-    """A layer's weights on one device, by canonical name, and what they do. Immutable."""
+    """A layer's weights on one device, by canonical name, and what they do. Immutable, but for what `tune` finds out."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)

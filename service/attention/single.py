@@ -31,7 +31,7 @@ class Single:
         )
 
     @staticmethod
-    def suits(spec: LayerSpec, length: int = 1) -> bool:
+    def suits(spec: LayerSpec, length: int) -> bool:
         """Whether calls of that length are done faster here than in torch."""
         return 3 * length * spec.d_model**2 <= LARGEST and spec.num_heads * length**2 <= SCORES
 

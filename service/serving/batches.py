@@ -21,6 +21,7 @@ from service.serving.cost import Cost
 
 SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
 ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
+WIDTH = 256  # of the rows that a call is measured by before it is put beside others
 STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
 
 
@@ -56,8 +57,9 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        """Of queries or of keys, whichever are more, of all items."""
-        return self.call.query.shape[0] * max(self.call.query.shape[1], self.call.key.shape[1])
+        """Of queries or of keys, whichever are more, of all items; those of wide layers in rows of 256 numbers."""
+        rows = self.call.query.shape[0] * max(self.call.query.shape[1], self.call.key.shape[1])
+        return rows * max(WIDTH, self.layer.spec.d_model) // WIDTH
 
     def joins(self, other: "Entry", rows: int) -> bool:
         """Whether both can be computed together; where they cannot be stacked, only if neither has more than so many rows."""
@@ -81,7 +83,7 @@ def limits_on(device: torch.device, calls: int) -> BatchLimits:
     """Those of a device, for at most so many calls.
 
     On a CPU stacking saves the steps around the arithmetic, no arithmetic: calls of a millisecond and more would only leave its caches by
-    it, and wait for each other. And of 128 rows and more, a product costs what its rows do, not what its weights do.
+    it, and wait for each other. And of 128 rows of 256 and more, a product costs what its rows do, not what its weights do.
     """
     return BatchLimits(calls, 1 << 28, rows=128) if device.type == "cpu" else BatchLimits(calls)
 
@@ -128,7 +130,7 @@ def kinship(layer: HeldLayer, call: Call) -> Kin:
     if alone or not layer.attention.projections.are_steady or _magnifies(layer, call):
         return Kin(None, None)
     inputs = (id(layer), call.key is call.query, call.value is call.key)
-    return Kin(None if call.dropout is not None else (*inputs, *_form(call)), inputs if layer.spec.projections else None)
+    return Kin(None if call.dropout is not None else (*inputs, *_form(call)), inputs)
 
 
 def _form(call: Call) -> tuple[Any, ...]:

@@ -53,6 +53,33 @@ def test_long_sums_are_the_same_whatever_rows_are_beside_them(number: int) -> No
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("outputs", [1, 24, 33])
+def test_a_weight_with_few_outputs_is_measured_by_its_arithmetic(outputs: int) -> None:
+    """Not by what is around it, which would make every such layer's calls run alone."""
+    weight = weight_of(outputs, 192)
+    measure(weight)
+    assert is_steady(weight)
+
+
+@torch.inference_mode()
+def test_few_numbers_of_rows_are_met_for_which_code_is_made_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: set[int] = set()
+    onednn = products._onednn
+
+    def watched(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        met.add(len(x))
+        return onednn(x, *more)
+
+    weight = weight_of(131, 137)
+    measure(weight)
+    product = Product(weight, None)
+    monkeypatch.setattr(products, "_onednn", watched)
+    for rows in range(1, 1025):
+        assert product(torch.ones(rows, 137)).shape == (rows, 131)
+    assert len(met) < 50
+    assert max(met) == 1024
+
+
 def test_gradients_go_through_it() -> None:
     """oneDNN's operation knows none."""
     weight = weight_of(3, NARROW + 1)

@@ -112,6 +112,8 @@ def test_short_calls_of_any_length_join_it_and_long_ones_only_their_like() -> No
 def test_rows_are_those_of_all_items(fields: dict[str, Any], rows: int) -> None:
     """Of queries or of keys, whichever are more: that is what a product of theirs takes."""
     assert Entry(LAYER, *bound(LAYER, **fields), 0.0).rows == rows
+    wide = HeldLayer("wide", LayerSpec(d_model=768, num_heads=3), "", LAYER.attention)
+    assert replace(Entry(LAYER, *bound(LAYER, **fields), 0.0), layer=wide).rows == 3 * rows
 
 
 @pytest.mark.parametrize(
@@ -425,9 +427,11 @@ def test_a_layer_whose_rows_depend_on_their_company_keeps_its_calls_apart(monkey
             assert (kin != (None, None)) is (fast and tuned)
 
 
-def test_nothing_is_shared_where_nothing_is_projected() -> None:
+def test_calls_to_a_layer_without_projections_go_together_as_well() -> None:
+    """They share nothing but the way."""
     layer = CATALOGUE.make("bare", LayerSpec(d_model=6, num_heads=3, projections=False))
-    assert kinship(layer, bound(layer, query=numbers(1, Q, 6))[0]).packed is None
+    calls = [bound(layer, **{name: numbers(1, n, 6) for name in ("query", "key", "value")})[0] for n in (2, 5, 3)]
+    assert assert_law_7(layer, calls, "bare", UNLIMITED) == [3]
 
 
 # Stacking and splitting
@@ -640,7 +644,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
         together += max(sizes) > 1
         shapes |= {call.query.shape[1] - call.key.shape[1] for call in calls}
         empty += sum(layer.attention(call).fully_masked_rows for call in calls)
-    assert together > 50  # but for layers without projections, and those of the largest scores
+    assert together > 80  # but those of the largest scores
     assert len(shapes) > 5
     assert empty > 100
 
