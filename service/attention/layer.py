@@ -108,7 +108,7 @@ class MultiHeadAttention:
     def _project_back(self, calls: Sequence[Call], inside: Sequence[Result]) -> list[Result]:
         """What the calls want of all that was made inside, and their outputs."""
         merged = [made.tensors["concatenated"] for call, made in zip(calls, inside, strict=True) if "output" in call.outputs]
-        outputs = iter(self.projections.project_back(merged) if merged else ())
+        outputs = iter(self.projections.project_back(merged, calls[0].reproducible) if merged else ())
         results = []
         for call, made in zip(calls, inside, strict=True):
             tensors = made.tensors | {"output": next(outputs)} if "output" in call.outputs else made.tensors
@@ -138,7 +138,7 @@ class MultiHeadAttention:
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
         """[batch, heads, queries, head_dim] -> the heads side by side, and through the output projection."""
         made = _merged(head_outputs, call)
-        return made | {"output": self.project_back(made["concatenated"])} if "output" in call.outputs else made
+        return made | {"output": self.project_back(made["concatenated"], call)} if "output" in call.outputs else made
 
     def empty_rows(self, call: Call) -> Tensor | None:
         """bool [batch, heads, queries], None where no row lacks a key."""
@@ -151,9 +151,9 @@ class MultiHeadAttention:
         set_precision(self.spec.matmul_precision)
         return self.projections.project([call])[0]
 
-    def project_back(self, concatenated: Tensor) -> Tensor:
+    def project_back(self, concatenated: Tensor, call: Call) -> Tensor:
         """[batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]."""
-        return self.projections.project_back([concatenated])[0]
+        return self.projections.project_back([concatenated], call.reproducible)[0]
 
     def weigh(self, call: Call, query: Tensor, key: Tensor, empty: Tensor | None, blocks: Iterable[slice] | None = None) -> Rows:
         """The weights of the call's heads and queries after dropout, with what they may see, a block of query rows at a time.

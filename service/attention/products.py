@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 NARROW = 128  # inputs of a projection: up to so many, `F.linear` is fast and its rows are alike enough
-HEAVY = 1 << 25  # numbers of a weight: beyond, 128 MB, it is not held twice
-ROWS = 128  # with which both products are timed, and more where ...
-WORK = 1 << 24  # ... so many multiplications take more, so that not what is around them decides
-PATIENCE = 2.0  # this many times the other's time is as much as oneDNN's may take
+HEAVY = 1 << 25  # numbers of a weight: beyond, 128 MB, it is not laid out anew, and so not held twice
+WORK = 1 << 24  # multiplications with which both products are timed: so many that not what is around them decides
+ROWS = 8  # at least
+PATIENCE = 4.0  # this many times the other's time is as much as oneDNN's may take: what is hopeless, not what a busy machine makes of it
 
 _taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is
 
@@ -30,8 +30,9 @@ class Product:
         self._weight, self._bias = weight, bias
         self._laid_out = _lay_out(weight) if takes_onednn(weight) else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._laid_out is None or torch.is_grad_enabled() or not x.numel():
+    def __call__(self, x: Tensor, fixed: bool = False) -> Tensor:
+        """`fixed` takes torch's own, whatever was measured: another process may have measured otherwise."""
+        if fixed or self._laid_out is None or torch.is_grad_enabled() or not x.numel():
             return F.linear(x, self._weight, self._bias)
         rows = x.numel() // x.shape[-1]
         if not (missing := _round(rows) - rows):
@@ -53,7 +54,7 @@ def is_steady(weight: Tensor) -> bool:
 def measure(weight: Tensor) -> None:
     """Decides by measurement which product is taken with weights of this shape. Some milliseconds for one that was not seen before."""
     if _is_long(weight) and weight.shape not in _taken:
-        _taken[weight.shape] = weight.numel() <= HEAVY and _is_fast(weight)
+        _taken[weight.shape] = _is_fast(weight)
 
 
 def set_precision(precision: str) -> None:
@@ -80,7 +81,9 @@ def _is_long(weight: Tensor) -> bool:
 
 
 def _lay_out(weight: Tensor) -> Tensor:
-    """The weight as oneDNN likes it best, for some tens of rows: opaque to everything else."""
+    """The weight as oneDNN likes it best, for some tens of rows, opaque to everything else; a heavy one as it is."""
+    if weight.numel() > HEAVY:
+        return weight
     laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
     return laid_out
 

@@ -64,7 +64,7 @@ class Projections:
     def project(self, calls: Sequence[Call]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of each call query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, turned by RoPE.
 
-        The calls are alike in whether their keys are their queries and their values their keys.
+        The calls are alike in whether their keys are their queries and their values their keys; a reproducible one comes alone.
         """
         return [self._placed(call, *parts) for call, parts in zip(calls, self._split(calls), strict=True)]
 
@@ -82,7 +82,7 @@ class Projections:
         spec, kv = self.spec, self.spec.num_kv_heads
         shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
         if calls[0].query is calls[0].key is calls[0].value and "query+key+value.weight" in self.weights:
-            together = self._linear([call.query for call in calls], "query+key+value")
+            together = self._linear([call.query for call in calls], "query+key+value", calls[0].reproducible)
             if shapes[0] == shapes[1] == shapes[2]:
                 return [x.view(*x.shape[:2], 3, *shapes[0]).permute(2, 0, 3, 1, 4).unbind(0) for x in together]
             projected: Iterable[tuple[Tensor, ...]] = [torch.split(x, [heads * width for heads, width in shapes], -1) for x in together]
@@ -93,11 +93,12 @@ class Projections:
     def _projected(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:
         """Query, key and value side by side, [batch, n, heads * …]; one product for keys and values where their inputs are the same."""
         queries, keys, values = ([getattr(call, name) for call in calls] for name in PROJECTIONS[:3])
+        fixed = calls[0].reproducible
         if calls[0].value is calls[0].key and "key+value.weight" in self.weights:
             widths = [self.weights[f"{name}.weight"].shape[0] for name in PROJECTIONS[1:3]]
-            split = [torch.split(x, widths, -1) for x in self._linear(keys, "key+value")]
-            return [(query, *parts) for query, parts in zip(self._linear(queries, "query"), split, strict=True)]
-        return zip(*(self._linear(xs, name) for xs, name in zip((queries, keys, values), PROJECTIONS, strict=False)), strict=True)
+            split = [torch.split(x, widths, -1) for x in self._linear(keys, "key+value", fixed)]
+            return [(query, *parts) for query, parts in zip(self._linear(queries, "query", fixed), split, strict=True)]
+        return zip(*(self._linear(xs, name, fixed) for xs, name in zip((queries, keys, values), PROJECTIONS, strict=False)), strict=True)
 
     def _norm(self, x: Tensor, weight: str) -> Tensor:
         """RMS norm (Zhang & Sennrich 2019) or layer norm without bias, over head_dim, in float32 or better."""
@@ -109,20 +110,20 @@ class Projections:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.qk_norm.eps)
         return (x * self.weights[weight].to(accumulate)).to(self.dtype)
 
-    def project_back(self, concatenated: Sequence[Tensor]) -> Sequence[Tensor]:
+    def project_back(self, concatenated: Sequence[Tensor], fixed: bool) -> Sequence[Tensor]:
         """Each [batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]; as it is where nothing is projected."""
-        return self._linear(concatenated, "output") if self.spec.projections else concatenated
+        return self._linear(concatenated, "output", fixed) if self.spec.projections else concatenated
 
-    def _linear(self, xs: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    def _linear(self, xs: Sequence[Tensor], name: str, fixed: bool) -> Sequence[Tensor]:
         """Each [batch, n, in] -> [batch, n, out], the rows of all in one product."""
         if len(xs) == 1:
-            return [self.product(xs[0], name)]
-        made = self.product(torch.cat([x.flatten(0, 1) for x in xs]), name)
+            return [self.product(xs[0], name, fixed)]
+        made = self.product(torch.cat([x.flatten(0, 1) for x in xs]), name, fixed)
         parts = torch.split(made, [x.shape[0] * x.shape[1] for x in xs])
         return [part.view(*x.shape[:2], made.shape[-1]) for part, x in zip(parts, xs, strict=True)]
 
-    def product(self, x: Tensor, name: str) -> Tensor:
-        """[..., in] -> [..., out] by the projection of that name, or by several side by side."""
+    def product(self, x: Tensor, name: str, fixed: bool = False) -> Tensor:
+        """[..., in] -> [..., out] by the projection of that name, or by several side by side; `fixed` by torch's own product."""
         if (product := self._products.get(name)) is None:
             product = self._products[name] = Product(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-        return product(x)
+        return product(x, fixed)

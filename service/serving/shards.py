@@ -97,7 +97,7 @@ def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> 
         made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     on = call.to(attention.device)
     if call.outputs & PROJECTED:  # of a part they would be turned by its own places, and all of them cost little beside [q, k]
-        made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.project(on), strict=False)}
+        made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.projections.project([on])[0], strict=False)}
     if "attention_weights" in call.outputs:
         made |= _weights(call, parts, shares)
     if call.outputs & MERGED:

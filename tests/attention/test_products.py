@@ -1,12 +1,16 @@
 """The product of a projection: exact, and the same for a row whatever rows are beside it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from test_whole import call_of, make
 
 from service.attention import products
-from service.attention.products import HEAVY, NARROW, Product, is_steady, measure, takes_onednn
+from service.attention.masks import Masks
+from service.attention.products import NARROW, Product, is_steady, measure, takes_onednn
+from service.attention.whole import OUTPUTS
 
 
 @pytest.fixture(autouse=True)
@@ -100,11 +104,33 @@ def test_other_numbers_than_float32_are_left_to_torch(dtype: torch.dtype) -> Non
     assert torch.equal(Product(weight, None)(x), torch.nn.functional.linear(x, weight))
 
 
-def test_what_is_too_heavy_is_not_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_fast", lambda weight: True)
-    for weight, light in ((torch.empty(HEAVY // 256, 256), True), (torch.empty(HEAVY // 256 + 1, 256), False)):
+@torch.inference_mode()
+def test_what_is_too_heavy_is_not_held_twice_and_as_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "HEAVY", 300 * 769)
+    for outputs, light in ((300, True), (301, False)):
+        weight, x = weight_of(outputs, 769), weight_of(100, 769)
         measure(weight)
-        assert takes_onednn(weight) is is_steady(weight) is light
+        assert is_steady(weight)
+        product = Product(weight, None)
+        assert (product._laid_out is weight) is not light
+        assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in (1, 2, 3, 9, 33))
+
+
+@torch.inference_mode()
+def test_a_reproducible_call_takes_torchs_own_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers may have measured differently; their bits are to be the same."""
+    layer, plain = make(d_model=160, num_heads=2)
+    assert layer.projections.are_steady
+    monkeypatch.setattr(products, "_onednn", None)
+    for outputs in (OUTPUTS, frozenset({"query_projection", "value_projection", "output"})):
+        for call in (call_of(layer, 2, 7, outputs=outputs), replace(call_of(layer, 2, 7, outputs=outputs), masks=causal(7))):
+            for shared in (call, replace(call, value=call.key), replace(call, key=call.query, value=call.query)):
+                got, wanted = (one(replace(shared, reproducible=True)).tensors for one in (layer, plain))
+                assert all(torch.equal(got[name], wanted[name]) for name in outputs)
+
+
+def causal(rows: int) -> Masks:
+    return Masks(torch.arange(rows)[None], rows, right=0, aligned=True)
 
 
 def lacking(*_: Any) -> Any:
@@ -126,7 +152,7 @@ def test_where_torch_lacks_it_the_product_is_torchs_own(name: str, operation: An
 
 
 def test_a_slow_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_seconds", lambda product, x, weight: 1.0 if product is torch.nn.functional.linear else 2.5)
+    monkeypatch.setattr(products, "_seconds", lambda product, x, weight: 1.0 if product is torch.nn.functional.linear else 5.0)
     weight = weight_of(200, 200)
     measure(weight)
     assert not takes_onednn(weight)

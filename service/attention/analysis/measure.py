@@ -133,7 +133,7 @@ def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected,
         single.read(block, of_many, one[2])
     plain = replace(call, outputs=frozenset({"output"}), question=None)
     output = layer(plain).tensors["output"]
-    alike = layer.project_back(single.outputs.to(layer.dtype))
+    alike = layer.project_back(single.outputs.to(layer.dtype), call)
     counts = _counts(call, none, 1)[:, 0]
     return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
 
