@@ -18,8 +18,8 @@ import torch
 
 from service.errors import DeadlinePassed
 from service.serving import cost
+from service.serving.admission import ByteBudget
 from service.serving.batches import limits_on
-from service.serving.bodies import Bodies
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.computing import Execution, Outcome
@@ -73,7 +73,7 @@ class Engine:
         self.door = Door()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
-        self.bodies = Bodies(scheduler.limits.memory_bytes)
+        self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
@@ -102,7 +102,7 @@ class Engine:
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
-        self.metrics.sample(self.scheduler.load, self.bodies.held, taken(self.catalogue.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.held, taken(self.catalogue.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Once a second where others may be asked how this process is; where it is asked itself, it samples then."""

@@ -21,6 +21,7 @@ class Asked:
     reply_coding: str = ""
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
+    caller: str = ""  # name of the API key, or the address, that this request came from
     own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
 
     def take_body(self) -> bytes:

@@ -12,7 +12,7 @@ from service.serving.engine import Engine
 from service.serving.loading import Source
 from service.web.attend import BINARY, demand_started, refusals, takes
 from service.web.examples import PUT_TINY
-from service.web.reading import deadline_of, read
+from service.web.reading import caller_of, deadline_of, read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
 from service.wire.negotiation import SAFETENSORS
 from service.wire.refusals import pointer, shown
@@ -80,8 +80,8 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         demand_name(name)
         demand_query([name for name, _ in request.query_params.multi_items()])
         demand_started(engine)
-        with engine.bodies.holding() as hold:
-            asked = await read(request.scope, request.receive, engine, hold, layer=True)
+        with engine.budget.lease(caller_of(request.scope)) as lease:
+            asked = await read(request.scope, request.receive, engine, lease, layer=True)
             layer, new = await engine.put_layer(name, asked, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return layer.document()

@@ -7,20 +7,20 @@ from typing import Any
 from starlette.types import Receive, Scope
 
 from service.errors import CallerGone, InvalidRequest, MalformedBody, TooLarge
+from service.serving.admission import Lease
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
 Limit = tuple[str, int]  # a setting's name and value
-Hold = Callable[[int], None]  # is told of bytes to come; may raise Overloaded
 
 
 async def read(
     scope: Scope,
     receive: Receive,
     engine: Engine,
-    hold: Hold,
+    lease: Lease,
     *,
     layer: bool = False,
     form_of_reply: Callable[[str], str] = form_of_reply,
@@ -32,7 +32,7 @@ async def read(
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
-    return await read_as(form, reply_form, headers, scope, receive, engine, hold, layer)
+    return await read_as(form, reply_form, headers, scope, receive, engine, lease, layer)
 
 
 async def read_as(
@@ -42,17 +42,22 @@ async def read_as(
     scope: Scope,
     receive: Receive,
     engine: Engine,
-    hold: Hold,
+    lease: Lease,
     layer: bool = False,
 ) -> Asked:
     """The same, where the forms are settled."""
     deadline = deadline_of(scope, engine)
     limits = engine.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
-    body = await _body(headers.get(b"content-length"), receive, limit, hold)
+    body = await _body(headers.get(b"content-length"), receive, limit, lease)
     scope["attend"].received, scope["attend"].whole = len(body), True
     coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
-    return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive))
+    return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive), lease.caller)
+
+
+def caller_of(scope: Scope) -> str:
+    """The name of the API key, or else the address, that a request came from."""
+    return scope["attend"].key or (scope["client"][0] if scope.get("client") else "")
 
 
 def deadline_of(scope: Scope, engine: Engine) -> float | None:
@@ -75,13 +80,13 @@ def _hung_up(receive: Any) -> Callable[[], bool]:
     return lambda: bool(getattr(cycle, "disconnected", False))
 
 
-async def _body(content_length: str | None, receive: Receive, limit: Limit, hold: Hold) -> bytes:
+async def _body(content_length: str | None, receive: Receive, limit: Limit, lease: Lease) -> bytes:
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
         if int(content_length) > limit[1]:
             raise _too_large(limit, content_length)
-        hold(int(content_length))
+        lease.add(int(content_length))
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
@@ -92,7 +97,7 @@ async def _body(content_length: str | None, receive: Receive, limit: Limit, hold
             if size > limit[1]:
                 raise _too_large(limit, f"more than {limit[1]}")
             if content_length is None:
-                hold(len(piece))
+                lease.add(len(piece))
             pieces.append(piece)
         more = message.get("more_body", False)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

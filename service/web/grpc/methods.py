@@ -103,8 +103,8 @@ class Methods:
             return members
 
         asked.own = Form("", parse, exchange.encode)
-        with self.engine.bodies.holding() as hold:
-            hold(len(asked.body))
+        with self.engine.budget.lease(asked.caller) as lease:
+            lease.add(len(asked.body))
             try:
                 answer = await self.engine.attend(asked)
             except RequestError as refusal:
