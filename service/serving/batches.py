@@ -18,6 +18,7 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
+from service.serving.occupancy import OWN, Flow
 
 SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
 ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
@@ -45,6 +46,7 @@ class Entry:
     gone: Callable[[], bool] = lambda: False
     done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
+    flow: Flow = OWN
     _kin: Any = field(init=False, default=...)
 
     @property

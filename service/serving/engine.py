@@ -76,6 +76,7 @@ class Engine:
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
+        self._recovering: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
         self.easel = Easel(self.clock)
         self.decoder = Decoder(catalogue, wire_limits, limits)
@@ -89,7 +90,9 @@ class Engine:
     async def answers(self) -> bool:
         """Whether calls are welcome and the device really computes; without layers there is nothing to ask it."""
         layers = self.catalogue.all()
-        return self.ready and (not layers or await self.pulse.beats(layers[0]))
+        if not self.started or self.draining or not layers:
+            return self.ready
+        return await self.pulse.beats(layers[0]) and self.ready
 
     async def serves(self) -> bool:
         """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
@@ -140,6 +143,7 @@ class Engine:
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
+        self._recovering = asyncio.get_running_loop().create_task(self.pulse.recover(self.catalogue.all))
         self._keep_sampling()
 
     async def attend(self, asked: Asked) -> Answer:
@@ -177,7 +181,7 @@ class Engine:
         started = self.clock()
         sketched = await self._aside(self.decoder.sketched, asked)
         bound, phases = sketched.bound, Phases(decode=self.clock() - started)
-        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
@@ -228,6 +232,8 @@ class Engine:
             self._starting.cancel()
         if self._sampling is not None:
             self._sampling.cancel()
+        if self._recovering is not None:
+            self._recovering.cancel()
         self.shelf.close()
         self.scheduler.close()
         self.statistics.close()
@@ -237,7 +243,7 @@ class Engine:
     async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
         if self.shards is None or not bound.in_parts:
-            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone)
+            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
         started, parts = self.clock(), cut(bound.call, self.shards.count)
         try:
             async with asyncio.timeout(None if asked.deadline is None else asked.deadline - started):

@@ -1,6 +1,7 @@
 """Calls that ask nothing: they warm a layer, tell how fast the device is, and whether it computes at all. Knows no bytes and no HTTP."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from service.serving.computing import Outcome
 from service.serving.scheduler import Scheduler
 from service.wire.documents import AttendRequest
 
+RECOVERY = 1.0  # seconds between two calls that try whether a device without memory has some again
 SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operations of the call that measures the device
 
 
@@ -38,12 +40,25 @@ class Pulse:
     async def beats(self, layer: HeldLayer) -> bool:
         """Whether the device really computes: something came back from it within `timeout`, or does now.
 
-        A device that is busy shows it by finishing something; an idle one is given a tiny call.
+        A device that is busy shows it by finishing something; an idle one is given a tiny call, and so is one that was out of memory.
         """
+        if not self.scheduler.healthy:
+            return await self._computes(layer)
         if self.scheduler.clock() - self.scheduler.finished_at <= self.timeout:
             return True
         if self.scheduler.busy:
             return await self.scheduler.moves(self.timeout)
+        return await self._computes(layer)
+
+    async def recover(self, layers: Callable[[], Sequence[HeldLayer]]) -> None:
+        """Tries, as long as the device is out of memory, whether it computes again: calls may not come before it is ready. Never ends."""
+        while True:
+            await asyncio.sleep(RECOVERY)
+            if not self.scheduler.healthy and (present := layers()):
+                await self._computes(present[0])
+
+    async def _computes(self, layer: HeldLayer) -> bool:
+        """Whether a tiny call is answered within `timeout`. The scheduler is healthy afterwards if it is."""
         try:
             await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)
         except (AttendError, TimeoutError):

@@ -1,8 +1,10 @@
-"""The asyncio shell round `batches`: a bounded queue in front of one device, and the thread on which it computes.
+"""The asyncio shell round `batches` and `fair_queue`: bounded queues in front of one device, and the thread on which it computes.
 
     submit -> waiting -> take -> stack -> compute -> split -> settle
 
-What is there when the device is free is the batch; nothing waits for company unless a delay is set. A future is settled only if it is
+A flow is the calls of one caller of one size class; flows share the device fairly. On a CPU, light calls have a queue of their own and are
+computed on the event loop, also while the device's thread computes others. What is there when the device is free is the batch; nothing
+waits for company unless a delay is set. A future is settled only if it is
 not done; a call whose caller has gone is dropped before it costs anything. Whatever fails reaches every call of its batch, and the loop
 goes on.
 """
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,19 +25,21 @@ from service.attention.call import Call
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem
 from service.serving.batches import BatchLimits, Entry, take
 from service.serving.catalogue import HeldLayer
-from service.serving.computing import Outcome, Settled, compute, failure
+from service.serving.computing import Execution, Outcome, Settled, compute, failure
 from service.serving.cost import Cost
+from service.serving.fair_queue import FairQueue
 from service.serving.metrics import Metrics
+from service.serving.occupancy import Flow, Occupancy
+from service.serving.throughput import LIGHT, Throughput, size_class
 
-INLINE_OPERATIONS = 1 << 24  # on a CPU, arithmetic of well under a millisecond, less than the way to a thread and back costs others
-MOMENT = 0.001  # seconds; what takes less says more of a call's overhead than of the device's speed
-RATE = 1e9  # operations per second of a device of which nothing is known yet
+INLINE_OPERATIONS = LIGHT  # of a batch that the event loop computes itself
+OVERHEAD = 1 << 20  # operations that any call costs at least, whatever its arithmetic
 OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait, by cost. `delay` is how long an idle device waits for company, in seconds."""
+    """What may wait, by cost. `delay` is how many seconds a call that finds the device idle waits for others to join its batch."""
 
     operations: int = 2_000_000_000_000
     memory_bytes: int = 1 << 31
@@ -55,12 +59,14 @@ class Scheduler:
     ) -> None:
         self.device, self.metrics, self.clock = device, metrics, clock
         self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
-        self.waiting: deque[Entry] = deque()
         self.out_of_memory = 0  # calls in a row
+        self._light: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the event loop
+        self._heavy: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the device's thread
+        self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
+        self._throughput = Throughput()
         self._asides: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
-        self._busy = self._planned = self._aside_last = self._swept = False
-        self._operations = self._memory = 0  # of all that waits
-        self._rate = RATE  # operations per second, learnt
+        self._busy = self._apart = self._planned = self._aside_last = self._swept = False
+        self._running = (0.0, 0.0)  # when the batch on the device's thread started, and the seconds it was predicted to take
         self.finished_at = -math.inf  # when something last came back from the device
         self._finished = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
@@ -70,34 +76,55 @@ class Scheduler:
         return self.out_of_memory < OOM_UNREADY
 
     @property
+    def waiting(self) -> list[Entry]:
+        """The calls that wait, light ones first, in the order in which they would be computed one by one if no others came."""
+        return [*self._light, *self._heavy]
+
+    @property
     def busy(self) -> bool:
         """Whether anything waits or is being computed."""
-        return self._busy or bool(self.waiting)
+        return self._busy or bool(self._light or self._heavy)
 
     @property
     def load(self) -> tuple[int, int, int]:
         """Calls, predicted operations and predicted bytes that wait."""
-        return len(self.waiting), self._operations, self._memory
+        total = self._occupancy.total
+        return total.calls, total.operations, total.memory_bytes
 
     @property
     def backlog(self) -> float:
-        """Predicted seconds until the queue is empty."""
-        return self._operations / self._rate
+        """Predicted seconds until all that waits or is being computed is done, estimated for each size class by itself."""
+        started, predicted = self._running
+        running = max(0.0, started + predicted - self.clock()) if self._busy else 0.0
+        flows = self._occupancy.flows.items()
+        return running + sum(self._throughput.seconds(flow.size, held.operations) for flow, held in flows)
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds after which a refused caller finds the queue empty, if nobody else comes; at least 1."""
+        return max(1, round(self.backlog))
 
     async def submit(
-        self, layer: HeldLayer, call: Call, cost: Cost, deadline: float | None = None, gone: Callable[[], bool] = lambda: False
+        self,
+        layer: HeldLayer,
+        call: Call,
+        cost: Cost,
+        deadline: float | None = None,
+        gone: Callable[[], bool] = lambda: False,
+        caller: str = "",
     ) -> Outcome:
         """The outcome of a bound call. Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault."""
-        self._admit(cost)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
         abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # two things to ask of a future
         answered = lambda: future.done() and not future.cancelled()  # noqa: E731
-        entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future))
-        self.waiting.append(entry)
-        self._operations += cost.operations
-        self._memory += cost.memory_bytes
-        self._next(loop)
+        flow = Flow(caller, size_class(cost.operations))
+        entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future), flow)
+        self._admit(entry)
+        rested = not self.busy
+        self._queue_of(entry).append(entry)
+        self._occupancy.add(entry.flow, cost)
+        self._next(loop, self.limits.delay if rested else 0.0)
         timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
         try:
             return await future
@@ -115,7 +142,7 @@ class Scheduler:
 
     def learn(self, operations: int, seconds: float) -> None:
         """Takes the device's speed from one call as it is; what follows only corrects it."""
-        self._rate = operations / max(seconds, MOMENT / 10)
+        self._throughput.learn(operations, seconds)
 
     async def aside(self, work: Callable[[], None]) -> None:
         """Runs something else on the device's thread, between batches: nothing computes beside it."""
@@ -128,50 +155,55 @@ class Scheduler:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _admit(self, cost: Cost) -> None:
+    def _queue_of(self, entry: Entry) -> FairQueue[Entry]:
+        """Light calls of a CPU go to the event loop. Metrics are many small steps, and a delay is for all calls."""
+        light = entry.cost.operations <= INLINE_OPERATIONS and entry.call.question is None
+        return self._light if light and self.device.type == "cpu" and not self.limits.delay else self._heavy
+
+    def _admit(self, entry: Entry) -> None:
         """A full queue is an answer. An empty one takes any call that passed admission."""
-        if not self.waiting or self._fits(cost):
+        flow, cost = entry.flow, entry.cost
+        if self._occupancy.has_room(flow, cost):
             return
         if not self._swept:  # once between two batches: looking at all that wait for each that comes would be work without end
             self._swept = True
-            self._drop([entry for entry in self.waiting if entry.gone() and not entry.done()])
-            self.waiting = deque(entry for entry in self.waiting if not entry.done() and not entry.gone())
-            self._count()
-        if self.waiting and not self._fits(cost):
+            for queue in (self._light, self._heavy):
+                self._drop([entry for entry in queue if entry.gone() and not entry.done()])
+                self._remove(queue, [entry for entry in queue if entry.gone() or entry.done()])
+        if not self._occupancy.has_room(flow, cost):
             wanted = f"room in a queue of {self.limits.operations} operations and {self.limits.memory_bytes} bytes (max_queue_…)"
-            got = f"{cost.operations} operations and {cost.memory_bytes} bytes beside {len(self.waiting)} waiting calls"
-            raise Overloaded(max(1, math.ceil(self.backlog)), problems=[Problem("", wanted, got)])
+            got = f"{cost.operations} operations and {cost.memory_bytes} bytes beside {self.load[0]} waiting calls"
+            raise Overloaded(self.retry_after, problems=[Problem("", wanted, got)])
 
-    def _fits(self, cost: Cost) -> bool:
-        operations, memory = self._operations + cost.operations, self._memory + cost.memory_bytes
-        return operations <= self.limits.operations and memory <= self.limits.memory_bytes
+    def _remove(self, queue: FairQueue[Entry], entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
+        """These entries wait no more; those that are `served` are among them."""
+        for entry in entries:
+            self._occupancy.remove(entry.flow, entry.cost)
+        queue.serve(served)
+        queue.remove([entry for entry in entries if entry not in served] if served else entries)
 
-    def _count(self) -> None:
-        """Adds up what waits; in between, each that comes is added."""
-        self._operations = sum(entry.cost.operations for entry in self.waiting)
-        self._memory = sum(entry.cost.memory_bytes for entry in self.waiting)
+    def _next(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
+        """Plans what can be done now: an aside, or batches, once the loop has taken in whatever else has arrived by then.
 
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gives a free device something to do: a batch, once the loop has taken in whatever else has arrived by now, or an aside.
-
-        Where both wait they take turns, so that neither waits for ever.
+        Where both wait for the device they take turns, so that neither waits for ever. The delay is for a call that finds the device idle.
         """
-        if self._busy:
+        if self._apart or self._planned:
             return
-        if self._asides and not (self.waiting and self._aside_last):
+        if self._asides and not self._busy and not ((self._light or self._heavy) and self._aside_last):
             work, future = self._asides.popleft()
-            self._busy = self._aside_last = True
+            self._busy = self._apart = self._aside_last = True
+            self._running = (self.clock(), 0.0)
             done = self._thread.submit(work)
             done.add_done_callback(lambda ran: loop.call_soon_threadsafe(self._aside_done, loop, future, ran.exception()))
-        elif self.waiting and not self._planned:
+        elif self._light or (self._heavy and not self._busy):
             self._planned = True
-            if self.limits.delay:
-                loop.call_later(self.limits.delay, self._dispatch, loop)
+            if delay:
+                loop.call_later(delay, self._dispatch, loop)
             else:
                 loop.call_soon(self._dispatch, loop)
 
     def _aside_done(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]", error: BaseException | None) -> None:
-        self._busy = False
+        self._busy = self._apart = False
         if error is None:
             self._moved()
         if not future.done():
@@ -179,37 +211,48 @@ class Scheduler:
         self._next(loop)
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts a batch on the device if it is free, and computes one of light calls here, whether it is free or not."""
         self._planned = False
-        if self._busy:  # an aside came first; what ends it plans again
+        if self._apart:  # what ends it plans again
             return
-        self._aside_last = False
-        everyone = list(self.waiting)
+        if not self._busy:
+            self._aside_last = False
+            if self._heavy:
+                self._serve(loop, self._heavy, self.batch_limits)
+        if self._light:
+            operations = min(self.batch_limits.operations, INLINE_OPERATIONS) if self._busy else self.batch_limits.operations
+            self._serve(loop, self._light, replace(self.batch_limits, operations=operations))
+        self._next(loop)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, queue: FairQueue[Entry], limits: BatchLimits) -> None:
+        """Takes a batch and computes it."""
+        everyone = list(queue)
+        affected: Sequence[Entry] = everyone
         try:
-            batch, expired, abandoned = take(self.waiting, self.batch_limits, self.clock())
-            self._count()
-            self._swept, everyone = False, batch
+            left = deque(everyone)
+            batch, expired, abandoned = take(left, limits, self.clock())
+            staying = set(left)
+            self._remove(queue, [entry for entry in everyone if entry not in staying], batch)
+            self._swept, everyone, affected = False, [], batch
             for entry in expired:
                 entry.settle(_too_late())
             self._drop(abandoned)
             if batch:
                 self.metrics.batched(len(batch))
                 self._start(loop, batch)
-            else:
-                self._next(loop)
         except Exception as error:  # whatever it is, nobody may wait for ever
-            self.waiting = deque(entry for entry in self.waiting if entry not in everyone)
-            self._count()
-            self._finish(loop, [(entry, failure(error)) for entry in everyone])
+            self._remove(queue, everyone)
+            self._finish(loop, [(entry, failure(error)) for entry in affected])
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
+        """Computes a batch: a light one here, any other on the device's thread."""
         operations = sum(entry.cost.operations for entry in batch)
-        small = operations <= INLINE_OPERATIONS and batch[0].call.question is None  # metrics are many small steps
-        if self.device.type == "cpu" and small and not self.limits.delay:
+        if self._queue_of(batch[0]) is self._light and operations <= INLINE_OPERATIONS:
             self._finish(loop, compute(batch, self.clock, self.metrics.split))
-        else:
-            self._busy = True
-            done = self._thread.submit(compute, batch, self.clock, self.metrics.split)
-            done.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish, loop, future.result()))
+            return
+        self._busy, self._running = True, (self.clock(), self._throughput.seconds(batch[0].flow.size, operations))
+        done = self._thread.submit(compute, batch, self.clock, self.metrics.split)
+        done.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish_device, loop, future.result()))
 
     def _moved(self) -> None:
         self.finished_at = self.clock()
@@ -222,17 +265,28 @@ class Scheduler:
         if abandoned:
             self.metrics.abandoned(len(abandoned))
 
-    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
+    def _finish_device(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
         self._busy = False
-        if any(isinstance(outcome, Outcome) for _, outcome in settled):
+        self._finish(loop, settled)
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
+        """Settles calls. Light calls that the event loop computes beside a busy device say nothing of that device."""
+        if not self._busy and any(isinstance(outcome, Outcome) for _, outcome in settled):
             self._moved()
+        measured: Execution | None = None
         for entry, outcome in settled:
             fits = not isinstance(outcome, OutOfMemory)
             self.out_of_memory = 0 if fits else self.out_of_memory + 1
-            if isinstance(outcome, Outcome) and outcome.compute > MOMENT and entry.cost.operations:
-                self._rate += 0.1 * (entry.cost.operations * outcome.batch / outcome.compute - self._rate)
+            if isinstance(outcome, Outcome) and outcome.execution is not measured:
+                measured = outcome.execution
+                self._throughput.observe(entry.flow.size, entry.cost.operations * outcome.batch, outcome.compute)
             entry.settle(outcome)
         self._next(loop)
+
+
+def _work(entry: Entry) -> float:
+    """The share of the device that a call is charged with."""
+    return entry.cost.operations + OVERHEAD
 
 
 def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -> None:

@@ -80,7 +80,7 @@ class Telemetry:
         self._requests = meter.create_histogram("http.server.request.duration", "s", "From the first byte to the last.")
         self._calls = meter.create_histogram("rpc.server.call.duration", "s", "Of gRPC calls, from the first byte to the last.")
         self._phases = meter.create_histogram("attend.phase.duration", "s", "Time a request spends in a phase.")
-        gauges = {"attend.queue.calls": lambda: len(engine.scheduler.waiting), "attend.layers": lambda: len(engine.catalogue)}
+        gauges = {"attend.queue.calls": lambda: engine.scheduler.load[0], "attend.layers": lambda: len(engine.catalogue)}
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 

@@ -10,8 +10,10 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ import uvicorn
 
 from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
-from service.serving import batches, computing, scheduler
+from service.serving import batches, computing, pulse, scheduler
 from service.serving.batches import BatchLimits
 from service.serving.bind import bind, fit
 from service.serving.catalogue import Catalogue, HeldLayer
@@ -133,6 +135,12 @@ class Bench:
         return value
 
 
+@pytest.fixture
+def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is computed on the device's thread, however little it costs."""
+    monkeypatch.setattr(scheduler, "INLINE_OPERATIONS", -1)
+
+
 def held(attention: Any, name: str = "layer") -> HeldLayer:
     return HeldLayer(name, SPEC, "fingerprint", attention)
 
@@ -182,6 +190,7 @@ def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
 # 1. Decode and validate first; batch only what is bound.
 
 
+@pytest.mark.usefixtures("no_light_calls")
 @pytest.mark.parametrize(
     "body",
     [
@@ -273,6 +282,7 @@ def test_law_2_a_caller_who_hung_up_is_skipped_and_counted() -> None:
     run(test())
 
 
+@pytest.mark.usefixtures("no_light_calls")
 def test_law_2_a_closed_connection_is_a_caller_who_hung_up() -> None:
     """Through a real server: a request waits for a busy device, its connection is closed, and it is dropped, counted and done with."""
 
@@ -618,6 +628,7 @@ def test_law_5_an_empty_queue_takes_any_call() -> None:
     run(test())
 
 
+@pytest.mark.usefixtures("no_light_calls")
 def test_law_5_the_bound_is_cost_not_count() -> None:
     """Thousands of small calls may wait where two large ones may not."""
 
@@ -640,6 +651,7 @@ def test_law_5_the_bound_is_cost_not_count() -> None:
     run(test())
 
 
+@pytest.mark.usefixtures("no_light_calls")
 def test_law_5_those_who_have_gone_leave_their_room() -> None:
     """Callers who gave up do not fill the queue for those who come."""
 
@@ -821,6 +833,31 @@ def test_law_6_a_delay_is_waited_once_for_company(operations: int, monkeypatch: 
         monkeypatch.undo()
         assert [outcome.batch for outcome in outcomes] == [3, 3, 3]
         assert bench.attention.sizes == [3]
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_6_a_backlog_waits_for_no_delay() -> None:
+    """Calls that cannot go together wait behind one another, and only the first has found the device idle: one delay for all."""
+
+    async def test() -> None:
+        bench = Bench(delay=7.5)
+        timers: list[Callable[[], None]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, what, *args: timers.append(partial(what, *args)))
+            tasks = [bench.start(request(1, reproducible=True)) for _ in range(5)]
+            await turns()
+            assert not bench.attention.seen
+            timers[0]()
+            assert_answers(await asyncio.gather(*tasks), [request(1)] * 5)
+            assert len(timers) == 1
+
+            later = bench.start()  # finds it idle again
+            await turns()
+            assert len(timers) == 2
+            timers[1]()
+            await later
         bench.scheduler.close()
 
     run(test())
@@ -1084,6 +1121,44 @@ def test_law_9_other_failures_are_no_shortage() -> None:
     run(test())
 
 
+def test_law_9_readiness_comes_back_without_calls() -> None:
+    """Nobody sends calls to a server that is not ready. When memory is there again, /health/ready says so, and the gauge, unasked."""
+
+    async def test() -> None:
+        app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
+        engine, attention = app.state.engine, Attention()
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            while not engine.started:
+                await asyncio.sleep(0.001)
+            for layer in engine.catalogue.all():
+                engine.catalogue.remove(layer.name)
+            engine.catalogue.put(held(attention))
+
+            async def fall() -> None:
+                attention.fault = beyond(0, MemoryError)
+                for _ in range(OOM_UNREADY):
+                    with pytest.raises(OutOfMemory):
+                        await engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0))
+                assert not engine.ready
+
+            await fall()
+            assert (await client.get("/health/ready")).status_code == 503
+            attention.fault = lambda call: None
+            assert (await client.get("/health/ready")).status_code == 200
+            assert engine.ready
+
+            await fall()
+            attention.fault = lambda call: None
+            while not engine.ready:
+                await asyncio.sleep(0.001)
+            assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulse, "RECOVERY", 0.001)
+        run(test())
+
+
 # Deadlines
 
 
@@ -1240,6 +1315,142 @@ def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: p
         engine.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
+
+    run(test())
+
+
+# 14. Fairness: no caller, however heavy, keeps light callers waiting longer than a few of the longest single calls.
+
+
+def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
+    """On a CPU they are computed on the event loop, while the device's thread computes something else; batched, like any others."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        light = Attention()
+        calls = [request(b, seed=b) for b in (1, 2, 3)]
+        layer = held(light)
+        tasks = [bench.start(call, operations=1, layer=layer, caller="the same") for call in calls]
+        heavy = [bench.start(caller="the same") for _ in range(20)]
+
+        assert_answers(await settled(*tasks), calls)
+
+        assert light.sizes == [6]
+        assert light.threads[0] == threading.get_ident()
+        assert bench.attention.sizes == [1]
+        bench.attention.door.set()
+        await settled(busy, *heavy)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_14_light_calls_beside_a_hung_device_do_not_vouch_for_it() -> None:
+    """What the event loop computed says nothing of the thread that came back with nothing."""
+
+    async def test() -> None:
+        bench = Bench()
+        busy = await bench.occupy()
+        finished_at = bench.scheduler.finished_at
+        await bench.start(operations=1, layer=held(Attention()))
+        assert bench.scheduler.finished_at == finished_at
+        bench.attention.door.set()
+        await busy
+        assert bench.scheduler.finished_at > finished_at
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_14_a_call_waits_for_one_call_of_each_other_caller() -> None:
+    """Ten heavy calls of each of three callers wait, when a fourth caller comes with one: it is among the next four."""
+
+    async def test() -> None:
+        bench = Bench(calls=1)
+        busy = await bench.occupy()
+        heavy = [bench.start(request(2), operations=10**9, caller=name) for _ in range(10) for name in "abc"]
+        await turns()
+        last = bench.start(request(3), operations=10**9, caller="d")
+        await turns()
+        bench.attention.door.set()
+        await settled(busy, last, *heavy)
+        assert bench.attention.sizes.index(3) <= 4
+        bench.scheduler.close()
+
+    run(test())
+
+
+@pytest.mark.usefixtures("no_light_calls")
+def test_law_14_small_calls_of_a_heavy_caller_are_not_behind_its_heavy_ones() -> None:
+    """Two programs behind one address, without keys: calls of another size class are another flow. So it is where no call is light."""
+
+    async def test() -> None:
+        bench = Bench(calls=1)
+        busy = await bench.occupy()
+        heavy = [bench.start(request(2), operations=10**11, caller="address") for _ in range(5)]
+        await turns()
+        small = [bench.start(request(3), operations=10**6, caller="address") for _ in range(5)]
+        await turns()
+        bench.attention.door.set()
+        await settled(busy, *heavy, *small)
+        assert bench.attention.sizes == [1, 2, 3, 3, 3, 3, 3, 2, 2, 2, 2]
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_14_one_caller_does_not_fill_the_queue() -> None:
+    """It is refused when it holds half of it; others are still taken, and its own calls of another size too."""
+
+    async def test() -> None:
+        bench = Bench(operations=10**12)
+        busy = await bench.occupy()
+        waiting = [bench.start(operations=10**11, caller="a") for _ in range(5)]
+        await turns()
+        with pytest.raises(Overloaded):
+            await bench.start(operations=10**11, caller="a")
+        waiting += [bench.start(operations=10**11, caller="b"), bench.start(operations=10**9, caller="a")]
+        await turns()
+        bench.attention.door.set()
+        assert all(isinstance(outcome, Outcome) for outcome in await settled(busy, *waiting))
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_14_the_advice_counts_what_runs_and_what_waits_at_their_own_speeds() -> None:
+    """A heavy call was seen to take 10 s, four like it wait behind one that has run for 4 s. Small calls, ten times slower by the
+    operation, have come in between: 46 seconds is what is left."""
+
+    async def test() -> None:
+        clock = Clock()
+        bench = Bench(clock, operations=10**13)
+
+        def took(seconds: float) -> Callable[[Call], None]:
+            def pass_time(call: Call) -> None:
+                clock.now += seconds
+
+            return pass_time
+
+        bench.attention.fault = took(10.0)
+        await bench.start(operations=10**11)
+        bench.attention.fault = took(0.1)
+        for _ in range(20):
+            await bench.start(operations=10**8)
+        bench.attention.fault = lambda call: None
+        bench.attention.door.clear()
+        while bench.attention.entered.acquire(blocking=False):
+            pass
+        tasks = [bench.start(request(1, reproducible=True), operations=10**11) for _ in range(5)]
+        await bench.until_entered()
+        clock.now += 4.0
+        with pytest.raises(Overloaded) as refusal:
+            await bench.start(operations=10**13)
+        assert refusal.value.retry_after == 46
+        bench.attention.door.set()
+        await settled(*tasks)
+        bench.scheduler.close()
 
     run(test())
 

@@ -1,0 +1,158 @@
+"""What the fair queue promises, for any items: nobody starves, shares are equal, a flow's order is kept, the order is always the same."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.serving.fair_queue import REMEMBERED, FairQueue
+
+
+@dataclass(frozen=True)
+class Item:
+    """One of those of a flow, counted from 0."""
+
+    flow: str
+    number: int
+    cost: float
+
+
+def queue_of(*items: Item) -> FairQueue[Item]:
+    queue: FairQueue[Item] = FairQueue(lambda item: item.flow, lambda item: item.cost)
+    for item in items:
+        queue.append(item)
+    return queue
+
+
+def items(flow: str, *costs: float) -> list[Item]:
+    return [Item(flow, number, cost) for number, cost in enumerate(costs)]
+
+
+def drained(queue: FairQueue[Item]) -> Iterator[Item]:
+    """Every item, each served before the next is chosen."""
+    while queue:
+        first = next(iter(queue))
+        queue.serve([first])
+        yield first
+
+
+COSTS = st.lists(st.integers(1, 1000), min_size=1, max_size=8)
+FLOWS = st.dictionaries(st.sampled_from("abcdef"), COSTS, min_size=1)
+ARRIVALS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 100)), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(FLOWS)
+def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, list[int]]) -> None:
+    """Nothing is lost or doubled, and iterating says beforehand in which order it will happen."""
+    queue = queue_of(*(item for flow, costs in flows.items() for item in items(flow, *costs)))
+    foretold = list(queue)
+    served = list(drained(queue))
+    assert served == foretold
+    assert len(queue) == 0
+    for flow, costs in flows.items():
+        assert [item for item in served if item.flow == flow] == items(flow, *costs)
+
+
+@settings(deadline=None)
+@given(ARRIVALS, st.lists(st.integers(0, 3), max_size=40))
+def test_the_same_arrivals_are_served_in_the_same_order(arrivals: list[tuple[str, int]], served: list[int]) -> None:
+    """However many are served between two arrivals; nothing but the arrivals and the serving decides."""
+
+    def history() -> list[Item]:
+        queue, order, turns = queue_of(), [], iter(served)
+        for number, (flow, cost) in enumerate(arrivals):
+            queue.append(Item(flow, number, cost))
+            for _ in range(min(next(turns, 0), len(queue))):
+                order.append(next(iter(queue)))
+                queue.serve(order[-1:])
+        return order + list(drained(queue))
+
+    assert history() == history()
+    assert len(history()) == len(arrivals)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=6))
+def test_flows_that_always_have_work_get_equal_shares_of_it(costs: list[int]) -> None:
+    """At any moment no two flows are further apart than the costs of one item of each, whatever their items cost."""
+    queue, work, numbers = queue_of(), [0] * len(costs), [0] * len(costs)
+    for flow, cost in enumerate(costs):
+        queue.append(Item(str(flow), 0, cost))
+    for _ in range(200):
+        item = next(iter(queue))
+        queue.serve([item])
+        flow = int(item.flow)
+        work[flow] += costs[flow]
+        numbers[flow] += 1
+        queue.append(Item(item.flow, numbers[flow], costs[flow]))
+        assert max(work) - min(work) <= 2 * max(costs)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 1000), st.integers(0, 60), st.integers(1, 1000))
+def test_a_light_flow_waits_for_one_item_of_each_other_at_most(heavy: int, cost: int, before: int, light: int) -> None:
+    """However many items the heavy flows have waiting, and however long they have been at it."""
+    queue = queue_of(*(item for flow in range(heavy) for item in items(str(flow), *[float(cost)] * 70)))
+    for _ in range(before):
+        queue.serve([next(iter(queue))])
+    queue.append(Item("light", 0, light))
+    served = [item.flow for item in drained(queue)]
+    ahead = served[: served.index("light")]
+    assert len(ahead) == len(set(ahead)) <= heavy
+
+
+def test_many_heavy_items_of_one_flow_do_not_delay_the_other() -> None:
+    """First come first served would have answered ten heavy ones before the first light one."""
+    queue = queue_of(*items("heavy", *[100.0] * 10), *items("light", 1.0, 1.0, 1.0))
+    assert "".join(item.flow[0] for item in drained(queue)) == "hlll" + 9 * "h"
+
+
+def test_an_idle_flow_saves_nothing_up() -> None:
+    """One that comes back after others were served shares from then on; it does not get all that it left to others."""
+    queue = queue_of(*items("a", *[1.0] * 20))
+    for _ in range(10):
+        queue.serve([next(iter(queue))])
+    for item in items("b", *[1.0] * 10):
+        queue.append(item)
+    assert "".join(item.flow for item in drained(queue))[:8] in ("abababab", "babababa")
+
+
+def test_a_flow_that_leaves_and_comes_back_does_not_begin_again() -> None:
+    """Whoever has one item at a time, and sends the next when it has its answer, gets a share like any other."""
+    queue = queue_of(Item("a", 0, 10.0), *items("b", *[1.0] * 30))
+    served = []
+    for _ in range(24):
+        item = next(iter(queue))
+        queue.serve([item])
+        served.append(item.flow)
+        if item.flow == "a":
+            queue.append(Item("a", item.number + 1, 10.0))
+    assert served.count("a") == 3
+
+
+def test_what_goes_along_is_counted() -> None:
+    """Items that are served out of turn, since they go well with the first, are work that their flow was served."""
+    queue = queue_of(*items("a", 1.0, 1.0, 1.0), *items("b", 1.0, 1.0, 1.0))
+    first = list(queue)
+    queue.serve([first[0], *(item for item in first if item.flow == "b")][:3])
+    assert [item.flow for item in drained(queue)] == ["a", "a", "b"]
+
+
+def test_what_is_removed_is_not_counted() -> None:
+    """Items whose callers have gone cost their flow nothing, wherever they stood."""
+    queue = queue_of(*items("a", *[100.0] * 5), *items("b", *[1.0] * 3))
+    queue.remove([item for item in list(queue) if item.flow == "a" and item.number != 3])
+    assert len(queue) == 4
+    assert [item.flow for item in drained(queue)] == ["a", "b", "b", "b"]
+
+
+def test_flows_of_the_past_are_forgotten() -> None:
+    """As many callers as there are addresses leave no more behind than is kept."""
+    queue = queue_of()
+    for number in range(5 * REMEMBERED):
+        queue.append(Item(str(number), 0, 1.0))
+        queue.serve([next(iter(queue))])
+    assert not queue
+    assert len(queue._idle) <= REMEMBERED
