@@ -8,7 +8,6 @@ Small bodies are decoded and encoded where they are; large ones leave the event 
 import asyncio
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from service.serving.admission import ByteBudget
 from service.serving.batches import limits_on
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.codec_pool import CodecPool, size_of
 from service.serving.computing import Execution, Outcome
 from service.serving.decoding import Decoder, predict
 from service.serving.device import find_device, taken
@@ -77,7 +77,7 @@ class Engine:
         self._starting: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
         self._recovering: asyncio.Task[None] | None = None
-        self._threads = ThreadPoolExecutor(min(2, usable_cores()), thread_name_prefix="codec")  # they hold the GIL most of the time
+        self._codecs = CodecPool(min(2, usable_cores()))  # threads that hold the GIL most of the time
         self.easel = Easel(self.clock)
         self.decoder = Decoder(catalogue, wire_limits, limits)
         self.shards: Shards | None = None  # who computes what is too large for this process
@@ -238,7 +238,7 @@ class Engine:
         self.scheduler.close()
         self.statistics.close()
         self.easel.close()
-        self._threads.shutdown()
+        self._codecs.close()
 
     async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
@@ -255,7 +255,8 @@ class Engine:
 
     async def _aside(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        caller = next((one.caller for one in args if isinstance(one, Asked)), "")
+        return await self._codecs.run(partial(function, *args), size_of(args), caller)
 
 
 def open_engine(

@@ -1,0 +1,166 @@
+"""Threads for codecs: what waits for what. Work stands still at an event that the test holds, never for a time."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_scheduler import PATIENCE, REAL, request, run, turns
+
+from service.serving.bound import Bound
+from service.serving.codec_pool import HEAVY, CodecPool, size_of
+from service.serving.cost import Cost, ServingLimits
+from service.serving.engine import open_engine
+from service.serving.exchange import Asked
+from service.wire.documents import AttendRequest
+from service.wire.limits import WireLimits
+
+
+class Work:
+    """Functions that note when they run, and stand still until they may end."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.free = threading.Event()
+        self.entered = threading.Semaphore(0)
+
+    def of(self, name: str) -> Callable[[], str]:
+        def function() -> str:
+            self.order.append(name)
+            self.entered.release()
+            assert self.free.wait(PATIENCE), "the test forgot to let it end"
+            return name
+
+        return function
+
+    async def until_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
+
+
+def pooled(test: Callable[[CodecPool, Work], Coroutine[Any, Any, None]], threads: int = 2) -> None:
+    """The test with a pool and work for it, on a loop."""
+
+    async def begun() -> None:
+        pool, work = CodecPool(threads), Work()
+        try:
+            await test(pool, work)
+        finally:
+            work.free.set()
+            pool.close()
+
+    run(begun())
+
+
+def start(pool: CodecPool, function: Callable[[], Any], size: int, caller: str = "") -> "asyncio.Task[Any]":
+    return asyncio.get_running_loop().create_task(pool.run(function, size, caller))
+
+
+def test_light_work_does_not_wait_behind_heavy_work() -> None:
+    """Ten heavy jobs came first; one of them runs, and light ones run beside it."""
+
+    async def test(pool: CodecPool, work: Work) -> None:
+        heavy = [start(pool, work.of("heavy"), HEAVY) for _ in range(10)]
+        await work.until_entered()
+        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY - 1) for i in range(5))) == [0, 1, 2, 3, 4]
+        assert work.order == ["heavy"]
+        work.free.set()
+        assert await asyncio.gather(*heavy) == 10 * ["heavy"]
+
+    pooled(test)
+
+
+def test_where_there_is_one_thread_light_work_is_next() -> None:
+    """It waits for what runs, not for what waits."""
+
+    async def test(pool: CodecPool, work: Work) -> None:
+        tasks = [start(pool, work.of(name), HEAVY) for name in ("first", "second")]
+        await work.until_entered()
+        tasks.append(start(pool, work.of("light"), 1))
+        await turns()
+        work.free.set()
+        await asyncio.gather(*tasks)
+        assert work.order == ["first", "light", "second"]
+
+    pooled(test, threads=1)
+
+
+def test_callers_take_turns() -> None:
+    """However many bodies one of them has sent."""
+
+    async def test(pool: CodecPool, work: Work) -> None:
+        tasks = [start(pool, work.of("a"), HEAVY, "a") for _ in range(5)]
+        await work.until_entered()
+        tasks += [start(pool, work.of("b"), HEAVY, "b") for _ in range(2)]
+        await turns()
+        work.free.set()
+        await asyncio.gather(*tasks)
+        assert "".join(work.order) in ("ababaaa", "abaabaa", "abbaaaa")
+
+    pooled(test)
+
+
+def test_work_that_fails_fails_for_its_caller_alone() -> None:
+    """The error reaches whoever waits for it, and its thread goes on."""
+
+    async def test(pool: CodecPool, work: Work) -> None:
+        for size in (1, HEAVY):
+            with pytest.raises(ZeroDivisionError):
+                await pool.run(lambda: 1 // 0, size, "")
+            assert await pool.run(lambda: 7, size, "") == 7
+
+    pooled(test)
+
+
+def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
+    """Cancelled while it waits: it never runs. Cancelled while it runs: its result is dropped, and the next runs."""
+
+    async def test(pool: CodecPool, work: Work) -> None:
+        tasks = [start(pool, work.of(name), HEAVY) for name in ("runs", "waits", "last")]
+        await work.until_entered()
+        for task in tasks[:2]:
+            task.cancel()
+        await turns()
+        work.free.set()
+        assert await tasks[2] == "last"
+        assert work.order == ["runs", "last"]
+
+    pooled(test)
+
+
+def test_the_size_is_that_of_the_body_or_of_the_reply() -> None:
+    """A compressed body is larger than it looks; what is neither counts for nothing."""
+    call, document = request(1), AttendRequest.model_construct()
+    bound = Bound(document, REAL, call, Cost({}, 1, 0, 1, 5000))
+    assert size_of([Asked(b"x" * 30), AttendRequest]) == 30
+    assert size_of([Asked(b"x" * 30, coding="gzip")]) > 100
+    assert size_of([bound, None, Asked(b"")]) == 5000
+    assert size_of(["text", 1]) == 0
+
+
+def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine: large bodies stand in a row, one is being decoded, and a body that is not large passes them all."""
+    work = Work()
+
+    async def test() -> None:
+        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        engine.catalogue.put(replace(REAL, name="layer"))
+        decode = engine.decoder.bound
+
+        def bound(asked: Asked, *more: Any) -> Bound:
+            if len(asked.body) >= HEAVY:
+                work.of("large")()
+            return decode(asked, *more)
+
+        monkeypatch.setattr(engine.decoder, "bound", bound)
+        text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
+        large = [asyncio.create_task(engine.attend(Asked(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
+        await work.until_entered()
+        assert (await engine.attend(Asked(text.ljust(HEAVY // 2), caller="a"))).pieces
+        assert work.order == ["large"]
+        work.free.set()
+        await asyncio.gather(*large)
+        engine.close()
+
+    run(test())
