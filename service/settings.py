@@ -105,7 +105,11 @@ class Settings(BaseSettings):
     client_timeout: float = Field(
         default=20.0, gt=0, description="Seconds that request headers may take, and in which a body or reply must move by 16 KiB."
     )
-    ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which the device must finish something to be called ready.")
+    ready_timeout: float = Field(
+        default=2.0,
+        gt=0,
+        description="Seconds in which the device must answer to be ready; a long call may take ten times its predicted time more.",
+    )
     telemetry: bool = Field(default=False, description="Traces and metrics by OTLP, as OTEL_… variables say (extra `otel`).")
 
     replicas: int = Field(default=4, ge=1, description="Under Ray Serve: most replicas that autoscaling starts.")

@@ -40,14 +40,15 @@ class Pulse:
     async def beats(self, layer: HeldLayer) -> bool:
         """Whether the device really computes: something came back from it within `timeout`, or does now.
 
-        A device that is busy shows it by finishing something; an idle one is given a tiny call, and so is one that was out of memory.
+        A device is trusted with a long call for as long as that may take; after that it shows that it works by finishing something. An idle
+        one is given a tiny call, and so is one that was out of memory.
         """
         if not self.scheduler.healthy:
             return await self._computes(layer)
         if self.scheduler.clock() - self.scheduler.finished_at <= self.timeout:
             return True
         if self.scheduler.busy:
-            return await self.scheduler.moves(self.timeout)
+            return self.scheduler.overdue <= self.timeout or await self.scheduler.moves(self.timeout)
         return await self._computes(layer)
 
     async def recover(self, layers: Callable[[], Sequence[HeldLayer]]) -> None:

@@ -34,6 +34,7 @@ from service.serving.throughput import LIGHT, Throughput, size_class
 
 INLINE_OPERATIONS = LIGHT  # of a batch that the event loop computes itself
 OVERHEAD = 1 << 20  # operations that any call costs at least, whatever its arithmetic
+SLOWEST = 10  # times the predicted seconds that a batch may take on a device that works
 OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
 
 
@@ -98,6 +99,12 @@ class Scheduler:
         running = max(0.0, started + predicted - self.clock()) if self._busy else 0.0
         flows = self._occupancy.flows.items()
         return running + sum(self._throughput.seconds(flow.size, held.operations) for flow, held in flows)
+
+    @property
+    def overdue(self) -> float:
+        """Seconds by which the batch on the device has taken longer than SLOWEST times what was predicted; 0 if it has not."""
+        started, predicted = self._running
+        return max(0.0, self.clock() - started - SLOWEST * predicted) if self._busy else 0.0
 
     @property
     def retry_after(self) -> int:

@@ -56,11 +56,12 @@ def test_a_hung_device_is_not_ready_and_comes_back() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, _ = await opened(attention)
+        engine, clock = await opened(attention)
         engine.pulse.timeout = SOON
         attention.door.clear()
         hung = occupy(engine, attention)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
+        clock.now += EVER
         for _ in range(3):
             assert not await engine.answers()
             assert engine.ready  # what is not asked of the device says so still
@@ -78,17 +79,42 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, _ = await opened(attention)
+        engine, clock = await opened(attention)
         engine.pulse.timeout = EVER
         attention.door.clear()
         busy = [occupy(engine, attention) for _ in range(3)]
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
+        clock.now += 2 * EVER
         asked = asyncio.create_task(engine.answers())
         await turns()
         assert not asked.done()
         attention.door.set()
         assert await asked
         await asyncio.gather(*busy)
+        engine.close()
+
+    run(test())
+
+
+def test_a_long_call_does_not_make_the_server_unready() -> None:
+    """A call predicted to take ten seconds has taken twenty: the device is trusted with it, at once. After 200 it is not."""
+
+    async def test() -> None:
+        attention = Attention()
+        engine, clock = await opened(attention)
+        engine.pulse.timeout = SOON
+        engine.scheduler.learn(10**8, 0.01)
+        attention.door.clear()
+        call = engine.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
+        long = asyncio.create_task(call)
+        assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
+        clock.now += 20
+        assert await engine.answers()
+        clock.now += 180
+        assert not await engine.answers()
+        attention.door.set()
+        await long
+        assert await engine.answers()
         engine.close()
 
     run(test())
