@@ -51,11 +51,16 @@ class Entry:
 
     @property
     def kin(self) -> Kin:
-        """Found when there is company to compare it with: most calls have none."""
+        """Found when there is company to compare it with, or to wait for: most calls have none."""
         if self._kin is ...:
             self._kin = kinship(self.layer, self.call)
         kin: Kin = self._kin
         return kin
+
+    @property
+    def may_share(self) -> bool:
+        """Whether there are calls that this one could be computed with."""
+        return self.kin != (None, None)
 
     @property
     def rows(self) -> int:

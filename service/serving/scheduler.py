@@ -131,7 +131,7 @@ class Scheduler:
         rested = not self.busy
         self._queue_of(entry).append(entry)
         self._occupancy.add(entry.flow, cost)
-        self._next(loop, self.limits.delay if rested else 0.0)
+        self._next(loop, self.limits.delay if rested and entry.may_share else 0.0)
         timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
         try:
             return await future
@@ -192,7 +192,8 @@ class Scheduler:
     def _next(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
         """Plans what can be done now: an aside, or batches, once the loop has taken in whatever else has arrived by then.
 
-        Where both wait for the device they take turns, so that neither waits for ever. The delay is for a call that finds the device idle.
+        Where both wait for the device they take turns, so that neither waits for ever. The delay is for a call that finds the device idle
+        and may share its batch.
         """
         if self._apart or self._planned:
             return

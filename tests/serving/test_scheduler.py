@@ -839,14 +839,14 @@ def test_law_6_a_delay_is_waited_once_for_company(operations: int, monkeypatch: 
 
 
 def test_law_6_a_backlog_waits_for_no_delay() -> None:
-    """Calls that cannot go together wait behind one another, and only the first has found the device idle: one delay for all."""
+    """Calls wait behind one another, each a batch, and only the first has found the device idle: one delay for all."""
 
     async def test() -> None:
-        bench = Bench(delay=7.5)
+        bench = Bench(delay=7.5, calls=1)
         timers: list[Callable[[], None]] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, what, *args: timers.append(partial(what, *args)))
-            tasks = [bench.start(request(1, reproducible=True)) for _ in range(5)]
+            tasks = [bench.start() for _ in range(5)]
             await turns()
             assert not bench.attention.seen
             timers[0]()
@@ -858,6 +858,21 @@ def test_law_6_a_backlog_waits_for_no_delay() -> None:
             assert len(timers) == 2
             timers[1]()
             await later
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_law_6_a_call_that_runs_alone_waits_for_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reproducible call never shares its batch: there is nobody to wait for."""
+
+    async def test() -> None:
+        bench = Bench(delay=7.5)
+        timers: list[Any] = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *args: timers.append(args))
+        assert (await bench.start(request(1, reproducible=True))).batch == 1
+        assert not timers
+        monkeypatch.undo()
         bench.scheduler.close()
 
     run(test())
