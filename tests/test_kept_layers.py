@@ -172,6 +172,25 @@ def test_a_full_disk_is_said_and_the_old_layer_stays(start: Start, tmp_path: Pat
     put(server, "mine", OTHER, 200)
 
 
+@pytest.mark.parametrize("left", [0, 1], ids=["no room at all", "room for one byte"])
+def test_a_disk_that_is_full_for_the_change_alone_changes_nothing(start: Start, tmp_path: Path, left: int) -> None:
+    """The layer's own file would fit, the record of the change does not: 507 says that the layers are as they were, and they are. A layer
+    can be removed all the same; what is said then is true as well."""
+    server = start("--layers-dir", str(tmp_path))
+    old = put(server, "mine", TINY, 201)
+    with (tmp_path / ".changes").open("ab") as changes:
+        changes.write(b"." * (16384 - left - changes.tell()))
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+    for name in ("mine", "new"):
+        assert "as they were" in put(server, name, OTHER, 507)["detail"]
+    assert files(tmp_path) == ["mine.safetensors"]
+    put(server, "more", {"spec": {"d_model": 128, "num_heads": 2}}, 507)  # and by now it would have followed the folder
+    assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
+    removed = ask(server, "DELETE", "/layers/mine")
+    assert removed.status_code == 507 and "as they were" not in removed.json()["detail"] and "has changed" in removed.json()["detail"]
+    assert files(tmp_path) == []
+
+
 def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path: Path) -> None:
     """Two workers behind one port, asked many times; and both at once, about the same name."""
     server = start("--workers", "2", "--layers-dir", str(tmp_path))

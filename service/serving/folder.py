@@ -1,14 +1,16 @@
 """Layers as files of one folder, NAME.safetensors each: what GET /layers/{name}/weights gives, with the fingerprint beside the spec.
 
 A file is written under another name, flushed, and renamed, and the folder is flushed: whenever the process or the machine dies, there is
-the old layer or the new one, never half of one. A name that is no layer's never becomes a path, and links are not followed, so that nothing
-outside the folder is read or written. Knows no event loop; every call may block.
+the old layer or the new one, never half of one. Room to announce the change is reserved before the rename: a full disk refuses all of it.
+A name that is no layer's never becomes a path, and links are not followed, so that nothing outside the folder is read or written. Knows no
+event loop; every call may block.
 """
 
 import errno
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
@@ -86,23 +88,30 @@ class LayerFolder:
             return read_stored(reader.read(self.largest))
 
     def write(self, layer: HeldLayer) -> tuple[int, Stamp]:
-        """The number of the change, and the stamp of the file. Raises StorageFull or ServiceFault; then the old file is as it was."""
+        """The number of the change, and the stamp of the file. Raises StorageFull or ServiceFault, which say whether it is stored."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
-            stamp = _write(part, target, layer)
-            return self.peers.announce(), stamp
+            stamp = _write(part, target, layer, self.peers.reserve)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise fault(error) from error
+        return self._announced(), stamp
 
     def remove(self, name: str) -> int:
-        """The number of the change. Raises ServiceFault."""
+        """The number of the change. Raises ServiceFault, which says whether the file is gone. On a full disk too: it makes room."""
         try:
             self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise fault(error) from error
+        return self._announced()
+
+    def _announced(self) -> int:
+        """The number of a change that has been made. Raises StorageFull or ServiceFault."""
+        try:
             _flush(self.path)
             return self.peers.announce()
         except OSError as error:
-            raise fault(error) from error
+            raise fault(error, "the folder has changed, but it could not be made sure that all processes follow") from error
 
     def _path(self, name: str) -> Path:
         if not NAME.fullmatch(name):
@@ -110,7 +119,8 @@ class LayerFolder:
         return self.path / f"{name}{SUFFIX}"
 
 
-def _write(part: Path, target: Path, layer: HeldLayer) -> Stamp:
+def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> Stamp:
+    """Write the file under the name of the part, and rename it. `reserve` is the last step that may find the disk full."""
     file = create_locked(part)  # so that a newcomer can tell it from what the dead have left
     try:
         for piece in stored_pieces(layer):
@@ -119,8 +129,8 @@ def _write(part: Path, target: Path, layer: HeldLayer) -> Stamp:
                 rest = rest[os.write(file, rest) :]
         os.fsync(file)
         stamp = _stamp(os.fstat(file))
+        reserve()
         part.rename(target)
-        _flush(target.parent)
     finally:
         os.close(file)
     return stamp
@@ -139,8 +149,8 @@ def _stamp(about: os.stat_result) -> Stamp:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def fault(error: OSError) -> Exception:
-    """What a caller is told of it: StorageFull or ServiceFault."""
+def fault(error: OSError, state: str = "the layers are as they were") -> Exception:
+    """What a caller is told of it, with the state of the folder: StorageFull or ServiceFault."""
     if error.errno in FULL:
-        return StorageFull("there is no room to store the layer (layers_dir); the layers are as they were")
-    return ServiceFault("the folder of layers (layers_dir) cannot be written to; the layers are as they were")
+        return StorageFull(f"there is no room to store the layer (layers_dir); {state}")
+    return ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 
 CHANGES = ".changes"
+BLOCK = 4096  # bytes: file systems give room to a file in multiples of this
 PEER = ".peer-"
 
 
@@ -33,6 +34,14 @@ class Peers:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
+
+    def reserve(self) -> None:
+        """Makes sure that a change can be announced once it has been made. Raises OSError where there is no room; then nothing may change.
+
+        Counts as a change of nothing: so the file has the block that the next byte goes into.
+        """
+        if self.announce() % BLOCK == 0:
+            self.announce()
 
     def announce(self) -> int:
         """Counts a change that has been made; its number, or a later one's."""
