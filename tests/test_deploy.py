@@ -9,6 +9,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from service import errors
+from service.web.failures import status_of
+from service.web.grpc.codes import code_of
+
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
 
@@ -20,6 +24,32 @@ def rules() -> list[str]:
 def panels() -> list[str]:
     """The expressions of the dashboard's panels."""
     return [target["expr"] for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"] for target in panel["targets"]]
+
+
+def alert(name: str) -> str:
+    """The expression of one rule."""
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return str(next(rule["expr"] for group in groups for rule in group["rules"] if rule.get("alert") == name))
+
+
+def matched(expression: str, label: str) -> set[str]:
+    """The values that its matchers of one label name."""
+    return {value for found in re.findall(rf'{label}=~?"([^"]*)"', expression) for value in found.split("|")}
+
+
+def test_the_rules_see_both_protocols() -> None:
+    """Every error whose fault is the server's is matched by AttendFaults, whichever protocol it is met over, and no other is; a full
+    queue by AttendOverloaded."""
+    statuses, reasons = matched(alert("AttendFaults"), "status"), matched(alert("AttendFaults"), "reason")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AttendError)]
+    for kind in kinds:
+        error = kind(1) if kind is errors.Overloaded else kind()
+        status, code = str(status_of(error)), code_of(error).name
+        ours = status in ("500", "507")
+        assert (status in statuses or kind.__name__ in reasons) == ours, kind
+        if not issubclass(kind, errors.CallerGone):
+            assert (code in statuses or kind.__name__ in reasons) == ours, kind
+    assert matched(alert("AttendOverloaded"), "status") == {str(status_of(errors.Overloaded(1))), code_of(errors.Overloaded(1)).name}
 
 
 @pytest.mark.parametrize("expressions", [rules(), panels()], ids=["rules", "panels"])
