@@ -56,6 +56,28 @@ def test_its_environment_is_made_of_settings(kind, monkeypatch):
     assert settings.log_format == "json"
 
 
+def test_the_autoscaler_alone_says_how_many_replicas_there_are():
+    assert DOCUMENTS["kubernetes/autoscaler.yaml"]["spec"]["scaleTargetRef"]["name"] == "attend"
+    assert "replicas" not in DOCUMENTS["kubernetes/deployment.yaml"]["spec"], "each apply would reset what the autoscaler has chosen"
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_grpc_is_served_where_its_port_says(kind):
+    container = pods()[kind]["containers"][0]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment["ATTEND_GRPC_PORT"] == "8001"
+    if kind == "Deployment":
+        assert {"name": "grpc", "containerPort": 8001} in container["ports"]
+
+
+def test_a_client_reaches_both_ports_through_service_and_policy():
+    ports = {port["name"] for port in pods()["Deployment"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in DOCUMENTS["kubernetes/service.yaml"]["spec"]["ports"]} == ports == {"http", "grpc"}
+    clients, scrapers = DOCUMENTS["kubernetes/network.yaml"]["spec"]["ingress"]
+    assert {port["port"] for port in clients["ports"]} == ports and "podSelector" in clients["from"][0]
+    assert [port["port"] for port in scrapers["ports"]] == ["http"] and "namespaceSelector" in scrapers["from"][0]
+
+
 def test_the_grace_period_is_longer_than_leaving_takes():
     pod = pods()["Deployment"]
     drain = float(next(v["value"] for v in pod["containers"][0]["env"] if v["name"] == "ATTEND_DRAIN_SECONDS"))
