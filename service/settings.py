@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
+    max_layers: int = Field(default=1000, ge=1, description="Layers held at once, `default` among them.")
     max_scores: int = Field(default=1 << 28, ge=1, description="Attention weights and scores one reply may hold.")
     max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call.")
 
@@ -204,6 +205,8 @@ def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
         if spec.num_parameters > settings.max_layer_parameters:
             wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
             raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
+    if len(layers) > settings.max_layers:
+        raise BadSettings(f"expected at most {settings.max_layers} layers (max_layers), got {len(layers)}")
     if together > settings.max_total_parameters:
         wanted = f"at most {settings.max_total_parameters} parameters in all layers (max_total_parameters)"
         raise BadSettings(f"expected {wanted}, got {together}")

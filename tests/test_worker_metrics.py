@@ -10,6 +10,9 @@ import httpx
 from live import Server
 from test_processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
 
+from service.serving.metrics import LayerCounters
+from service.serving.statistics import Counter as StatisticsCounter
+
 Start = Callable[..., Server]
 DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}
 CALLS = 'attend_requests_total{endpoint="/attend",status="200"}'
@@ -89,3 +92,49 @@ def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
     with only(stays, server.process.pid):
         resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers_of(server.process.pid))
         assert told(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
+
+
+@several_cores
+def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
+    """Whoever makes, calls and removes layers does not fill the metrics: after each removal there are as many series as before. Of layers
+    that are held there are never more than the limit."""
+    server = two_workers(start, "--layers-dir", str(tmp_path), "--max-layers", "2")
+    workers = workers_of(server.process.pid)
+    ask(server.url, "POST", "/attend", json={**DOCUMENT, "layer": "default", "query": [[0.5] * 64]})
+    series = []
+    for name in ("a", "b", "c"):
+        made = {"json": {"spec": {"d_model": 4, "num_heads": 2}}}
+        assert ask(server.url, "PUT", f"/layers/{name}", **made).status_code == 201
+        refused = ask(server.url, "PUT", "/layers/surplus", **made)
+        assert refused.status_code == 413 and "max_layers" in refused.json()["detail"]
+        assert ask(server.url, "PUT", f"/layers/{name}", **made).status_code == 200, "replacing needs no room"
+        for worker in workers:
+            with only(worker, server.process.pid):
+                assert ask(server.url, "POST", "/attend", json={**DOCUMENT, "layer": name}).status_code == 200
+                assert f'attend_layer_calls_total{{layer="{name}"}}' in told(server.url)
+        assert ask(server.url, "DELETE", f"/layers/{name}").status_code == 204
+        for worker in workers:
+            with only(worker, server.process.pid):
+                left = told(server.url)
+                assert not [sample for sample in left if f'"{name}"' in sample]
+        series.append(len(left))
+    assert series[1] == series[2]
+
+
+def test_a_call_that_outlives_its_layer_is_not_counted(tmp_path: Path) -> None:
+    """Else each would leave a series of its own behind."""
+    for folder in (None, tmp_path):
+        counters = LayerCounters(folder)
+        counters.hold("kept")
+        counters.hold("gone")
+        for _ in range(3):
+            counters.count("kept", 10)
+            counters.count("gone", 10)
+        counters.forget("gone")
+        counters.count("gone", 10)
+        samples = {(sample.name, sample.labels["layer"]): sample.value for family in counters.collect() for sample in family.samples}
+        assert samples == {("attend_layer_calls_total", "kept"): 3, ("attend_layer_operations_total", "kept"): 30}
+        counters.close()
+    statistics = StatisticsCounter(holds=lambda layer: layer != "gone")
+    statistics.failed("gone", 1.0)
+    assert not statistics.all()

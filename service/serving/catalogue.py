@@ -77,8 +77,10 @@ class Catalogue:
         return [self._layers[name] for name in sorted(self._layers)]
 
     def admit(self, name: str, spec: LayerSpec) -> None:
-        """Raises TooLarge if the layer is too large by itself or beside the others; before anything is allocated."""
+        """Raises TooLarge if the layer is too large by itself or beside the others, or one too many; before anything is allocated."""
         limits, count = self.limits, spec.num_parameters
+        if name not in self._layers and len(self._layers) >= limits.layers:
+            raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
         if count > limits.layer_parameters:
             raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
         others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)

@@ -27,6 +27,7 @@ class ServingLimits:
 
     layer_parameters: int = 1 << 28
     total_parameters: int = 1 << 30
+    layers: int = 1000
     scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
     memory_bytes: int = 4096 * MIB
     operations: int = 10**13

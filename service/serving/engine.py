@@ -66,10 +66,11 @@ class Engine:
     ) -> None:
         self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
         self.pulse = Pulse(scheduler)
-        self.statistics = Counter(metrics.folder)
+        self.statistics = Counter(metrics.folder, holds=catalogue.__contains__)
         self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget, wire_limits.layer_bytes)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
+        self.retiring = False  # another process takes over: connections are ended, but the server as a whole stays ready
         self.door = Door()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
@@ -237,6 +238,7 @@ class Engine:
         self.shelf.close()
         self.scheduler.close()
         self.statistics.close()
+        self.metrics.by_layer.close()
         self.easel.close()
         self._codecs.close()
 

@@ -17,9 +17,10 @@ PREFIX = "ledger-"
 class Ledger:
     """One process's file, and the sight of all. A record has a layer's name, a key, and `width` numbers. Blocking, but never for long."""
 
-    def __init__(self, folder: Path, width: int) -> None:
-        self.folder, self._record = folder, struct.Struct(f"<{NAME}s{1 + width}q")
-        path = folder / f"{PREFIX}{os.getpid()}-{token_hex(4)}"  # numbers of processes come again
+    def __init__(self, folder: Path, width: int, prefix: str = PREFIX) -> None:
+        """Ledgers of one `prefix` are read together, and have one width."""
+        self.folder, self._prefix, self._record = folder, prefix, struct.Struct(f"<{NAME}s{1 + width}q")
+        path = folder / f"{prefix}{os.getpid()}-{token_hex(4)}"  # numbers of processes come again
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._places: dict[tuple[str, int], int] = {}
         self._free: list[int] = []  # places of records that were forgotten
@@ -36,7 +37,7 @@ class Ledger:
 
     def read(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Layer, key and numbers of every record of all processes."""
-        for path in self.folder.glob(f"{PREFIX}*"):
+        for path in self.folder.glob(f"{self._prefix}*"):
             for _, layer, key, numbers in self._records(path):
                 yield layer, key, numbers
 
@@ -48,7 +49,7 @@ class Ledger:
             place = self._places.pop((name, key))
             os.pwrite(self._file, bytes(self._record.size), place)
             self._free.append(place)
-        for path in self.folder.glob(f"{PREFIX}*"):
+        for path in self.folder.glob(f"{self._prefix}*"):
             if not _lives(int(path.name.split("-")[1])):
                 with path.open("r+b") as file:
                     for place, name, _, _ in self._records(path):

@@ -1,15 +1,21 @@
 """Counters and histograms, and the one place that names them. The phases are the numbers that `Server-Timing` shows."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from service.serving.ledger import Ledger
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
 
+WRAP = 1 << 62  # where a counter begins anew: the ledger's numbers have 64 bits
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -30,6 +36,58 @@ class Phases:
         )
 
 
+class LayerCounters(Collector):
+    """Calls and predicted operations by layer, for as long as the layer is held. Several workers share them through a ledger, since the
+    library's files keep the labels of removed layers for ever."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}  # of this process: calls, operations
+        self._ledger = None if folder is None else Ledger(folder, width=2, prefix="layers-")
+
+    def hold(self, layer: str) -> None:
+        """From now on calls to the layer are counted."""
+        self._counts.setdefault(layer, (0, 0))
+
+    def count(self, layer: str, operations: int) -> None:
+        """Counts a call; nothing where the layer was removed while the call was computed."""
+        if (before := self._counts.get(layer)) is None:
+            return
+        counts = self._counts[layer] = before[0] + 1, (before[1] + operations) % WRAP
+        if self._ledger is not None:
+            self._ledger.write(layer, 0, counts)
+
+    def forget(self, layer: str) -> None:
+        """Drops the counts of a layer that was removed."""
+        self._counts.pop(layer, None)
+        if self._ledger is not None:
+            self._ledger.forget(layer)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Two metrics, of the layers that were called."""
+        calls = CounterMetricFamily("attend_layer_calls", "Calls computed, by layer.", labels=["layer"])
+        operations = CounterMetricFamily("attend_layer_operations", "Predicted operations computed, by layer.", labels=["layer"])
+        for layer, counts in self._all().items():
+            if counts[0]:
+                calls.add_metric([layer], counts[0])
+                operations.add_metric([layer], counts[1])
+        yield calls
+        yield operations
+
+    def _all(self) -> dict[str, tuple[int, int]]:
+        """Layer -> calls and operations, of all processes that share the ledger."""
+        if self._ledger is None:
+            return self._counts
+        together: dict[str, tuple[int, int]] = {}
+        for layer, _, (calls, operations) in self._ledger.read():
+            before = together.get(layer, (0, 0))
+            together[layer] = before[0] + calls, before[1] + operations
+        return together
+
+    def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+
+
 class Metrics:
     """One process's metrics, in a registry of their own. What a request touches is looked up once: a label costs more than a count."""
 
@@ -45,8 +103,8 @@ class Metrics:
         self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
         self._received = Counter("attend_received_bytes", "Of request bodies, as they came.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Of reply bodies, as they went.", registry=self.registry)
-        self._calls = Counter("attend_layer_calls", "Calls computed, by layer.", ["layer"], registry=self.registry)
-        self._operations = Counter("attend_layer_operations", "Predicted operations computed, by layer.", ["layer"], registry=self.registry)
+        self.by_layer = LayerCounters(self.folder)
+        self.registry.register(self.by_layer)
         self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
         self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
         self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
@@ -57,7 +115,6 @@ class Metrics:
         self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
         self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
         self._answered: dict[tuple[str, int], Counter] = {}
-        self._by_layer: dict[str, tuple[Counter, Counter]] = {}
 
     def _gauge(self, name: str, text: str, over_workers: Any = "livesum") -> Gauge:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
@@ -78,16 +135,7 @@ class Metrics:
         """A call has its reply."""
         for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
             histogram.observe(seconds)
-        if (counters := self._by_layer.get(layer)) is None:
-            counters = self._by_layer[layer] = self._calls.labels(layer), self._operations.labels(layer)
-        counters[0].inc()
-        counters[1].inc(operations)
-
-    def forget(self, layer: str) -> None:
-        """Of a layer that was removed nothing more is told: whoever makes and removes layers must not fill the memory."""
-        if self._by_layer.pop(layer, None) is not None and not self.shared:
-            self._calls.remove(layer)
-            self._operations.remove(layer)
+        self.by_layer.count(layer, operations)
 
     def abandoned(self, count: int) -> None:
         """Calls that were dropped because their callers had gone."""
@@ -115,4 +163,5 @@ class Metrics:
             return generate_latest(self.registry)
         everyone = CollectorRegistry()
         MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]  # the library has no annotations
+        everyone.register(self.by_layer)
         return generate_latest(everyone)

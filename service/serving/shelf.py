@@ -205,11 +205,12 @@ class Shelf:
 
     def _hold(self, layer: HeldLayer) -> bool:
         new = self.catalogue.put(layer)
+        self.metrics.by_layer.hold(layer.name)
         self.metrics.layers.set(len(self.catalogue))
         return new
 
     def _drop(self, name: str) -> None:
         self.catalogue.remove(name)
-        self.metrics.forget(name)
+        self.metrics.by_layer.forget(name)
         self.dropped(name)
         self.metrics.layers.set(len(self.catalogue))

@@ -110,19 +110,26 @@ class Statistics:
 class Counter:
     """Counts the calls to all layers; with a `folder`, together with the other processes that share it."""
 
-    def __init__(self, folder: Path | None = None, wall: Callable[[], float] = time.time) -> None:
-        self.wall = wall
+    def __init__(
+        self, folder: Path | None = None, wall: Callable[[], float] = time.time, holds: Callable[[str], bool] = lambda layer: True
+    ) -> None:
+        """`holds` says of a layer's name whether it is still held: calls that outlive their layer are not counted."""
+        self.wall, self.holds = wall, holds
         self.ledger = None if folder is None else Ledger(folder, len(FIELDS))
         self._layers: dict[str, Statistics] = {}
 
     def answered(self, layer: str, phases: Phases, items: int, execution: Execution) -> None:
         """One call with `items` on its batch axis, computed in that execution."""
+        if not self.holds(layer):
+            return
         size, row = self._row(layer, execution.items)
         row.take(phases, items, round(self.wall() * 1e3), execution)
         self._write(layer, size, row)
 
     def failed(self, layer: str, seconds: float) -> None:
         """One call that was not answered, after so long."""
+        if not self.holds(layer):
+            return
         _, row = self._row(layer, FAILED)
         row.count += 1
         row.whole += round(seconds * 1e9)

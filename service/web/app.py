@@ -99,6 +99,7 @@ def create_engine(settings: Settings) -> Engine:
     limits = ServingLimits(
         layer_parameters=settings.max_layer_parameters,
         total_parameters=settings.max_total_parameters,
+        layers=settings.max_layers,
         scores=settings.max_scores,
         memory_bytes=settings.max_memory_bytes,
         operations=settings.max_operations,
