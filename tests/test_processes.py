@@ -1,4 +1,4 @@
-"""Real processes under real signals: law 10 (what SIGTERM does) and several workers behind one port.
+"""Real processes under real signals: law 10 (what SIGTERM does), SIGHUP, and several workers behind one port.
 
 Nothing here waits for time to pass: a drain is set so long that it never ends by itself, a worker is kept from answering by
 SIGSTOP, and a request is held open by not sending the rest of it.
@@ -467,3 +467,61 @@ except process.typer.Exit as ended:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "neither $TMPDIR, /tmp nor /nowhere is writable" in done.stderr
+
+
+# SIGHUP, and a supervisor that dies
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP does to a server started here what it does by default, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_one_process_drains_on_sighup(start: Start, hangups: None) -> None:
+    """As on SIGTERM: not ready first, then what was begun is answered, and exit status 0. A terminal may say it twice."""
+    server = start("--drain-seconds", LONG)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: ask(server.url).status_code == 503, "not ready after SIGHUP")
+    server.process.send_signal(signal.SIGHUP)
+    assert attend(server.url).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+@several_cores
+def test_sighup_replaces_the_workers_and_forgets_the_old(start: Start, hangups: None) -> None:
+    """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
+    dies without a word: its workers answer what they have, close the door and leave."""
+    server = start("--workers", "2", "--drain-seconds", "0", "--client-timeout", LONG)
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    old = workers_of(server.process.pid)
+    calls = counted(server.url, ATTENDED)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: events(server, "retiring"), "an old worker is told to leave")
+    assert ask(server.url).status_code == 200
+    assert begun.finish()[0] == 200
+    until(lambda: len(events(server, "worker replaced")) == 2, "both replaced")
+    new = workers_of(server.process.pid)
+    assert len(new) == 2 and not set(new) & set(old)
+    assert not events(server, "worker died")
+    for worker in new:
+        with only(worker, server.process.pid):
+            assert ask(server.url).status_code == 200 == attend(server.url).status_code
+            assert counted(server.url, "attend_ready") == 1
+            resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in new)
+            assert counted(server.url, "attend_device_memory_bytes") < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
+    assert counted(server.url, ATTENDED) == calls + 3
+
+    begun = HalfSent(server.url)
+    server.process.kill()
+    until(lambda: len(events(server, "supervisor died")) == 2, "both workers notice")
+    assert begun.finish()[0] == 200
+    until(lambda: not any(map(state, new)), "no worker stays")
+    assert not connects(server.url)

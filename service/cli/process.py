@@ -1,7 +1,8 @@
-"""The server's processes: one, or a supervisor with workers behind the same socket; and what SIGTERM does to each.
+"""The server's processes: one, or a supervisor with workers behind the same socket; and what signals do to each.
 
 SIGTERM: /health/ready turns 503 while work is still taken, so that load balancers look away; then the door closes, accepted work is
-answered, and the process exits. SIGINT, or a second SIGTERM, skips the wait.
+answered, and the process exits. SIGINT, or a second SIGTERM, skips the wait. SIGHUP is SIGTERM to a server of one process; a supervisor
+restarts its workers one by one. A worker whose supervisor dies leaves as after SIGTERM. `docs/operations.md` is the table for operators.
 """
 
 import asyncio
@@ -11,10 +12,12 @@ import resource
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from types import FrameType
 
@@ -122,14 +125,15 @@ class Server(uvicorn.Server):
 class Supervisor(Multiprocess):
     """uvicorn's supervisor, which leaves the door to its workers once they are to leave: the last to close it closes it for all.
 
-    Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers. What a dead worker had in hand is
-    no longer counted; what it had done is. A worker that stands still holds up neither the others' leaving nor, beyond `patience`
-    seconds, the supervisor's.
+    Otherwise newcomers would wait at a socket that the supervisor holds open and nobody answers. The gauges of a worker that has gone are
+    forgotten, its counters are kept. A worker that stands still holds up neither the others' leaving nor, beyond `patience` seconds,
+    the supervisor's.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], patience: float) -> None:
         super().__init__(config, sockets)
         self.patience = patience
+        self._replaced: list[Process] = []  # workers that were told to leave, and have not ended
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -144,22 +148,83 @@ class Supervisor(Multiprocess):
         super().keep_subprocess_alive()
         self._ask_in_our_way()
         for pid in before - {process.pid for process in self.processes}:
-            mark_process_dead(pid)  # type: ignore[no-untyped-call]  # the library has no annotations
+            _forget_gauges(pid)
             log.warning("worker died", pid=pid)
+
+    def restart_all(self) -> None:
+        """Replace the workers one by one. An old worker is told to leave once the new one is ready, and the next one waits until it has
+        left: no more than one worker is there twice. SIGTERM and SIGINT end this."""
+        log.info("restarting workers")
+        for index, old in enumerate(self.processes):
+            new = Process(self.config, self.sockets)
+            new.start()
+            if not self._becomes_ready(new):
+                new.kill()
+                new.join()
+                _forget_gauges(new.pid)
+                log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
+                return
+            self.processes[index] = new
+            self._ask_in_our_way()
+            self._replaced.append(old)
+            _send(old, signal.SIGHUP)
+            self._wait_for_replaced()
+            if self._is_called_away():
+                return
+            log.info("worker replaced", pid=old.pid, by=new.pid)
+
+    def _becomes_ready(self, worker: Process) -> bool:
+        latest = time.monotonic() + SILENCE
+        while not self._is_called_away() and worker.exitcode is None and time.monotonic() < latest:
+            if worker.wait_until_ready(LOOK):
+                return True
+        return False
+
+    def _wait_for_replaced(self) -> None:
+        """Return when the replaced workers have ended, or when this process is to leave; those that stand still are killed."""
+        latest = time.monotonic() + self.patience
+        while self._replaced and not self._is_called_away():
+            process = self._replaced[0]
+            process.process.join(LOOK)
+            if process.exitcode is None and time.monotonic() > latest:
+                self._kill(process)
+            elif process.exitcode is not None:
+                _forget_gauges(process.pid)
+                self._replaced.remove(process)
+
+    def _is_called_away(self) -> bool:
+        return signal.SIGTERM in self.signal_queue or signal.SIGINT in self.signal_queue
 
     def terminate_all(self) -> None:
         super().terminate_all()
+        for process in self._replaced:
+            _send(process, signal.SIGTERM)
         for listening in self.sockets:
             listening.close()
 
     def join_all(self) -> None:
         latest = time.monotonic() + self.patience
-        for process in self.processes:
+        for process in (*self.processes, *self._replaced):
             process.process.join(max(0.0, latest - time.monotonic()))
             if process.exitcode is None:
-                log.warning("worker killed", pid=process.pid, reason=f"it had not ended after {self.patience:g} s")
-                process.process.kill()
+                self._kill(process)
         super().join_all()
+
+    def _kill(self, process: Process) -> None:
+        log.warning("worker killed", pid=process.pid, reason=f"it had not ended after {self.patience:g} s")
+        process.process.kill()
+        process.process.join()
+
+
+def _send(worker: Process, number: int) -> None:
+    """Sends a signal to a worker that has not ended."""
+    if worker.exitcode is None and worker.pid is not None:
+        os.kill(worker.pid, number)
+
+
+def _forget_gauges(pid: int | None) -> None:
+    """Of a worker that has ended: what it held is held no more; what it counted stays."""
+    mark_process_dead(pid)  # type: ignore[no-untyped-call]  # the library has no annotations
 
 
 def answers(worker: Process, called_away: Callable[[], bool], timeout: float = 5) -> bool:
@@ -183,6 +248,7 @@ def answers(worker: Process, called_away: Callable[[], bool], timeout: float = 5
 
 def _application(settings: Settings, threads: int) -> FastAPI:
     """The application of one process; made in that process."""
+    leave_with_parent(settings.drain_seconds + settings.shutdown_seconds + LEAVING)
     torch.set_num_threads(threads)
     keep_memory()
     configure_logs(settings.log_format, settings.log_level)
@@ -193,13 +259,31 @@ def _application(settings: Settings, threads: int) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        drain_on_sigterm(app.state.engine, settings.drain_seconds)
+        handle_signals(app.state.engine, settings.drain_seconds, is_worker=settings.workers > 1)
         async with inner(app):
             yield
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the event loop is about to end
         log.info("stopped")
 
     app.router.lifespan_context = lifespan
     return app
+
+
+def leave_with_parent(patience: float) -> None:
+    """Makes a worker leave, as after SIGTERM, when its supervisor has died without a word; by force after `patience` seconds."""
+    parent = parent_process()
+    if parent is None:  # this is the only process
+        return
+
+    def wait_for_parent() -> None:
+        parent.join()
+        log.error("supervisor died", pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
 
 
 def keep_memory() -> None:
@@ -215,22 +299,43 @@ def keep_memory() -> None:
         mallopt(parameter, value)
 
 
-def drain_on_sigterm(engine: Engine, seconds: float) -> None:
+def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
     """Puts the drain between SIGTERM and what the server would do at once, and has other doors close with the server's. To be called on the
-    server's loop."""
+    server's loop.
+
+    SIGHUP is SIGTERM to the only process, unless it was started with SIGHUP ignored (nohup). To a worker it says that another takes over:
+    it ends its connections as in a drain, but stays ready, since a load balancer must not look away from the others.
+    """
     close, interrupt, loop = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
     if not callable(close) or not callable(interrupt):
         return
 
+    def stop(frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(partial(log.info, "stopping"))
+        loop.call_soon_threadsafe(engine.close_door)
+        close(signal.SIGTERM, frame)
+
     def drain(number: int, frame: FrameType | None) -> None:
         if engine.draining or not seconds:
-            loop.call_soon_threadsafe(partial(log.info, "stopping"))
-            loop.call_soon_threadsafe(engine.close_door)
-            close(number, frame)
+            stop(frame)
             return
         engine.draining = True
         loop.call_soon_threadsafe(partial(log.info, "draining", seconds=seconds))
-        loop.call_soon_threadsafe(loop.call_later, seconds, drain, number, frame)
+        loop.call_soon_threadsafe(loop.call_later, seconds, stop, frame)
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        if engine.draining or engine.retiring:  # a terminal that closes may say it twice
+            return
+        if not is_worker:
+            drain(number, frame)
+            return
+        engine.retiring = True
+        loop.call_soon_threadsafe(partial(log.info, "retiring", seconds=seconds))
+        loop.call_soon_threadsafe(loop.call_later, seconds, retire, frame)
+
+    def retire(frame: FrameType | None) -> None:
+        if not engine.draining:
+            stop(frame)
 
     def leave(number: int, frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(engine.close_door)
@@ -238,3 +343,5 @@ def drain_on_sigterm(engine: Engine, seconds: float) -> None:
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGINT, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)

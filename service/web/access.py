@@ -25,6 +25,7 @@ log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
+OTHER = "other"  # paths where nothing is served
 ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
@@ -90,7 +91,7 @@ class Access:
                 headers = message["headers"]
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
-                if self.engine.draining:  # so that nobody sends another request on a connection that is about to be closed
+                if self.engine.draining or self.engine.retiring:  # so that nobody sends a request on a connection about to be closed
                     headers.append((b"connection", b"close"))
                 headers.append((b"x-request-id", record.request_id.encode()))
                 if self.traces is not None:
@@ -181,7 +182,7 @@ def endpoint(path: str) -> str:
         return path.rstrip("/")
     if found := V2_MODELS.fullmatch(path):
         return f"{found[1]}{{name}}{found[2]}"
-    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), "other")
+    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)
 
 
 async def _apologise(scope: Scope, send: Send) -> None:
