@@ -45,10 +45,12 @@ def test_a_calls_span_continues_the_callers_trace(start: Callable[..., Server], 
             assert sorted(children) == ["compute", "decode", "encode", "queue"]
             assert told_of["attend.layer"].string_value == "default"
         else:
-            assert (children, told_of["error.type"].string_value) == ([], "LayerNotFound")
+            assert (children, told_of["attend.reason"].string_value) == ([], "LayerNotFound")
+            assert "error.type" not in told_of and span.status.code == 0, "the fault is the caller's"
 
     points = {metric.name: metric for metric in receiver.metrics}
     assert sum(point.count for point in points["attend.phase.duration"].histogram.data_points) == 4
+    assert points["rpc.server.call.duration"].histogram.data_points[0].explicit_bounds[0] == 0.005
     by_code = {
         pair.value.string_value: point.count
         for point in points["rpc.server.call.duration"].histogram.data_points

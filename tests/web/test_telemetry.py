@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,9 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     with httpx.Client(base_url=server.url) as client:
         told = client.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "X-Request-Id": "traced"})
         alone = client.post("/attend", json={"query": []}, headers={"X-Request-Id": "alone"})
+        nowhere = client.request("PROPFIND", "/no/such?page=1")
+        late = client.post("/attend", json=QUERY, headers={"X-Request-Timeout": "1e-9"})
+    assert (alone.status_code, nowhere.status_code, late.status_code) == (422, 404, 504)
     assert server.stop() == 0
 
     (span,) = [span for span in receiver.spans if span.trace_id.hex() == TRACE and span.parent_span_id.hex() == SPAN]
@@ -40,12 +44,43 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     for child in phases:
         assert (child.end_time_unix_nano - child.start_time_unix_nano) / 1e6 == pytest.approx(float(timing[child.name]), abs=0.002)
 
-    (refused,) = [span for span in receiver.spans if span.trace_id.hex() == alone.headers["traceparent"].split("-")[1]]
-    assert {pair.key: pair.value.string_value for pair in refused.attributes}["error.type"] == "InvalidRequest"
+    assert (attributes["url.scheme"].string_value, attributes["url.path"].string_value) == ("http", "/attend")
+    assert attributes["http.route"].string_value == "/attend" and "error.type" not in attributes
+
+    def span_of(reply: httpx.Response) -> tuple[Any, dict[str, str]]:
+        (span,) = [span for span in receiver.spans if span.trace_id.hex() == reply.headers["traceparent"].split("-")[1] and span.kind == 2]
+        return span, {pair.key: pair.value.string_value for pair in span.attributes}
+
+    span, attributes = span_of(alone)  # the caller's fault, and so none of a server's
+    assert span.status.code == 0 and "error.type" not in attributes and attributes["attend.reason"] == "InvalidRequest"
+    span, attributes = span_of(nowhere)
+    assert (span.name, attributes["http.request.method"]) == ("HTTP", "_OTHER") and attributes["http.request.method_original"] == "PROPFIND"
+    assert "http.route" not in attributes and "error.type" not in attributes and span.status.code == 0
+    assert (attributes["url.path"], attributes["url.query"]) == ("/no/such", "page=1")
+    span, attributes = span_of(late)
+    assert (span.status.code, attributes["error.type"]) == (2, "DeadlinePassed")
     assert {resource["service.name"] for resource in receiver.resources} == {"attend"}
     points = {metric.name: metric for metric in receiver.metrics}
     assert {"http.server.request.duration", "attend.phase.duration", "attend.queue.calls", "attend.layers"} <= set(points)
     assert sum(point.count for point in points["attend.phase.duration"].histogram.data_points) == 4
+    requests = points["http.server.request.duration"].histogram.data_points
+    assert {tuple(point.explicit_bounds) for point in requests} == {
+        (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+    }
+    assert max(points["attend.phase.duration"].histogram.data_points[0].explicit_bounds) == 30
+    by_status = {labels["http.response.status_code"]: labels for labels in map(labels_of, requests)}
+    assert {status: labels.get("http.route") for status, labels in by_status.items()} == {
+        "200": "/attend",
+        "422": "/attend",
+        "404": None,
+        "504": "/attend",
+    }
+    assert [status for status, labels in by_status.items() if "error.type" in labels] == ["504"]
+    assert {labels["url.scheme"] for labels in by_status.values()} == {"http"}
+
+
+def labels_of(point: Any) -> dict[str, str]:
+    return {pair.key: pair.value.string_value or str(pair.value.int_value) for pair in point.attributes}
 
 
 def test_without_the_flag_nothing_is_sent_or_said(http: httpx.Client) -> None:
