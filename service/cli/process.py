@@ -162,7 +162,8 @@ class Supervisor(Multiprocess):
                 new.kill()
                 new.join()
                 _forget_gauges(new.pid)
-                log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
+                if not self._is_called_away():
+                    log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
                 return
             self.processes[index] = new
             self._ask_in_our_way()

@@ -136,9 +136,9 @@ class Counter:
         self._write(layer, FAILED, row)
 
     def all(self) -> Mapping[str, Statistics]:
-        """Layer -> what has been counted of the calls to it, by all."""
+        """Layer -> what has been counted of the calls to it, by all. A copy, which may be taken and read on any thread."""
         if self.ledger is None:
-            return self._layers
+            return {layer: Statistics(dict(statistics.rows)) for layer, statistics in list(self._layers.items())}
         together: dict[str, Statistics] = {}
         for layer, size, values in self.ledger.read():
             together.setdefault(layer, Statistics()).rows.setdefault(size, Row()).add(values)

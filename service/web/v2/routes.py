@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi.concurrency import run_in_threadpool
 
 from service.serving.engine import Engine
 from service.web.attend import refusals_as, schema, takes
@@ -48,10 +49,12 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         return health_of(good)
 
     @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=refusals(409))
-    async def all_statistics() -> Statistics:
+    async def all_statistics() -> Response:
         """Statistics of every model."""
         offer.demand_statistics()
-        return statistics_of(engine, engine.catalogue.all(), offer.workers)
+        layers = engine.catalogue.all()
+        text = await run_in_threadpool(lambda: statistics_of(engine, layers, offer.workers).model_dump_json())  # long, for many layers
+        return Response(text, media_type=JSON)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404))
