@@ -70,7 +70,7 @@ class Settings(BaseSettings):
     max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call.")
 
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work that may wait.")
-    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Predicted memory that may wait, and request bodies held.")
+    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Predicted memory that may wait; also, bodies and replies held.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls computed together.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for company.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds of requests that set none.")
@@ -103,8 +103,12 @@ class Settings(BaseSettings):
     trusted_proxies: str = Field(
         default="", description="Addresses or networks whose X-Forwarded-For and -Proto are believed, with commas, or *."
     )
-    client_timeout: float = Field(
-        default=20.0, gt=0, description="Seconds that request headers may take, and in which a body or reply must move by 16 KiB."
+    client_timeout: float = Field(default=20.0, gt=0, description="Seconds that request headers may take.")
+    min_client_rate: int = Field(
+        default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must come and a reply be taken."
+    )
+    keepalive_timeout: float = Field(
+        default=75.0, gt=0, description="Seconds until an idle connection is closed; gateways in front must let go of theirs earlier."
     )
     ready_timeout: float = Field(
         default=2.0,

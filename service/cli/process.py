@@ -61,12 +61,12 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         log_config=None,
         server_header=False,
         http=Connection,
-        loop="auto" if settings.tls_cert is None else "service.web.connections:patient_loop",
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
         root_path=settings.root_path,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
+        timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # any number of seconds will do
         timeout_graceful_shutdown=settings.shutdown_seconds,
         timeout_worker_healthcheck=SILENCE,
     )
@@ -256,7 +256,9 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     app = create_app(settings)
     inner = app.router.lifespan_context
     metrics = app.state.engine.metrics
-    Connection.watch = Watch(settings.client_timeout, metrics.failed, settings.access_log, partial(metrics.answered, "other"))
+    Connection.watch = Watch(
+        settings.client_timeout, metrics.failed, settings.access_log, partial(metrics.answered, "other"), settings.min_client_rate
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -4,16 +4,49 @@ from types import TracebackType
 
 from service.errors import Overloaded, Problem
 
+SHARE = 2  # times the free bytes that one caller may hold
+
 
 class ByteBudget:
-    """At most `capacity` bytes at once. A single larger body, which passed its own limit, is admitted while nothing else is held."""
+    """At most `capacity` bytes at once, of which no caller can take all.
+
+    A caller may hold at most SHARE times what stays free (a dynamic threshold as in Choudhury and Hahne, "Dynamic queue length thresholds
+    for shared-memory packet switches", 1998): two thirds of the capacity where nobody else holds anything, less beside others. Whoever
+    comes later finds room. One request counts as half of the capacity at most, so that the largest legal one is admitted beside others.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.held = capacity, 0
+        self._counted = 0  # of `held`, with at most half of the capacity for each request
+        self._callers: dict[str, int] = {}  # what each caller has of `_counted`
 
     def lease(self, caller: str) -> "Lease":
         """The bytes of one request of that caller: empty at first, given back when the block ends."""
         return Lease(self, caller)
+
+    def count(self, held: int) -> int:
+        """What a request that holds so many bytes counts as."""
+        return min(held, self.capacity // 2)
+
+    def demand(self, caller: str, size: int) -> None:
+        """Raises Overloaded where the caller may not have `size` counted bytes more."""
+        owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
+        if free < 0:
+            expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
+            raise Overloaded(1, problems=[Problem("", expected, f"{size} beside {self._counted}")])
+        if owned > SHARE * free:
+            expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
+            raise Overloaded(1, problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+
+    def take(self, caller: str, held: int, counted: int) -> None:
+        """Adds to what the caller holds, or takes away from it."""
+        self.held += held
+        self._counted += counted
+        owned = self._callers.get(caller, 0) + counted
+        if owned:
+            self._callers[caller] = owned
+        else:
+            self._callers.pop(caller, None)
 
 
 class Lease:
@@ -22,19 +55,26 @@ class Lease:
     def __init__(self, budget: ByteBudget, caller: str) -> None:
         self.budget, self.caller, self.held = budget, caller, 0
 
+    def demand(self, size: int) -> None:
+        """Raises Overloaded where there is no room for `size` more bytes. Takes none."""
+        count = self.budget.count
+        if growth := count(self.held + size) - count(self.held):
+            self.budget.demand(self.caller, growth)
+
     def add(self, size: int) -> None:
-        """Take `size` more bytes. Raises Overloaded where the budget has no room for them."""
-        budget = self.budget
-        if budget.held > self.held and budget.held + size > budget.capacity:
-            expected = f"room for request bodies of {budget.capacity} bytes in all (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", expected, f"{size} beside {budget.held}")])
-        budget.held += size
-        self.held += size
+        """Take `size` more bytes. Raises Overloaded where there is no room for them."""
+        self.demand(size)
+        self.resize(self.held + size)
+
+    def resize(self, size: int) -> None:
+        """Hold `size` bytes from now on, whether there is room for them or not: they are there already."""
+        count = self.budget.count
+        self.budget.take(self.caller, size - self.held, count(size) - count(self.held))
+        self.held = size
 
     def release(self) -> None:
         """Give all bytes back. A second time it does nothing."""
-        self.budget.held -= self.held
-        self.held = 0
+        self.resize(0)
 
     def __enter__(self) -> "Lease":
         return self

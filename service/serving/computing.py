@@ -3,6 +3,7 @@
 An exception anywhere on that way reaches every call of the batch. Out of memory splits the batch and tries the halves.
 """
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from service.attention.call import Call, Result
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batches import Entry, halves, split, stack, stacks
 from service.serving.catalogue import HeldLayer
+
+NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # as torch, Python and the linker say it
 
 
 @dataclass(slots=True, eq=False)
@@ -96,13 +99,16 @@ def _on_cpu(result: Result) -> Result:
     return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was wanted that was not there, of the processor or of the device."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def failure(error: Exception) -> AttendError:
     """What is told of an error to every call of its batch."""
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
     fault = ServiceFault("computing failed")
     fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much

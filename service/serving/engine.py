@@ -32,7 +32,7 @@ from service.serving.folder import LayerFolder
 from service.serving.loading import Source, write_layer_file
 from service.serving.metrics import Metrics, Phases
 from service.serving.pulse import Pulse
-from service.serving.replying import plan_of, refuse_empty, written
+from service.serving.replying import plan_of, predicted_bytes, refuse_empty, written
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
 from service.serving.shelf import Shelf
@@ -158,14 +158,15 @@ class Engine:
     async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
         started = self.clock()
         large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside(self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
+        bound = await self._aside_for(asked, self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
         phases = Phases(decode=self.clock() - started)
         try:
+            asked.reserve(predicted_bytes(bound, asked))
             outcome = await self._computed(bound, asked)
             phases.queue, phases.compute = outcome.queue, outcome.compute
             encoding = self.clock()
             large = bound.cost.reply_bytes > ON_THE_LOOP
-            pieces = await self._aside(written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
+            pieces = await self._aside_for(asked, written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
         except BaseException:  # a caller who has gone among them
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
@@ -180,7 +181,7 @@ class Engine:
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketched = await self._aside(self.decoder.sketched, asked)
+        sketched = await self._aside_for(asked, self.decoder.sketched, asked)
         bound, phases = sketched.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
         phases.queue, phases.compute = outcome.queue, outcome.compute
@@ -192,25 +193,27 @@ class Engine:
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
         if asked.reply_coding:
-            pieces = await self._aside(pack, pieces, asked.reply_coding)
+            pieces = await self._aside_for(asked, pack, pieces, asked.reply_coding)
         phases.encode = self.clock() - started
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         return Answer(pieces, phases, {**about, "figure": sketched.subject.kind, "format": sketched.form}, sketched.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside(self.decoder.fitted, asked, None, True)
+        request, layer = await self._aside_for(asked, self.decoder.fitted, asked, None, True)
         predicted = predict(request, layer.spec)
         problems, _ = self.decoder.refusals(request, predicted)
         return plan_of(request, layer, predicted, problems)
 
     async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(name, partial(self.decoder.layer, asked, source or Source()), asked.deadline)
+        return await self.shelf.put(
+            name, partial(self._unless_abandoned, asked, self.decoder.layer, asked, source or Source()), asked.deadline
+        )
 
     async def read(self, asked: Asked, model: type[D]) -> D:
         """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
-        return await self._aside(self.decoder.document, asked, model)
+        return await self._aside_for(asked, self.decoder.document, asked, model)
 
     async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
         """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
@@ -219,6 +222,10 @@ class Engine:
     async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
         await self.shelf.remove(name, deadline)
+
+    async def join(self, pieces: list[bytes]) -> bytes:
+        """The body that came in these pieces. Joining bytes leaves the interpreter to others."""
+        return await self._aside(b"".join, pieces)
 
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
@@ -259,6 +266,14 @@ class Engine:
         """Off the event loop."""
         caller = next((one.caller for one in args if isinstance(one, Asked)), "")
         return await self._codecs.run(partial(function, *args), size_of(args), caller)
+
+    async def _aside_for(self, asked: Asked, function: Callable[..., T], *args: Any) -> T:
+        """The same, unless nobody waits for it any more when a thread is free. Raises CallerGone or DeadlinePassed then."""
+        return await self._aside(self._unless_abandoned, asked, function, *args)
+
+    def _unless_abandoned(self, asked: Asked, function: Callable[..., T], *args: Any) -> T:
+        asked.demand_waiting(self.clock())
+        return function(*args)
 
 
 def open_engine(

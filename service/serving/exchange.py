@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.errors import CallerGone, DeadlinePassed
+from service.serving.admission import Lease
 from service.serving.metrics import Phases
 from service.wire.forms import Form
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer
+
+TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
 
 
 @dataclass(slots=True)
@@ -22,12 +26,25 @@ class Asked:
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
     caller: str = ""  # name of the API key, or the address, that this request came from
+    lease: Lease | None = None  # which the reply is counted in, beside the body
     own: Form | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
 
     def take_body(self) -> bytes:
         """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
         body, self.body = self.body, b""
         return body
+
+    def reserve(self, size: int) -> None:
+        """Takes so many bytes for the reply. Raises Overloaded where there is no room for them."""
+        if self.lease is not None:
+            self.lease.add(size)
+
+    def demand_waiting(self, now: float) -> None:
+        """Raises CallerGone or DeadlinePassed where nobody waits for the answer any more."""
+        if self.gone():
+            raise CallerGone
+        if self.deadline is not None and now > self.deadline:
+            raise DeadlinePassed(TOO_LATE)
 
 
 @dataclass(slots=True)

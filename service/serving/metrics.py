@@ -111,7 +111,7 @@ class Metrics:
         self.layers = self._gauge("attend_layers", "Layers held.", "livemax")
         names = {"calls": "Calls that wait.", "operations": "Predicted operations that wait.", "bytes": "Predicted memory that waits."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
-        self._held = self._gauge("attend_held_body_bytes", "Request bodies between their first byte and their answer.")
+        self._held = self._gauge("attend_held_body_bytes", "Request bodies and replies, until the last byte of the reply is sent.")
         self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
         self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
         self._answered: dict[tuple[str, int], Counter] = {}

@@ -16,6 +16,7 @@ from service.wire.analysis import AnalysisRequest
 from service.wire.compression import pack
 from service.wire.documents import AttendRequest, LayerReference, Plan, PlannedTensor, Refusal
 from service.wire.forms import FORMS
+from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply
 
 
@@ -60,6 +61,14 @@ def plan_of(request: AttendRequest, layer: HeldLayer, predicted: cost.Cost, prob
         admitted=not problems,
         refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
     )
+
+
+def predicted_bytes(bound: Bound, asked: Asked) -> int:
+    """Of the reply, in the form that was asked for. One of V2 with tensors as bytes is taken for text, which is longer."""
+    if (asked.own.media_type if asked.own else asked.reply_form) == JSON:
+        return bound.cost.reply_bytes
+    shapes = bound.cost.outputs.items()
+    return sum(math.prod(shape) * DATATYPES[_datatype(name, bound.request, bound.layer.spec)].size for name, shape in shapes)
 
 
 def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:

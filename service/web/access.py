@@ -6,7 +6,7 @@ what the log should say.
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import getrandbits
@@ -16,14 +16,18 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import AttendError, CallerGone
+from service.serving.admission import Lease
+from service.serving.computing import is_out_of_memory
 from service.serving.engine import Engine
 from service.serving.metrics import Phases
-from service.web.failures import refusal, respond
+from service.web.connections import connection_of
+from service.web.failures import apology, out_of_memory, respond
 from service.web.guard import Guard
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+SMALL = 32 * 1024  # bytes of a reply up to which it is handed over at once, and not followed until it is sent
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
 OTHER = "other"  # paths where nothing is served
 ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
@@ -43,6 +47,7 @@ class Record:
     reason: str = ""
     detail: str = ""
     key: str = ""  # the name of the caller's
+    lease: Lease | None = None  # the bytes that it holds, once it may hold any
     phases: Phases | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -79,16 +84,18 @@ class Access:
             return
         started = time.monotonic()
         record = scope["attend"] = Record(request_id(_given_id(scope)))
-        head = scope["method"] == "HEAD"
+        head, connection = scope["method"] == "HEAD", connection_of(scope)
         if head:  # a copy: the server below must go on knowing what was asked
             scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] >= 400 and not record.whole:
+                if message["status"] >= 400 and not record.whole and message["status"] != 504:  # which comes in time, if nothing else does
                     await _hear_out(scope, receive)
                 record.status = message["status"]
                 headers = message["headers"]
+                if record.lease is not None:
+                    record.lease.resize(_length(headers))
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
                 if self.engine.draining or self.engine.retiring:  # so that nobody sends a request on a connection about to be closed
@@ -100,11 +107,25 @@ class Access:
                 record.sent += len(message.get("body", b""))
                 if head:
                     message = {**message, "body": b"", "more_body": False} if not message.get("more_body") else message
-            await send(message)
+            if connection is None or record.sent <= SMALL:
+                await send(message)
+            else:
+                await connection.send(send, message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self.traces is not None:
             self.traces.begin(scope, path)
+        try:
+            await self._answer(scope, path, record, receive, answer)
+            self._tell(scope, path, record, time.monotonic() - started)
+            if connection is not None and record.sent > SMALL:
+                await connection.sent()
+        finally:
+            if record.lease is not None:
+                record.lease.release()
+
+    async def _answer(self, scope: Scope, path: str, record: Record, receive: Receive, answer: Send) -> None:
+        """Has the request answered, whatever becomes of it."""
         try:
             if self.guard is not None:
                 record.key = self.guard.check(scope, path)
@@ -113,12 +134,14 @@ class Access:
             record.reason = "CallerGone"
         except AttendError as error:
             await respond(error, scope)(scope, receive, answer)
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error) and not record.status:
+                await out_of_memory(error, scope)(scope, receive, answer)
+                return
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
-                await _apologise(scope, answer)
-        self._tell(scope, path, record, time.monotonic() - started)
+                await apology(scope)(scope, receive, answer)
 
     def _tell(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
         self.engine.metrics.answered(endpoint(path), record.status, record.received, record.sent)
@@ -152,7 +175,10 @@ async def _hear_out(scope: Scope, receive: Receive) -> None:
     if left > HEARD_OUT:
         return
     while left > 0:
-        message = await receive()
+        try:
+            message = await receive()
+        except MemoryError:
+            return
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
 
 
@@ -185,8 +211,6 @@ def endpoint(path: str) -> str:
     return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)
 
 
-async def _apologise(scope: Scope, send: Send) -> None:
-    _, media_type, body = refusal(scope, 500, "internal error", "the request failed for a reason that is ours to mend")
-    headers = [(b"content-type", media_type.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Bytes of the reply that has these headers, 0 where they do not say."""
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -15,7 +15,7 @@ from service.serving.engine import Engine
 from service.serving.exchange import Answer, Asked
 from service.web.examples import ANALYSIS, ATTEND, PLAN
 from service.web.failures import PROBLEM_JSON
-from service.web.reading import caller_of, read
+from service.web.reading import read
 from service.wire.analysis import AnalysisReply
 from service.wire.documents import AttendReply, Plan
 from service.wire.negotiation import JSON, SAFETENSORS
@@ -32,9 +32,8 @@ class Attend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         demand_started(self.engine)
-        with self.engine.budget.lease(caller_of(scope)) as lease:
-            asked = await read(scope, receive, self.engine, lease)
-            answer = await self.answer(asked)
+        asked = await read(scope, receive, self.engine)
+        answer = await self.answer(asked)
         await send_answer(answer, asked, [(b"content-type", asked.reply_form.encode())], scope, send)
 
 
@@ -129,12 +128,11 @@ def install(app: FastAPI, engine: Engine) -> None:
         "/attend/plan",
         tags=["attend"],
         response_model=Plan,
-        responses=refusals(400, 404, 413, 415, 422, 500, 503),
+        responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
     )
     async def plan(request: Request) -> Plan:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
         /attend/analysis. Computes nothing."""
         demand_started(engine)
-        with engine.budget.lease(caller_of(request.scope)) as lease:
-            return await engine.plan(await read(request.scope, request.receive, engine, lease))
+        return await engine.plan(await read(request.scope, request.receive, engine))

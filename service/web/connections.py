@@ -3,37 +3,42 @@
 An application sees a request once its headers are whole and a reply's end once it is handed over; who sends a byte a second, or never
 reads, is seen here alone. One timer for a whole process looks at every connection in turn, so a request pays nothing but the count of
 its bytes. Whoever closes his sending half is taken for gone: a closed connection looks no different until it is written to.
+
+The application finds the connection of a request in its scope (`connection_of`): whether it is lost, and a way to hand over a long reply
+in pieces, so that no more than one of them waits where nothing can be seen of it.
 """
 
-import fcntl
 import os
-import socket
 import sys
-import termios
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import structlog
-from uvicorn.loops.auto import auto_loop_factory
+from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
 from service.web.failures import PROBLEM_JSON, problem
 
 log = structlog.get_logger("attend")
-FAREWELL = 1.0  # seconds that the other side has for its own, at the end of the server
-LAST = (
-    86400.0  # seconds until the TLS layer ends by itself what is closed but not yet taken: the watch does so earlier, where nothing moves
-)
-BYTES_ACKED = 120  # where it stands in Linux's struct tcp_info
+EXTENSION = "attend.connection"  # under which a connection stands in the `extensions` of ASGI's scope
+VERSIONS = ("1.1", "1.0")
+FAREWELL = 5.0  # seconds that the other side of a TLS connection has for its own, at the end of the server
 LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
-LEAST = 16 * 1024  # bytes by which a body or a reply must move within the patience
+FRAMING = 8  # bytes of chunk headers and trailers for each byte of a body, beyond that many
+PIECE = 256 * 1024  # bytes of a reply handed to the transport at a time
+BUFFERED = 64 * 1024  # bytes in the transport above which it gets no more; TLS would take half a megabyte
+
+
+class UnsupportedVersion(Exception):
+    """A request line that ends in a version of HTTP which is not spoken here."""
 
 
 class Watch:
     """The patience of one process. `refused` is told why a connection was cut off, by the name of a reason; the log too, if it is to be.
 
-    `answered` is told the status of a refusal that the application does not know of.
+    `answered` is told the status of a refusal that the application does not know of. Bodies and replies must move by `rate` bytes per
+    second, averaged over the patience; so the last of them, and small ones, have all of it.
     """
 
     def __init__(
@@ -42,8 +47,10 @@ class Watch:
         refused: Callable[[str], None] = lambda reason: None,
         log_requests: bool = False,
         answered: Callable[[int], None] = lambda status: None,
+        rate: float = 32768.0,
     ) -> None:
         self.patience, self.refused, self.log_requests, self.answered = patience, refused, log_requests, answered
+        self.rate, self.least = rate, rate * patience  # bytes by which a body or a reply must move within the patience
         self.interval = min(1.0, patience / 4)
         self.now = 0.0  # advances while this process runs: what was held up here is no fault of those who are watched
         self._looked = 0.0
@@ -77,38 +84,83 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._heard = 0
-        self._head = 0  # bytes of pieces in which the headers of a request neither began nor ended
+        self.lost = False  # whether nobody is there any more
+        self._extensions = {EXTENSION: self}
+        self._heard = self._handed = 0  # bytes that came, and of long replies that went to the transport
+        self._content = self._framing = 0  # bytes of the request's body; and of its head, or around the chunks of its body
         self._headed = self._turned = False  # whether the headers are whole, or have just begun or ended
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
         self._last_words: bytes | None = None  # the refusal after which the connection is closed, behind answers that are still due
         self._last_status = 0  # of that refusal
+        if self.scheme == "https":
+            self.transport.set_write_buffer_limits(BUFFERED)
         self.watch.start(self.loop, self.connections)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._last_words is not None:
             return
         self._heard += len(data)
-        self._turned = False
+        self._turned, content = False, self._content
         super().data_received(data)
-        if not self._headed and not self._turned:
-            self._head += len(data)
-            if self._head > LONGEST_HEAD and not self.transport.is_closing():
-                self._refuse("long_headers", 431, "headers too large", f"headers of at most {LONGEST_HEAD} bytes", "more")
+        if not self._turned:  # all of it belongs to one head, or to one body
+            self._framing += len(data) - (self._content - content)
+            if self._framing > LONGEST_HEAD + FRAMING * self._content and not self.transport.is_closing():
+                self._refuse_framing()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(Any, self.scope)["extensions"] = self._extensions
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._headed:  # a trailer, which would join headers that have been read
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head, self._headed, self._turned = 0, True, True
+        self._content = self._framing = 0
+        self._headed = self._turned = True
+        if (version := self.parser.get_http_version()) not in VERSIONS:
+            raise UnsupportedVersion(version)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._content += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._head, self._headed, self._turned = 0, False, True
+        self._content = self._framing = 0
+        self._headed, self._turned = False, True
         super().on_message_complete()
+        if not self.pipeline:  # the body is whole, and only who reads on learns that its caller has gone
+            self.flow.resume_reading()
+
+    async def send(self, send: Send, message: Message) -> None:
+        """Hands a part of a long reply to the transport, piece by piece, each when the one before is nearly gone."""
+        whole, more = memoryview(message.get("body", b"")), message.get("more_body", False)
+        if not whole:
+            await send(message)
+        for start in range(0, len(whole), PIECE):
+            piece = whole[start : start + PIECE]
+            self._handed += len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(whole)})
+            if self.lost:
+                break
+
+    async def sent(self) -> None:
+        """Returns when the transport holds nothing any more of what was handed to it."""
+        if not self.lost and self.transport.get_write_buffer_size():
+            self.transport.set_write_buffer_limits(1, 0)  # it counts as full now, until it is empty
+            await self.flow.drain()
+            self.transport.set_write_buffer_limits(BUFFERED)
 
     def look(self, now: float) -> None:
         """Cuts the connection off where what is due from the other side has not moved for too long."""
         state, amount = self._due()
-        if state != self._state or abs(amount - self._amount) >= LEAST or not state[0]:
+        if state != self._state or amount - self._amount >= self.watch.least or not state[0]:
             self._state, self._amount, self._since = state, amount, now
         elif now - self._since > self.watch.patience:
             self._cut_off(state[0])
@@ -116,8 +168,8 @@ class Connection(HttpToolsProtocol):
     def _due(self) -> tuple[tuple[str, Any], int]:
         """What the other side owes, of which request, and how far it has come: headers, a body, taking the reply, or its farewell."""
         cycle = self.cycle
-        if unsent := self._unsent():
-            return ("reply", cycle), unsent
+        if unsent := self.transport.get_write_buffer_size():
+            return ("reply", cycle), self._handed - unsent
         if self.transport.is_closing():
             return ("farewell", cycle), 0  # of TLS
         if cycle is None or cycle.response_complete:
@@ -125,33 +177,11 @@ class Connection(HttpToolsProtocol):
             return ("" if idle else "headers", cycle), 0
         return ("body" if cycle.more_body and not self.flow.read_paused else "", cycle), self._heard
 
-    def _unsent(self) -> int:
-        """Bytes that the other side is still to take; 0 for none. The TLS layer does not tell: there, a count of those that it took."""
-        if self.scheme != "https" or sys.platform != "linux":
-            return self.transport.get_write_buffer_size()
-        if (own := self.transport.get_extra_info("socket")) is None:  # lost a moment ago, which uvicorn is told in the loop's next turn
-            return 0
-        try:
-            with socket.socket(fileno=os.dup(own.fileno())) as twin:
-                if not any(fcntl.ioctl(twin, termios.TIOCOUTQ, bytes(4))):
-                    return 0
-                info = twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
-        except OSError:
-            return 0
-        return max(1, int.from_bytes(info[BYTES_ACKED : BYTES_ACKED + 8], sys.byteorder))
-
     def shutdown(self) -> None:
         """Ends an idle connection; one of TLS would otherwise wait half a minute for the other side's farewell."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
-            self.loop.call_later(FAREWELL, self._part)
-
-    def _part(self) -> None:
-        """Ends a closed connection of TLS once the other side has taken the whole reply."""
-        if self._unsent():
-            self.loop.call_later(FAREWELL, self._part)
-        else:
-            self.transport.abort()
+            self.loop.call_later(FAREWELL, self.transport.abort)
 
     def _cut_off(self, due: str) -> None:
         if due == "farewell":
@@ -164,15 +194,31 @@ class Connection(HttpToolsProtocol):
             self.watch.refused("slow_reply")
             self.transport.abort()
             return
-        wanted = f"the {due} of a request within {self.watch.patience:g} seconds (client_timeout)"
-        self._refuse(f"slow_{due}", 408, "request timeout", wanted, "a part of it")
+        patience = f"{self.watch.patience:g} seconds (client_timeout)"
+        wanted = f"the {due} of a request within {patience}"
+        if due == "body":
+            wanted = f"the body of a request at {self.watch.rate:g} bytes per second (min_client_rate), on average over {patience}"
+        self._refuse(f"slow_{due}", 408, "request timeout", wanted, "less of it")
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn says to bytes that are no HTTP, in our words."""
         error = sys.exc_info()[1]
-        beneath = error and error.__context__  # what parsing the target raised; all else the parser says itself
+        beneath = error and error.__context__  # what a callback of the parser raised; all else it says itself
+        if isinstance(beneath, UnsupportedVersion):
+            self._refuse("unsupported_version", 505, "HTTP version not supported", "a request in HTTP/1.1 or HTTP/1.0", f"HTTP/{beneath}")
+            return
+        if isinstance(beneath, MemoryError):
+            self._refuse("OutOfMemory", 507, "out of memory", "memory for the body of a request", "none")
+            return
         why = "its target is no path" if beneath else str(error or msg)
         self._refuse("malformed_http", 400, "malformed request", "a request in HTTP/1.1", f"bytes that are none ({why})")
+
+    def _refuse_framing(self) -> None:
+        if self._headed:
+            wanted = f"at most {LONGEST_HEAD} bytes of chunk headers and trailers, and {FRAMING} for each byte of a body"
+            self._refuse("long_chunk_headers", 400, "chunk headers too large", wanted, "more")
+        else:
+            self._refuse("long_headers", 431, "headers too large", f"headers of at most {LONGEST_HEAD} bytes", "more")
 
     def _refuse(self, reason: str, status: int, title: str, expected: str, got: str) -> None:
         """A problem document and the end; whole requests that came before are answered first."""
@@ -216,20 +262,7 @@ class Connection(HttpToolsProtocol):
             record.status = self._last_status
 
 
-def patient_loop() -> Any:
-    """uvicorn's own loop, for TLS; see `patient`."""
-    return patient(auto_loop_factory()())
-
-
-def patient(loop: Any) -> Any:
-    """The loop, whose servers speak TLS and do not end a closed connection by themselves: 30 seconds later they would, in mid-reply.
-
-    For its handshake a caller has the watch's patience, and not a minute. uvicorn lets no such settings through.
-    """
-    create = loop.create_server
-
-    def create_server(*args: Any, **knobs: Any) -> Any:
-        return create(*args, ssl_handshake_timeout=Connection.watch.patience, ssl_shutdown_timeout=LAST, **knobs)
-
-    loop.create_server = create_server
-    return loop
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection that a request came by; None where the server is another than ours."""
+    connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+    return connection

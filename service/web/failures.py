@@ -5,6 +5,7 @@ A class without a row takes its nearest ancestor's. No reply shows a stack trace
 """
 
 import json
+import traceback
 from typing import Any
 
 import structlog
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from service import errors
+from service.serving.computing import is_out_of_memory
 
 STATUSES: dict[type[errors.AttendError], int] = {
     errors.AttendError: 500,
@@ -76,14 +78,38 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
     return Response(body, status, headers, media_type=media_type)
 
 
-def install(app: FastAPI) -> None:
-    """Registers the handlers: ours, and the framework's own 404 and 405 in the same dress."""
+def out_of_memory(error: Exception, scope: Any) -> Response:
+    """The response where memory was wanted that was not there; what the request had of it is given back before."""
+    traceback.clear_frames(error.__traceback__)
+    return respond(errors.OutOfMemory("the memory that the request needs was not there"), scope)
 
-    async def refused(request: Request, error: Exception) -> Response:
+
+def apology(scope: Any) -> Response:
+    """The response where an exception came that nobody expected."""
+    status, media_type, body = refusal(scope, 500, "internal error", "the request failed for a reason that is ours to mend")
+    return Response(body, status, media_type=media_type)
+
+
+def install(app: FastAPI) -> None:
+    """Registers the handlers: ours, and the framework's own 404 and 405 in the same dress.
+
+    Starlette answers in its own words what no handler takes, and raises it again.
+    """
+
+    async def refused(request: Request, error: Exception) -> Response | None:
         assert isinstance(error, errors.AttendError)
         if isinstance(error, errors.CallerGone):
-            raise error  # to where it is counted
+            request.scope["attend"].reason = type(error).__name__
+            return None  # there is nobody to answer
         return respond(error, request.scope)
+
+    async def without_memory(request: Request, error: Exception) -> Response:
+        if not is_out_of_memory(error):
+            raise error
+        return out_of_memory(error, request.scope)
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return apology(request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -98,7 +124,10 @@ def install(app: FastAPI) -> None:
         status, media_type, body = refusal(request.scope, status, TITLES.get(status, "error"), detail)
         return Response(body, status, headers, media_type=media_type)
 
-    app.add_exception_handler(errors.AttendError, refused)
+    app.add_exception_handler(errors.AttendError, refused)  # type: ignore[arg-type]  # Starlette takes None, and does not say so
+    for kind in (MemoryError, RuntimeError, ImportError, OSError):  # all that `is_out_of_memory` knows
+        app.add_exception_handler(kind, without_memory)
+    app.add_exception_handler(Exception, unforeseen)
     app.add_exception_handler(HTTPException, unrouted)
 
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request, Response
 from service.serving.engine import Engine
 from service.web.attend import demand_started, refusals, takes
 from service.web.examples import FIGURE
-from service.web.reading import caller_of, read
+from service.web.reading import read
 from service.wire.negotiation import PICTURES, acceptable
 
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
@@ -29,9 +29,8 @@ def install(app: FastAPI, engine: Engine) -> None:
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
         demand_started(engine)
-        with engine.budget.lease(caller_of(request.scope)) as lease:
-            asked = await read(request.scope, request.receive, engine, lease, form_of_reply=partial(acceptable, supported=tuple(PICTURES)))
-            answer = await engine.figure(asked)
+        asked = await read(request.scope, request.receive, engine, form_of_reply=partial(acceptable, supported=tuple(PICTURES)))
+        answer = await engine.figure(asked)
         record = request.scope["attend"]
         record.phases, record.about = answer.phases, answer.about
         headers = {

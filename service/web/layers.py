@@ -12,7 +12,7 @@ from service.serving.engine import Engine
 from service.serving.loading import Source
 from service.web.attend import BINARY, demand_started, refusals, takes
 from service.web.examples import PUT_TINY
-from service.web.reading import caller_of, deadline_of, read
+from service.web.reading import deadline_of, lease_of, read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
 from service.wire.negotiation import SAFETENSORS
 from service.wire.refusals import pointer, shown
@@ -60,7 +60,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         response_model=LayerDocument,
         responses={
             201: {"model": LayerDocument, "description": "The layer is new."},
-            **refusals(400, 403, 409, 413, 415, 422, 500, 503, 504, 507),
+            **refusals(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
         openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
     )
@@ -80,9 +80,8 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         demand_name(name)
         demand_query([name for name, _ in request.query_params.multi_items()])
         demand_started(engine)
-        with engine.budget.lease(caller_of(request.scope)) as lease:
-            asked = await read(request.scope, request.receive, engine, lease, layer=True)
-            layer, new = await engine.put_layer(name, asked, Source(layout, prefix, spec))
+        asked = await read(request.scope, request.receive, engine, layer=True)
+        layer, new = await engine.put_layer(name, asked, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return layer.document()
 
@@ -90,12 +89,14 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         "/layers/{name}/weights",
         tags=["layers"],
         response_class=StreamingResponse,
-        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404)},
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 429, 507)},
     )
-    async def get_weights(name: str) -> StreamingResponse:
+    async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
         pieces = await engine.export_layer(name)
-        headers = {"Content-Length": str(sum(map(len, pieces))), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+        size = sum(map(len, pieces))
+        lease_of(request.scope, engine).add(size)  # a layer that is replaced meanwhile stays in memory until its reader is done
+        headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
     @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 500, 503, 504))

@@ -1,26 +1,29 @@
 """Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from ipaddress import IPv6Network
 
 from starlette.types import Receive, Scope
 
-from service.errors import CallerGone, InvalidRequest, MalformedBody, TooLarge
+from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
 from service.serving.admission import Lease
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
+from service.web.connections import connection_of
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
 Limit = tuple[str, int]  # a setting's name and value
+JOINED_ASIDE = 1 << 20  # bytes of a body from which joining its pieces would hold up the event loop for long
 
 
 async def read(
     scope: Scope,
     receive: Receive,
     engine: Engine,
-    lease: Lease,
     *,
     layer: bool = False,
     form_of_reply: Callable[[str], str] = form_of_reply,
@@ -32,7 +35,7 @@ async def read(
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
-    return await read_as(form, reply_form, headers, scope, receive, engine, lease, layer)
+    return await read_as(form, reply_form, headers, scope, receive, engine, layer)
 
 
 async def read_as(
@@ -42,22 +45,42 @@ async def read_as(
     scope: Scope,
     receive: Receive,
     engine: Engine,
-    lease: Lease,
     layer: bool = False,
 ) -> Asked:
     """The same, where the forms are settled."""
-    deadline = deadline_of(scope, engine)
+    deadline, lease = deadline_of(scope, engine), lease_of(scope, engine)
     limits = engine.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
-    body = await _body(headers.get(b"content-length"), receive, limit, lease)
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - engine.clock()):
+            pieces = await _pieces(headers.get(b"content-length"), receive, limit, lease)
+    except TimeoutError:
+        raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
+    body = await engine.join(pieces) if lease.held > JOINED_ASIDE else b"".join(pieces)
     scope["attend"].received, scope["attend"].whole = len(body), True
     coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
-    return Asked(body, form, coding, reply_form, coding_of_reply(reply_coding, engine.compress), deadline, _hung_up(receive), lease.caller)
+    reply_coding = coding_of_reply(reply_coding, engine.compress)
+    return Asked(body, form, coding, reply_form, reply_coding, deadline, _hung_up(scope), lease.caller, lease)
 
 
-def caller_of(scope: Scope) -> str:
-    """The name of the API key, or else the address, that a request came from."""
-    return scope["attend"].key or (scope["client"][0] if scope.get("client") else "")
+def lease_of(scope: Scope, engine: Engine) -> Lease:
+    """The bytes that the request of this scope holds. They are given back once its reply is sent: see `web/access.py`."""
+    record = scope["attend"]
+    if record.lease is None:
+        record.lease = engine.budget.lease(record.key or (network_of(scope["client"][0]) if scope.get("client") else ""))
+    lease: Lease = record.lease
+    return lease
+
+
+@lru_cache(1024)
+def network_of(address: str) -> str:
+    """The address, or of IPv6 the /64 network, any address of which one caller may use."""
+    if ":" not in address:
+        return address
+    try:
+        return str(IPv6Network((address.partition("%")[0], 64), strict=False))
+    except ValueError:
+        return address
 
 
 def deadline_of(scope: Scope, engine: Engine) -> float | None:
@@ -74,19 +97,20 @@ def deadline_of(scope: Scope, engine: Engine) -> float | None:
     return engine.clock() + seconds
 
 
-def _hung_up(receive: Any) -> Callable[[], bool]:
-    """Asks whether the caller has gone. uvicorn's `receive` belongs to an object that knows; elsewhere nobody is taken for gone."""
-    cycle = getattr(receive, "__self__", None)
-    return lambda: bool(getattr(cycle, "disconnected", False))
+def _hung_up(scope: Scope) -> Callable[[], bool]:
+    """Asks whether the caller has gone. Where the server is another than ours nobody is taken for gone."""
+    connection = connection_of(scope)
+    return (lambda: False) if connection is None else (lambda: connection.lost)
 
 
-async def _body(content_length: str | None, receive: Receive, limit: Limit, lease: Lease) -> bytes:
+async def _pieces(content_length: str | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
+    """The body as it comes, counted as it comes: what is declared, and never sent, takes room from nobody."""
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
         if int(content_length) > limit[1]:
             raise _too_large(limit, content_length)
-        lease.add(int(content_length))
+        lease.demand(int(content_length))
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
@@ -96,11 +120,10 @@ async def _body(content_length: str | None, receive: Receive, limit: Limit, leas
             size += len(piece)
             if size > limit[1]:
                 raise _too_large(limit, f"more than {limit[1]}")
-            if content_length is None:
-                lease.add(len(piece))
+            lease.add(len(piece))
             pieces.append(piece)
         more = message.get("more_body", False)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return pieces
 
 
 def _too_large(limit: Limit, got: str) -> TooLarge:

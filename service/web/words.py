@@ -6,7 +6,7 @@ from service.serving.dictionary import Dictionary
 from service.serving.engine import Engine
 from service.web.attend import demand_started, refusals, takes
 from service.web.examples import WORDS
-from service.web.reading import caller_of, read
+from service.web.reading import read
 from service.wire.words import Vocabulary, Words
 
 
@@ -23,11 +23,10 @@ def install(app: FastAPI, engine: Engine, model: bool) -> None:
         "/words",
         tags=["words"],
         response_model=Words,
-        responses=refusals(400, 404, 413, 415, 422, 500, 503),
+        responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
     )
     async def post_words(request: Request) -> Words:
         """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
         demand_started(engine)
-        with engine.budget.lease(caller_of(request.scope)) as lease:
-            return await dictionary.read(await read(request.scope, request.receive, engine, lease))
+        return await dictionary.read(await read(request.scope, request.receive, engine))

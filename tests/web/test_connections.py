@@ -7,20 +7,20 @@ import asyncio
 import json
 import resource
 import socket
-import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import trustme
 import uvicorn
 from live import Server, start_server
 from uvicorn.server import ServerState
 
-from service.web.connections import LEAST, Connection, Watch, patient
+from service.client.connection import LIMITS
+from service.settings import Settings
+from service.web.connections import Connection, Watch
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -30,10 +30,13 @@ MANY = 1000
 
 @pytest.fixture(scope="module")
 def brisk() -> Iterator[Server]:
-    """A server of little patience."""
+    """A server of little patience, which ends at once in spite of a connection that is idle."""
     server = start_server("--client-timeout", "0.5")
     yield server
-    assert server.stop() == 0
+    with connect(server) as idle:
+        idle.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert server.stop() == 0
 
 
 def connect(server: Server) -> socket.socket:
@@ -162,6 +165,99 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     assert brisk.told(document["request_id"])["reason"] == "malformed_http"
 
 
+@pytest.mark.parametrize("version", ["0.9", "2.0"])
+@pytest.mark.parametrize("before", [b"", HEAD % len(BODY) + BODY], ids=["first", "behind another"])
+def test_a_version_that_is_not_spoken_is_refused(brisk: Server, version: str, before: bytes) -> None:
+    """In the words of HTTP/1.1, since no other can be."""
+    counts = counted(brisk, "unsupported_version")
+    with connect(brisk) as connection:
+        connection.sendall(before + f"GET /health/live HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
+        _, start, rest = everything(connection).rpartition(b"HTTP/1.1 505")
+    document = refusal(start + rest)
+    assert document["status"] == 505
+    assert f"HTTP/{version}" in document["detail"]
+    assert counted(brisk, "unsupported_version") == counts + 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"1;" + b"x" * 4096 + b"\r\n \r\n", b"1;" + b"x" * 4_000_000, b"0\r\n" + b"X: y\r\n" * 1_000_000],
+    ids=["many extensions", "one without an end", "trailers"],
+)
+def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> None:
+    """By what they carry."""
+    before, refused = counted(server, "long_chunk_headers"), answered(server, "/attend", 400)
+    with connect(server) as connection, suppress(ConnectionError):
+        connection.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(1000):
+            connection.sendall(part)
+        assert refusal(everything(connection))["status"] == 400
+    assert counted(server, "long_chunk_headers") == before + 1
+    while answered(server, "/attend", 400) == refused:
+        pass
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 50_000) + b"0\r\nX-Trailer: y\r\n\r\n"
+    with connect(server) as connection:  # the smallest chunks carry less than goes round them, and are nobody's fault
+        connection.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert everything(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_deadline_covers_the_body(server: Server) -> None:
+    """Whoever sets one and does not send the body gets 504 when it has passed, and may go on to the next request."""
+    with connect(server) as connection:
+        connection.sendall((HEAD % len(BODY)).replace(b"Host", b"X-Request-Timeout: 0.05\r\nHost") + BODY[:-1])
+        head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 504 ")
+        assert "body" in json.loads(body)["detail"]
+        connection.sendall(BODY[-1:] + (HEAD % len(BODY)).replace(b"Host", b"Connection: close\r\nHost") + BODY)
+        assert everything(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "POST /attend",
+        "POST /attend/analysis",
+        "POST /attend/plan",
+        "POST /attend/figure",
+        "POST /words",
+        "PUT /layers/gone",
+        "POST /v2/models/default/infer",
+        "POST /v2/repository/index",
+        "POST /v2/repository/models/gone/load",
+    ],
+)
+def test_who_leaves_in_mid_body_is_no_fault_of_the_server(server: Server, request_line: str) -> None:
+    """Whichever way the endpoint is reached: counted as gone, with no status."""
+    endpoint = request_line.partition(" ")[2].replace("gone", "{name}").replace("default", "{name}")
+    before, gone = answered(server, endpoint, 0), counted(server, "CallerGone")
+    with connect(server) as connection:
+        connection.sendall(f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
+    while counted(server, "CallerGone") == gone:
+        pass
+    assert (answered(server, endpoint, 0), answered(server, endpoint, 500)) == (before + 1, 0)
+
+
+def held(server: Server) -> float:
+    text, gauge = httpx.get(f"{server.url}/metrics").text, "attend_held_body_bytes "
+    return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
+
+
+def test_a_reply_is_held_until_it_is_taken(server: Server) -> None:
+    """The gauge shows its bytes while its caller does not read, and none of them afterwards."""
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection.sendall((HEAD % len(body)).replace(b"Host", b"Connection: close\r\nHost") + body)
+        head, _, first = connection.recv(1 << 12).partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        assert held(server) == size
+        assert len(first) + len(everything(connection)) == size
+    while held(server):
+        pass
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize(
     "rest",
@@ -225,15 +321,13 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
 class Transport:
     """What a connection does to its socket."""
 
-    def __init__(self, tls: bool = False) -> None:
-        self.unsent, self.closed, self.written, self.tls = 0, False, b"", tls
+    def __init__(self) -> None:
+        self.unsent, self.closed, self.written = 0, False, b""
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
-    def get_extra_info(self, name: str) -> Any:
-        """As of a connection that was lost a moment ago: its socket is gone, and its protocol not yet told."""
-        return object() if name == "sslcontext" and self.tls else None
+    def get_extra_info(self, name: str) -> None: ...
 
     def is_closing(self) -> bool:
         return self.closed
@@ -297,7 +391,7 @@ def test_steady_progress_is_enough() -> None:
         connection, transport, loop = watched()
         connection.data_received(HEAD % 10**9)
         for _ in range(100):
-            connection.data_received(b" " * LEAST)
+            connection.data_received(b" " * int(connection.watch.least))
             connection.flow.resume_reading()  # as the application does that takes what comes
             for _ in range(9):
                 loop.pass_time(1.0)
@@ -313,12 +407,13 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
     """What counts is what leaves the buffer."""
 
     async def test() -> None:
-        _, transport, loop = watched()
-        transport.unsent = 100 * LEAST
-        while transport.unsent > LEAST:
+        connection, transport, loop = watched()
+        least = int(connection.watch.least)
+        transport.unsent = 100 * least
+        while transport.unsent > least:
             for _ in range(9):
                 loop.pass_time(1.0)
-            transport.unsent -= LEAST
+            transport.unsent -= least
         assert not transport.closed
         for _ in range(12):
             loop.pass_time(1.0)
@@ -328,72 +423,19 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("lost", ["by the transport", "by a mistake of ours"])
-def test_one_connection_never_ends_the_watch_over_the_others(lost: str) -> None:
-    """Under TLS a lost connection is, for one turn of the loop, still among those that are looked at."""
+def test_one_connection_never_ends_the_watch_over_the_others() -> None:
+    """Not even by a mistake of ours."""
 
     async def test() -> None:
         connection, transport, loop = watched()
-        gone = joined(type(connection), connection.server_state, loop, Transport(tls=True))
-        if lost == "by a mistake of ours":
-            gone.look = None  # type: ignore[assignment,method-assign]
+        faulty = joined(type(connection), connection.server_state, loop, Transport())
+        faulty.look = None  # type: ignore[assignment,method-assign]
         connection.data_received(b"POST /att")
         for _ in range(12):
             loop.pass_time(1.0)
         assert transport.closed
 
     asyncio.run(test())
-
-
-class Skewed(asyncio.SelectorEventLoop):
-    """A loop whose clock can be put forward."""
-
-    skew = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.skew
-
-
-def test_a_reply_over_https_is_taken_slowly_too() -> None:
-    """An hour after the server closed the connection behind its reply, to end itself, the caller still gets all of it."""
-    authority, size = trustme.CA(), 40 << 20
-    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(ours)
-    authority.configure_trust(theirs)
-    made: list[Connection] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
-        await send({"type": "http.response.body", "body": bytes(size)})
-
-    def ask(port: int) -> ssl.SSLSocket:
-        connection = theirs.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE), server_hostname="127.0.0.1")
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert connection.recv(1) == b"H"
-        return connection
-
-    async def test(loop: Skewed) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None)
-
-        def make() -> Connection:
-            made.append(Connection(config, ServerState(), {}, loop))
-            return made[-1]
-
-        async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours) as listening:
-            connection = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
-            while not made[0].transport.is_closing():
-                await asyncio.sleep(0)
-            made[0].shutdown()  # and the server is about to end
-            loop.skew += 3600.0
-            for _ in range(10):
-                await asyncio.sleep(0)
-            answer = b"H" + await asyncio.to_thread(everything, connection)
-            connection.close()
-        assert len(answer.partition(b"\r\n\r\n")[2]) == size
-
-    loop = Skewed()
-    with asyncio.Runner(loop_factory=lambda: patient(loop)) as runner:
-        runner.run(test(loop))
 
 
 def test_a_clock_that_jumps_cuts_nobody_off() -> None:
@@ -424,3 +466,25 @@ def test_a_body_that_the_server_does_not_take_is_not_the_callers_fault() -> None
         assert not transport.closed
 
     asyncio.run(test())
+
+
+def test_trailers_join_no_headers() -> None:
+    """What comes behind a body does not change what was read of its request."""
+
+    async def test() -> None:
+        connection, _, _ = watched()
+        connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: b\r\n\r\n")
+        assert connection.scope["headers"] == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
+
+    asyncio.run(test())
+
+
+def test_an_idle_connection_is_closed_when_its_time_is_over(start: Callable[..., Server]) -> None:
+    """Not before its request is answered; and the clients let go of theirs earlier than a server does."""
+    server = start("--keepalive-timeout", "0.2")
+    with connect(server) as connection:
+        connection.sendall(HEAD % len(BODY) + BODY)
+        answer = everything(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answer
+    assert LIMITS.keepalive_expiry is not None
+    assert LIMITS.keepalive_expiry < Settings().keepalive_timeout

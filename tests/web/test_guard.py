@@ -513,14 +513,6 @@ def test_keys_of_nobody_are_told(start: Callable[..., Server], tmp_path: Path) -
     assert not any(event["event"] == "open to everyone" for event in server.events)
 
 
-def test_a_handshake_that_stalls_is_ended(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
-    """Within the patience that all else has."""
-    _, chain, key = certificate
-    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as plain:
-        assert plain.recv(1) == b""
-
-
 def test_behind_a_proxy(start: Callable[..., Server]) -> None:
     """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone.
 

@@ -15,7 +15,7 @@ from service.errors import LayerNotFound, MalformedBody, RequestError
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started, send_answer
-from service.web.reading import caller_of, read_as
+from service.web.reading import read_as
 from service.wire.forms import Form
 from service.wire.negotiation import JSON
 from service.wire.refusals import shown
@@ -41,15 +41,14 @@ class Infer:
         model = found[1]
         self.engine.catalogue.find(model, at="")
         demand_version(found[2])
-        with self.engine.budget.lease(caller_of(scope)) as lease:
-            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            exchange = Exchange(model, _header_length(headers, scope))
-            asked = await read_as(JSON, JSON, headers, scope, receive, self.engine, lease)
-            asked.own = Form(JSON, self._timed(exchange, asked), exchange.encode)
-            try:
-                answer = await self.engine.attend(asked)
-            except RequestError as refusal:
-                raise placed(refusal, exchange.places) from None
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        exchange = Exchange(model, _header_length(headers, scope))
+        asked = await read_as(JSON, JSON, headers, scope, receive, self.engine)
+        asked.own = Form(JSON, self._timed(exchange, asked), exchange.encode)
+        try:
+            answer = await self.engine.attend(asked)
+        except RequestError as refusal:
+            raise placed(refusal, exchange.places) from None
         length = exchange.reply_header_length
         start = [(b"content-type", JSON.encode() if length is None else BYTES.encode())]
         if length is not None:

@@ -12,7 +12,7 @@ from service.serving.exchange import Asked
 from service.web.attend import demand_started, takes
 from service.web.examples import LOAD
 from service.web.layers import demand_name
-from service.web.reading import caller_of, read_as
+from service.web.reading import read_as
 from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
 from service.wire.compression import unpack
@@ -97,9 +97,8 @@ def _of_config(refusal: RequestError) -> RequestError:
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:
     """The JSON object that the body is; an empty one where there is none."""
     headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
-    with engine.budget.lease(caller_of(request.scope)) as lease:
-        asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, lease)
-        text = unpack(asked.body, asked.coding, LARGEST)
+    asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine)
+    text = unpack(asked.body, asked.coding, LARGEST)
     if len(text) > LARGEST:
         raise TooLarge.where("", f"a body of at most {LARGEST} bytes", str(len(text)))
     document = parse_slowly(text) if text.strip() else {}

@@ -1,0 +1,242 @@
+"""The byte budget: who may hold how much beside whom; and what requests hold of it, through the application."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from test_scheduler import run, turns
+
+from service.errors import CallerGone, DeadlinePassed, Overloaded
+from service.serving.admission import SHARE, ByteBudget
+from service.serving.exchange import Asked
+from service.settings import Settings
+from service.web.app import create_app
+from service.web.reading import network_of
+
+CAPACITY = 1 << 20
+PIECE = CAPACITY // 4096
+
+
+def fill(budget: ByteBudget, caller: str) -> int:
+    """Bytes that a caller gets by many requests, each of a piece, until one is refused."""
+    held = 0
+    try:
+        while True:
+            budget.lease(caller).add(PIECE)
+            held += PIECE
+    except Overloaded:
+        return held
+
+
+def test_one_caller_cannot_take_all() -> None:
+    """Two thirds at most where nobody else is; the refusal names the bound."""
+    budget = ByteBudget(CAPACITY)
+    most = CAPACITY * SHARE // (SHARE + 1)
+    assert most - PIECE < fill(budget, "a") <= most
+    with pytest.raises(Overloaded, match="one caller's request bodies and replies"):
+        budget.lease("a").add(PIECE)
+
+
+@pytest.mark.parametrize("greedy", [1, 2, 5])
+def test_however_many_take_what_they_can_another_finds_room(greedy: int) -> None:
+    """Each of them a share of what the ones before left free."""
+    budget = ByteBudget(CAPACITY)
+    for i in range(greedy):
+        assert fill(budget, f"greedy {i}") > 0
+    assert fill(budget, "another") > 0
+    assert budget.held < CAPACITY
+
+
+def test_the_largest_request_goes_beside_others() -> None:
+    """However large, it counts as half; what others hold is no reason to refuse it for ever."""
+    budget = ByteBudget(CAPACITY)
+    budget.lease("others").add(CAPACITY // 5)
+    largest = budget.lease("a")
+    largest.add(3 * CAPACITY)
+    assert budget.held == CAPACITY // 5 + 3 * CAPACITY
+    with pytest.raises(Overloaded):
+        budget.lease("b").add(3 * CAPACITY)
+    budget.lease("b").add(PIECE)
+    largest.release()
+    budget.lease("b").add(3 * CAPACITY)
+
+
+def test_the_whole_is_bounded() -> None:
+    """By a refusal that names the setting."""
+    budget = ByteBudget(CAPACITY)
+    budget.lease("a").add(CAPACITY // 2)
+    budget.lease("b").add(CAPACITY // 4)
+    with pytest.raises(Overloaded, match=f"{CAPACITY} bytes in all .max_queue_bytes"):
+        budget.lease("c").add(CAPACITY // 2)
+
+
+def test_a_demand_takes_nothing_and_a_release_gives_all_back() -> None:
+    """What is there already is counted without being asked."""
+    budget = ByteBudget(CAPACITY)
+    with budget.lease("a") as lease:
+        lease.demand(CAPACITY // 2)
+        assert budget.held == 0
+        lease.resize(10 * CAPACITY)
+        assert budget.held == lease.held == 10 * CAPACITY
+        lease.resize(PIECE)
+        assert budget.held == PIECE
+    assert budget.held == lease.held == 0
+    lease.release()
+    assert fill(budget, "a") > CAPACITY // 2
+
+
+class Exchange:
+    """One request to an ASGI application: `push` hands over a part of its body; its reply is taken piece by piece once `taking` is set."""
+
+    def __init__(self, app: Any, size: int, address: str, path: str = "/attend", **headers: str) -> None:
+        self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.taking, self.status, self.reply = asyncio.Event(), 0, b""
+        self.taking.set()
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "", "client": (address, 1)}
+        given = {"host": "localhost", "content-length": str(size), **headers}
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
+        scope |= {"headers": pairs, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+        self.answered = asyncio.create_task(app(scope, self.sent.get, self._take))
+
+    def push(self, body: bytes, more: bool = False) -> None:
+        self.sent.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    async def _take(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        if "body" in message:
+            await self.taking.wait()
+        self.reply += message.get("body", b"")
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Any]:
+    """A started application of these settings."""
+    app = create_app(Settings(d_model=4, num_heads=2, access_log=False, **settings))
+    async with app.router.lifespan_context(app):
+        while not app.state.engine.started:
+            await asyncio.sleep(0.001)
+        yield app
+
+
+def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
+    """By the bytes that came, and not by those that are declared; what is too much is refused, and room comes back with the answer."""
+    size = 700_000  # of a room of 1 MiB
+    body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
+
+    async def test() -> None:
+        async with serving(max_queue_bytes=1 << 20) as app:
+
+            async def ask(address: str = "192.0.2.1") -> int:
+                """The status of the answer to this body."""
+                exchange = Exchange(app, size, address)
+                exchange.push(body)
+                await exchange.answered
+                return exchange.status
+
+            first = Exchange(app, size, "192.0.2.1")
+            await turns()
+            assert await ask() == 200  # nothing of the first has come
+            first.push(body[:-1], more=True)
+            while not app.state.engine.budget.held:
+                await turns()
+            assert app.state.engine.budget.held == size - 1
+            assert await ask() == 429
+            small = Exchange(app, 25, "192.0.2.2")
+            small.push(body[:25])
+            await small.answered
+            assert small.status == 200
+            first.push(body[-1:])
+            await first.answered
+            assert first.status == 200
+            for _ in range(3):
+                assert await ask() == 200
+            assert app.state.engine.budget.held == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/attend", "/attend/analysis", "/attend/figure", "/v2/models/default/infer"])
+def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
+    """A caller who does not take a long reply holds its bytes, and gets no other; nothing is computed for what is refused."""
+    n = 300
+    query = {"query": [[[0.5] * 4] * n]}
+    document: dict[str, Any] = {
+        "/attend": {**query, "outputs": ["attention_weights"]},
+        "/attend/analysis": {**query, "metrics": ["entropy_per_query"]},
+        "/attend/figure": {**query, "figure": {"format": "html"}},
+        "/v2/models/default/infer": {
+            "inputs": [{"name": "query", "shape": [1, n, 4], "datatype": "FP32", "data": [0.5] * 4 * n}],
+            "outputs": [{"name": "attention_weights"}],
+        },
+    }[path]
+    body = json.dumps(document).encode()
+
+    async def test() -> None:
+        async with serving(max_queue_bytes=1 << 20) as app:
+            budget = app.state.engine.budget
+            slow = Exchange(app, len(body), "192.0.2.1", path)
+            slow.taking.clear()
+            slow.push(body)
+            while not slow.status:
+                await asyncio.sleep(0.001)
+            assert slow.status == 200
+            await turns()
+            size = budget.held
+            if path in ("/attend", "/v2/models/default/infer"):
+                computed = app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+                again = Exchange(app, len(body), "192.0.2.1", path)
+                again.push(body)
+                await again.answered
+                assert again.status == 429
+                assert "max_queue_bytes" in again.reply.decode()
+                assert computed == app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+            slow.taking.set()
+            await slow.answered
+            assert size == len(slow.reply)
+            assert budget.held == 0
+
+    run(test())
+
+
+def test_a_deadline_covers_the_body() -> None:
+    """Whoever sets one and does not send the body gets 504 when it has passed."""
+
+    async def test() -> None:
+        async with serving() as app:
+            exchange = Exchange(app, 1000, "192.0.2.1", x_request_timeout="0.01")
+            exchange.push(b"{", more=True)
+            await exchange.answered
+            assert exchange.status == 504
+            assert "body" in json.loads(exchange.reply)["detail"]
+            assert app.state.engine.budget.held == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kind"), [({"gone": lambda: True}, CallerGone), ({"deadline": 0.0}, DeadlinePassed)], ids=["gone", "late"]
+)
+@pytest.mark.parametrize("method", ["attend", "analyse", "figure", "plan", "put_layer"])
+def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: type[Exception]) -> None:
+    """A large body whose caller went, or whose deadline passed, before a thread was free for it stays as it came."""
+
+    async def test() -> None:
+        async with serving() as app:
+            asked = Asked(b"no JSON".ljust(1 << 20), **knobs)
+            call = getattr(app.state.engine, method)
+            with pytest.raises(kind):
+                await (call("new", asked) if method == "put_layer" else call(asked))
+            assert len(asked.body) == 1 << 20
+
+    run(test())
+
+
+def test_a_caller_of_ipv6_is_its_network() -> None:
+    """All of whose addresses one caller may use."""
+    assert network_of("192.0.2.1") == "192.0.2.1"
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+    assert network_of("fe80::1%eth0") == "fe80::/64"
+    assert network_of("no: address") == "no: address"

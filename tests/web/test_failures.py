@@ -1,0 +1,57 @@
+"""What callers get where the server is at its end: memory that is not there, and exceptions that nobody foresaw."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from service.serving.catalogue import Catalogue
+from service.serving.decoding import Decoder
+from service.serving.engine import Engine
+from service.settings import Settings
+from service.web.app import create_app
+
+QUERY = {"query": [[0.5] * 4]}
+V2 = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [0.5] * 4}]}
+LOAD = {"parameters": {"config": '{"d_model": 8, "num_heads": 2}'}}
+TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+PLACES: list[tuple[str, str, Any, type, str]] = [  # of each a request, and what fails on its way
+    ("POST", "/attend", QUERY, Decoder, "bound"),
+    ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Decoder, "bound"),
+    ("POST", "/attend/plan", QUERY, Decoder, "fitted"),
+    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Decoder, "sketched"),
+    ("POST", "/words", {"text": "a cat"}, Decoder, "document"),
+    ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, Catalogue, "make"),
+    ("GET", "/layers/default/weights", None, Engine, "export_layer"),
+    ("POST", "/v2/models/default/infer", V2, Decoder, "bound"),
+    ("POST", "/v2/repository/models/new/load", LOAD, Catalogue, "make"),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), [(MemoryError(), 507), (TORCH, 507), (RuntimeError("a secret"), 500)])
+def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not there is 507, whoever wanted it, and all else 500 without a word of what it was."""
+
+    def fail(*args: Any, **knobs: Any) -> Any:
+        raise error
+
+    async def test() -> None:
+        app = create_app(Settings(d_model=4, num_heads=2, access_log=False))
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            while not app.state.engine.started:
+                await asyncio.sleep(0.001)
+            for method, path, body, room, name in PLACES:
+                with monkeypatch.context() as patch:
+                    patch.setattr(room, name, fail)
+                    answer = await client.request(method, path, json=body)
+                assert answer.status_code == status, path
+                assert answer.headers["content-type"] == ("application/json" if "/v2" in path else "application/problem+json"), path
+                told = answer.json()["error"] if "/v2" in path else answer.json()["detail"]
+                assert ("memory" in told) == (status == 507), path
+                assert "secret" not in answer.text, path
+            assert app.state.engine.budget.held == 0
+            assert (await client.post("/attend", json=QUERY)).status_code == 200
+
+    asyncio.run(test())
