@@ -14,8 +14,8 @@ import httpx
 
 from service import __version__
 
-# uvicorn closes a connection that is idle for 5 seconds; letting go a little earlier means not to write into one that is being closed.
-LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
+# A server closes connections that are idle for 75 seconds; letting go earlier means not to write into one that is being closed.
+LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=60.0)
 API_KEY = "ATTEND_API_KEY"  # the variable that holds a caller's key, where nobody hands one over
 CA = "ATTEND_CA"  # the variable that names certificates, for commands
 SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}
