@@ -7,6 +7,7 @@ import asyncio
 import json
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import trustme
 import uvicorn
 from live import Server, start_server
+from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
 from service.client.connection import LIMITS
 from service.settings import Settings
-from service.web.connections import Connection, Watch
+from service.web.connections import PIECE, Connection, Watch, connection_of
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -436,6 +439,49 @@ def test_one_connection_never_ends_the_watch_over_the_others() -> None:
         assert transport.closed
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_a_long_reply_waits_in_pieces(tls: bool) -> None:
+    """The transport never holds much more than one, however slowly they are taken; nothing is left in it in the end, and all arrives."""
+    authority, size = trustme.CA(), 40 << 20
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    most, left = [0], [-1]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        connection = connection_of(scope)
+        assert connection is not None
+
+        async def piece(message: Any) -> None:
+            await send(message)
+            most.append(connection.transport.get_write_buffer_size())
+
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await connection.send(piece, {"type": "http.response.body", "body": bytes(size)})
+        await connection.sent()
+        left.append(connection.transport.get_write_buffer_size())
+
+    def ask(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain:
+            connection = theirs.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = everything(connection)
+            connection.close()
+        return answer
+
+    async def test() -> None:
+        loop, config = asyncio.get_running_loop(), uvicorn.Config(app, lifespan="off", log_config=None)
+        make = lambda: Connection(config, ServerState(), {}, loop)  # noqa: E731  # what a server calls
+        async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours if tls else None) as listening:
+            answer = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
+        assert len(answer.partition(b"\r\n\r\n")[2]) == size
+        assert max(most) < 4 * PIECE
+        assert left[-1] == 0
+
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(test())
 
 
 def test_a_clock_that_jumps_cuts_nobody_off() -> None:
