@@ -223,6 +223,10 @@ class Engine:
         """DELETE /layers/{name}."""
         await self.shelf.remove(name, deadline)
 
+    def until(self, deadline: float | None) -> asyncio.Timeout:
+        """A block that ends in TimeoutError at the deadline, where there is one."""
+        return asyncio.timeout(None if deadline is None else deadline - self.clock())
+
     async def join(self, pieces: list[bytes]) -> bytes:
         """The body that came in these pieces. Joining bytes leaves the interpreter to others."""
         return await self._aside(b"".join, pieces)

@@ -1,6 +1,5 @@
 """Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -52,7 +51,7 @@ async def read_as(
     limits = engine.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
     try:
-        async with asyncio.timeout(None if deadline is None else deadline - engine.clock()):
+        async with engine.until(deadline):
             pieces = await _pieces(headers.get(b"content-length"), receive, limit, lease)
     except TimeoutError:
         raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
