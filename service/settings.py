@@ -64,6 +64,7 @@ class Settings(BaseSettings):
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings or keeps a layer.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
+    max_layer_width: int = Field(default=1 << 16, ge=1, description="Widest row that a layer takes, projects to or gives.")
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
     max_layers: int = Field(default=1000, ge=1, description="Layers held at once, `default` among them.")
     max_scores: int = Field(default=1 << 28, ge=1, description="Attention weights and scores one reply may hold.")
@@ -206,6 +207,9 @@ def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
         together += spec.num_parameters
         if spec.init is None:
             raise BadSettings(f'the layer "{name}": expected a way to draw the weights (init), got null')
+        if spec.widest > settings.max_layer_width:
+            wanted = f"widths of at most {settings.max_layer_width} (max_layer_width)"
+            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.widest}')
         if spec.num_parameters > settings.max_layer_parameters:
             wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
             raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')

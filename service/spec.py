@@ -244,6 +244,11 @@ class LayerSpec(BaseModel):
         }
 
     @property
+    def widest(self) -> int:
+        """Width of the widest row that the layer takes, projects to or gives."""
+        return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values())
+
+    @property
     def query_dim(self) -> int:
         """Width of the queries as they come."""
         return self.d_model if self.projections else self._projected_widths()["query"]

@@ -28,6 +28,7 @@ class ServingLimits:
     layer_parameters: int = 1 << 28
     total_parameters: int = 1 << 30
     layers: int = 1000
+    layer_width: int = 1 << 16  # of a row that a layer takes, projects to or gives
     scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
     memory_bytes: int = 4096 * MIB
     operations: int = 10**13

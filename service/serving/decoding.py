@@ -26,7 +26,8 @@ from service.wire.figure import FigureRequest
 from service.wire.forms import FORMS
 from service.wire.limits import WireLimits
 from service.wire.negotiation import SAFETENSORS
-from service.wire.refusals import validate
+from service.wire.refusals import shown, validate
+from service.wire.scan import parse_slowly
 
 D = TypeVar("D", bound=Document)
 DEFAULT_LAYER = AttendRequest.model_fields["layer"].default
@@ -42,6 +43,14 @@ class Decoder:
     def document(self, asked: Asked, model: type[D]) -> D:
         """The body as a document of that model."""
         return validate(model, self._parsed(asked, model.tensors))
+
+    def plain_object(self, asked: Asked, largest: int) -> dict[str, Any]:
+        """The body as a JSON object without tensors, of at most so many bytes; an empty one where there is no body."""
+        text = unpack(asked.take_body(), asked.coding, largest)
+        document = parse_slowly(text) if text.strip() else {}
+        if not isinstance(document, dict):
+            raise InvalidRequest.where("", "a JSON object", shown(document))
+        return document
 
     def layer(self, asked: Asked, source: Source) -> tuple[LayerSpec, Mapping[str, Array] | None]:
         """Spec and weights; None for weights that are to be drawn."""

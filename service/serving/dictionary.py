@@ -18,6 +18,7 @@ from service.wire.words import Vocabulary, Words, WordsRequest, base64_tensor
 
 MEANT = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (of 0 to {}), and the vectors what reaches it in that model."
 MEANINGLESS = "This pattern means nothing: each word's vector is drawn from the word's own hash, which no layer learnt to read."
+LARGEST = 1 << 21  # numbers of one answer
 ONE_PROCESS = "The layers of all-MiniLM-L6-v2 are offered by a server with one worker only."
 
 
@@ -43,14 +44,14 @@ class Dictionary:
                 read = await asyncio.to_thread(read_minilm, request.text, number)
                 layer = await self._held(request.layer, read)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
-                    return _words(layer, read, True, MEANT.format(number, len(names) - 1))
+                    return await asyncio.to_thread(_words, layer, read, True, MEANT.format(number, len(names) - 1))
             layer = self.engine.catalogue.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part])
+            read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], LARGEST)
         except ValueError as error:
             expected, _, got = str(error).removeprefix("expected ").partition(", got ")
             raise InvalidRequest.where("/text", expected, got or shown(request.text)) from None
-        return _words(layer, read, False, MEANINGLESS)
+        return await asyncio.to_thread(_words, layer, read, False, MEANINGLESS)
 
     async def _held(self, name: str, read: Sentence) -> HeldLayer:
         """The layer of that name, whoever made it; made now where there is none."""

@@ -215,6 +215,10 @@ class Engine:
         """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
         return await self._aside_for(asked, self.decoder.document, asked, model)
 
+    async def read_object(self, asked: Asked, largest: int) -> dict[str, Any]:
+        """The body as a JSON object that unpacks to at most so many bytes; an empty one where there is no body."""
+        return await self._aside(self.decoder.plain_object, asked, largest)
+
     async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
         """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
         return await self.shelf.put(name, lambda: (spec, weights))

@@ -14,7 +14,7 @@ from service.serving.catalogue import HeldLayer
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire import json_form
-from service.wire.limits import WireLimits
+from service.wire.limits import JSON_TEXT_BYTES, WireLimits
 from service.wire.refusals import validate
 from service.wire.reply import Buffer
 from service.wire.safetensors_form import read_tensors, write_tensors
@@ -79,6 +79,8 @@ def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
 
 def _object(text: str, at: str) -> Mapping[str, Any]:
     """A JSON object that stands at that pointer. Raises MalformedBody or InvalidRequest."""
+    if len(text) > JSON_TEXT_BYTES:
+        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
     try:
         return json_form.parse(text.encode(errors="replace"), {}, WireLimits())
     except RequestError as error:

@@ -24,8 +24,12 @@ class Pulse:
         self.scheduler = scheduler
         self.timeout = 2.0  # seconds in which a device that works has something to show
 
-    async def warm(self, layer: HeldLayer) -> None:
-        """The choice of products, and one tiny call: so that no caller pays for torch's first times."""
+    async def warm(self, layer: HeldLayer, limits: cost.ServingLimits) -> None:
+        """The choice of products, and one tiny call: so that no caller pays for torch's first times.
+
+        Raises TooLarge where not even a call of one query and one key is admitted.
+        """
+        cost.check(cost.predict(_zeros(layer, 1), layer.spec), limits)
         await self.scheduler.aside(layer.attention.tune)
         await self._submit_zeros(layer, 1)
 

@@ -200,7 +200,7 @@ class Shelf:
     async def _made(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> HeldLayer:
         self.catalogue.admit(name, spec)
         layer = await self.aside(self.catalogue.make, name, spec, weights)
-        await self.pulse.warm(layer)
+        await self.pulse.warm(layer, self.catalogue.limits)
         return layer
 
     def _hold(self, layer: HeldLayer) -> bool:

@@ -37,15 +37,18 @@ class Sentence:
     layer: str = "default"
 
 
-def hash_words(sentence: str, spec: LayerSpec, width: int | None = None) -> Sentence:
+def hash_words(sentence: str, spec: LayerSpec, width: int | None = None, largest: int | None = None) -> Sentence:
     """Words as they stand between spaces and signs; vectors as wide as the layer's queries, or `width`. Raises ValueError where there is
-    no word, or more than anybody would look at."""
+    no word, more than anybody would look at, or where the vectors would have more than `largest` numbers in all."""
+    width = width or spec.query_dim
     words = re.findall(r"\w+|[^\w\s]", sentence)
     if not words:
         raise ValueError("expected a sentence with at least one word")
     if len(words) > MOST_WORDS:
         raise ValueError(f"expected at most {MOST_WORDS} words, got {len(words)}")
-    return Sentence(words, np.stack([hash_vector(word, width or spec.query_dim) for word in words]), spec)
+    if largest is not None and len(words) * width > largest:
+        raise ValueError(f"expected at most {largest // width} words for vectors of {width} numbers, got {len(words)}")
+    return Sentence(words, np.stack([hash_vector(word, width) for word in words]), spec)
 
 
 def hash_vector(word: str, width: int) -> Array:

@@ -98,6 +98,7 @@ def create_engine(settings: Settings) -> Engine:
     )
     limits = ServingLimits(
         layer_parameters=settings.max_layer_parameters,
+        layer_width=settings.max_layer_width,
         total_parameters=settings.max_total_parameters,
         layers=settings.max_layers,
         scores=settings.max_scores,

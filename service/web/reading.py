@@ -15,7 +15,7 @@ from service.web.connections import connection_of
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
-Limit = tuple[str, int]  # a setting's name and value
+Limit = tuple[str, int]  # the name of a setting, "" where no setting changes the value; the value
 JOINED_ASIDE = 1 << 20  # bytes of a body from which joining its pieces would hold up the event loop for long
 
 
@@ -25,16 +25,17 @@ async def read(
     engine: Engine,
     *,
     layer: bool = False,
+    largest: int | None = None,
     form_of_reply: Callable[[str], str] = form_of_reply,
 ) -> Asked:
-    """The request as the engine takes it; one that brings a `layer` may be larger.
+    """The request as the engine takes it; one that brings a `layer` may be larger, and `largest` is the limit of a route with small bodies.
 
     Raises what its headers or its size deserve; CallerGone if it never comes whole.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     form = form_of_body(headers.get(b"content-type", ""))
     reply_form = form_of_reply(headers.get(b"accept", ""))
-    return await read_as(form, reply_form, headers, scope, receive, engine, layer)
+    return await read_as(form, reply_form, headers, scope, receive, engine, layer, largest)
 
 
 async def read_as(
@@ -45,11 +46,14 @@ async def read_as(
     receive: Receive,
     engine: Engine,
     layer: bool = False,
+    largest: int | None = None,
 ) -> Asked:
-    """The same, where the forms are settled."""
+    """The same, where the forms are settled; `largest` is the limit of a route whose bodies are small."""
     deadline, lease = deadline_of(scope, engine), lease_of(scope, engine)
     limits = engine.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
+    if largest is not None and largest < limit[1]:
+        limit = ("", largest)
     try:
         async with engine.until(deadline):
             pieces = await _pieces(headers.get(b"content-length"), receive, limit, lease)
@@ -127,4 +131,4 @@ async def _pieces(content_length: str | None, receive: Receive, limit: Limit, le
 
 def _too_large(limit: Limit, got: str) -> TooLarge:
     setting, size = limit
-    return TooLarge.where("", f"a body of at most {size} bytes ({setting})", got)
+    return TooLarge.where("", f"a body of at most {size} bytes" + (f" ({setting})" if setting else ""), got)

@@ -1,13 +1,18 @@
 """GET and POST /words: text for people who have no vectors. What the page asks before it asks /attend."""
 
-from fastapi import FastAPI, Request
+import asyncio
+
+from fastapi import FastAPI, Request, Response
 
 from service.serving.dictionary import Dictionary
 from service.serving.engine import Engine
 from service.web.attend import demand_started, refusals, takes
 from service.web.examples import WORDS
 from service.web.reading import read
+from service.wire.negotiation import JSON
 from service.wire.words import Vocabulary, Words
+
+LARGEST = 1 << 20  # bytes of a body: of the longest text, each character written as an escape
 
 
 def install(app: FastAPI, engine: Engine, model: bool) -> None:
@@ -26,7 +31,8 @@ def install(app: FastAPI, engine: Engine, model: bool) -> None:
         responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
     )
-    async def post_words(request: Request) -> Words:
+    async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
         demand_started(engine)
-        return await dictionary.read(await read(request.scope, request.receive, engine))
+        words = await dictionary.read(await read(request.scope, request.receive, engine, largest=LARGEST))
+        return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

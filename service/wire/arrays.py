@@ -7,7 +7,7 @@ once, when an array is cast to the layer's dtype.
 
 import binascii
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -61,12 +61,31 @@ def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], a
     return array if array.flags.aligned else array.copy()
 
 
+def decode_base64(pieces: Iterator[bytes]) -> bytearray:
+    """The bytes of a base64 text that comes in pieces, which may be cut anywhere. Raises ValueError where it is none."""
+    data, rest = bytearray(), b""
+    for piece in pieces:
+        rest += piece
+        whole = max(0, len(rest) // 4 * 4 - 4)  # what may be the last four stay: they alone may be padded
+        if b"=" in rest[:whole]:
+            raise ValueError("Excess data after padding")
+        if whole:
+            data += binascii.a2b_base64(rest[:whole], strict_mode=True)
+            rest = rest[whole:]
+    if rest:
+        data += binascii.a2b_base64(rest, strict_mode=True)
+    return data
+
+
 def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-    """The array whose bytes the text holds. Raises InvalidRequest where it does not hold just these."""
-    if not isinstance(text, str):
+    """The array whose bytes the text holds, a string or the pieces of one. Raises InvalidRequest where it does not hold just these."""
+    if not isinstance(text, str | Iterator):
         raise InvalidRequest.where(at, "a base64 string", shown(text))
     try:
-        data = binascii.a2b_base64(text, strict_mode=True) if text else b""
+        if isinstance(text, str):
+            data: bytes | bytearray = binascii.a2b_base64(text, strict_mode=True) if text else b""
+        else:
+            data = decode_base64(text)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
     if len(data) != math.prod(shape) * dtype.itemsize:
@@ -78,7 +97,7 @@ def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at:
     return array.reshape(shape)
 
 
-def _demand_flags(piece: memoryview | bytes, at: str) -> None:
+def _demand_flags(piece: memoryview | bytes | bytearray, at: str) -> None:
     flags = np.frombuffer(piece, np.uint8)
     if (wrong := flags > 1).any():
         first = int(np.argmax(wrong))

@@ -9,6 +9,7 @@ from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
+MEMBERS = 4096  # of one body: a sender who begins one with each 64 KiB needs half as many for the largest body
 LEVEL = 1  # numbers in text hardly shrink further, and every further level costs a multiple
 
 
@@ -20,8 +21,11 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
     if coding not in WINDOWS:
         raise UnsupportedMediaType.where("", "a Content-Encoding of gzip or deflate", f'"{coding[:40]}"')
     pieces: list[bytes] = []
-    position, room = 0, limit
+    position, room, members = 0, limit, 0
     while position < len(body):  # gzip may have several members
+        members += 1
+        if members > MEMBERS:
+            raise TooLarge.where("", f"a {coding} body of at most {MEMBERS} members", "more")
         position, room = _unpack_member(body, position, room, coding, pieces)
         if room < 0:
             raise TooLarge.where("", f"a body that unpacks to at most {limit} bytes (max_body_bytes)", f"more than {limit}")

@@ -8,8 +8,8 @@ odd is gone through again, slowly, to name the place; that scan also decides whe
 
 import math
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import simdjson
@@ -19,22 +19,36 @@ from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
 from service.wire.json_lists import array_of_integers, array_of_lists
 from service.wire.limits import WireLimits
-from service.wire.refusals import pointer, shown
+from service.wire.refusals import SHOWN, pointer, shown
 from service.wire.scan import parse_slowly
 
-REUSED = 16 * 1024 * 1024  # a parser keeps room for the largest body it saw; above this one is made for the body and dropped
-FAULTS = {  # by simdjson's names
-    "TAPE": "a comma, a bracket or a value too many or too few",
-    "NUMBER": "a number that is written wrong, or beyond them",
-    "BIGINT": "an integer of more than 64 bits in a body as large",
-    "UNCLOSED_STRING": "a string without an end",
-    "STRING": "a string with a wrong escape",
-    "UNESCAPED": "a control character in a string",
-    "UTF8": "bytes that are no UTF-8",
-    "ATOM": "a word that is not true, false or null",
-}
 FORM_KEYS = {"shape", "datatype", "data", "base64"}
+NOTHING: Mapping[str, Any] = {}
 _threads = threading.local()
+
+
+@runtime_checkable
+class CutValue(Protocol):
+    """A value that was cut out of a large body, to be read in pieces: a list, or a string."""
+
+    is_list: bool
+    nested: bool  # whether it is a list that holds others
+
+    def array(self, kind: Kind, at: str) -> Array:
+        """A list as float64. Raises MalformedBody, InvalidRequest or TooLarge."""
+        ...
+
+    def integers(self, kind: Kind, dtype: np.dtype[Any], at: str) -> Array:
+        """A list as integers of that datatype, each as it was sent. Raises as `array` does."""
+        ...
+
+    def text(self) -> Iterator[bytes]:
+        """A string in pieces. Raises MalformedBody."""
+        ...
+
+    def plain(self, at: str) -> Any:
+        """The value as plain Python. Raises TooLarge where it is longer than plain values may be."""
+        ...
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -46,25 +60,23 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     """
     document = parse_object(body, limits)
     reader = Reader(body, kinds, limits, shapes_alone)
-    del body  # the parser has its own copy; where nobody else holds this one, its memory is the arrays' now
     members = reader.members(document)
     del document  # before the parser's next turn
     return members
 
 
-def parse_object(body: bytes, limits: WireLimits) -> Any:
-    """The JSON object `body`: simdjson's proxy of it, to be dropped before this thread parses again, or a dict where that refuses JSON."""
-    parser = simdjson.Parser() if len(body) > REUSED else own_parser()
+def parse_object(body: bytes, limits: WireLimits, place_of: Callable[[int], str] | None = None) -> Any:
+    """The JSON object `body`: simdjson's proxy of it, or a dict where that refuses JSON.
+
+    The proxy is to be dropped before this thread parses again, unless there is `place_of`, which `parse_slowly` describes.
+    """
+    parser = own_parser() if place_of is None else simdjson.Parser()
     try:
         document = parser.parse(body)
     except (ValueError, RuntimeError) as error:
         if "DEPTH_ERROR" in str(error):
             raise TooLarge.where("", f"a document at most {limits.depth} deep (max_depth)", "one nested deeper") from None
-        if len(body) > limits.scan_bytes:
-            fault = next((words for name, words in FAULTS.items() if name in str(error)), "something else")
-            got = f"{fault} (bodies of at most {limits.scan_bytes} bytes are told where)"
-            raise MalformedBody.where("", "JSON, its numbers within the range of a float64", got) from None
-        document = parse_slowly(body)
+        document = parse_slowly(body, place_of=place_of)
     if not isinstance(document, simdjson.Object | dict):
         raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
     return document
@@ -84,10 +96,18 @@ def own_parser() -> Any:
 class Reader:
     """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have; `lists` it has."""
 
-    def __init__(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        kinds: Mapping[str, Kind],
+        limits: WireLimits,
+        shapes_alone: bool = False,
+        cut: Mapping[str, CutValue] = NOTHING,
+    ) -> None:
+        """`cut` has values that were cut out of the body, by the strings that stand in their places."""
         self.lists, self.escaped = _count(body, b"["), b"\\" in body
-        self.kinds, self.limits, self.shapes_alone = kinds, limits, shapes_alone
-        self.brackets = 0
+        self.kinds, self.limits, self.shapes_alone, self.cut = kinds, limits, shapes_alone, cut
+        self.brackets = self.values = 0
         self._seen: list[tuple[Any, Kind, str]] = []
 
     def members(self, document: Any) -> dict[str, Any]:
@@ -119,6 +139,9 @@ class Reader:
 
     def plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
         """The value as plain Python, but for the members that `kinds` calls tensors."""
+        self.values += 1
+        if self.values > self.limits.values:
+            raise TooLarge.where(at, f"at most {self.limits.values} plain values in one body", "more")
         if depth > self.limits.depth:
             raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if isinstance(value, simdjson.Object | dict):
@@ -127,10 +150,19 @@ class Reader:
             self.brackets += 1
             return [self.plain(item, f"{at}/{i}", {}, depth + 1) for i, item in enumerate(value)]
         if isinstance(value, str):
+            if value in self.cut:
+                return self.plain(self.cut[value].plain(at), at, kinds, depth)
             self.brackets += value.count("[")
         return value
 
+    def uncut(self, value: Any) -> Any:
+        """What was cut out, for the string in its place; any other value as it is."""
+        return self.cut.get(value, value) if isinstance(value, str) else value
+
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
+        if isinstance(value, str) and value in self.cut:
+            whole = self.cut[value]
+            return whole.array(kind, at) if whole.is_list else b"".join(whole.text())[:SHOWN].decode(errors="replace")
         if isinstance(value, simdjson.Array | list):
             return self.nested(value, kind, at)
         if isinstance(value, simdjson.Object | dict):
@@ -190,7 +222,10 @@ class Reader:
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
         if "base64" in keys:
-            return array_of_base64(_python(value["base64"]), shape, dtype, f"{at}/base64")
+            text = self.uncut(value["base64"])
+            if isinstance(text, CutValue):
+                text = [] if text.is_list else text.text()
+            return array_of_base64(_python(text), shape, dtype, f"{at}/base64")
         if "data" not in keys:
             if not self.shapes_alone:
                 raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
@@ -199,11 +234,17 @@ class Reader:
 
     def data(self, data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
         """Numbers, flat or nested to their shape, as an array of a dtype that holds them."""
+        data = self.uncut(data)
+        whole: CutValue | None = None
+        if isinstance(data, CutValue):
+            whole, data = data, [] if data.is_list else "a long string"
         if not isinstance(data, simdjson.Array | list):
             raise InvalidRequest.where(at, "a list of numbers", shown(_python(data)))
-        if not len(data):
+        if whole is not None:
+            array = whole.array(kind, at)
+        elif not len(data):
             self.brackets += 1
-            array: Array = np.zeros(0)
+            array = np.zeros(0)
         else:
             array = self.nested(data, kind, at)
         if array.shape != shape and array.shape != (math.prod(shape),):
@@ -211,7 +252,8 @@ class Reader:
                 at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", _count_words(array)
             )
         if beyond_float64(array, dtype):
-            return array_of_integers(_python(data), kind, dtype, at).reshape(shape)
+            exact = array_of_integers(_python(data), kind, dtype, at) if whole is None else whole.integers(kind, dtype, at)
+            return exact.reshape(shape)
         return held_exactly(array, dtype, at).reshape(shape)
 
 

@@ -3,6 +3,8 @@
 What is made of them lies in the parser's memory until this thread parses again.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from service.errors import AttendError
@@ -12,6 +14,9 @@ from service.wire.json_form import Reader, own_parser
 from service.wire.json_lists import array_of_lists
 from service.wire.limits import WireLimits
 from service.wire.scan import parse_slowly
+
+MINUS_INFINITY = b'"-inf"'
+LOWEST = -float(np.finfo(np.float64).max)
 
 
 def parse_numbers(numbers: bytes) -> Array | None:
@@ -24,7 +29,12 @@ def parse_numbers(numbers: bytes) -> Array | None:
 
 def parse_rows(rows: memoryview, kind: Kind, limits: WireLimits) -> Array | None:
     """Rows of a tensor as they stand in its list, with commas between; None where they are not regular."""
-    text = b"".join((b"[", rows, b"]"))
+    return _parse_list(b"".join((b"[", rows, b"]")), kind, limits)
+
+
+def _parse_list(text: bytes, kind: Kind, limits: WireLimits) -> Array | None:
+    if text.find(b"[", 1) < 0:
+        return parse_numbers(text[1:-1])
     reader = Reader(text, {}, limits)
     try:
         array = reader.nested(own_parser().parse(text), kind, "")
@@ -32,12 +42,23 @@ def parse_rows(rows: memoryview, kind: Kind, limits: WireLimits) -> Array | None
     except AttendError:
         return None
     except (ValueError, RuntimeError):
-        return _parse_rows_slowly(text, kind, limits)
-
-
-def _parse_rows_slowly(text: bytes, kind: Kind, limits: WireLimits) -> Array | None:
-    """Those with numbers that simdjson refuses and JSON allows: integers of more than 64 bits."""
-    try:
-        return array_of_lists(parse_slowly(text), kind, "") if len(text) <= limits.scan_bytes else None
-    except AttendError:
         return None
+
+
+def read_rows(text: bytes, kind: Kind, limits: WireLimits, place_of: Callable[[int], str]) -> Array:
+    """A list of rows or of numbers. Raises MalformedBody, whose place `place_of` words, or InvalidRequest at the first fault.
+
+    The words that a mask or a bias may have beside numbers are written as numbers first, with spaces round them, so that none can be the
+    end of a number.
+    """
+    plain, words = text, 0
+    if kind == "mask" and b'"' not in text:
+        plain = text.replace(b"true", b" 1 ").replace(b"false", b" 0 ")
+    elif kind == "bias" and (words := text.count(MINUS_INFINITY)):
+        plain = text.replace(MINUS_INFINITY, b" %b " % repr(LOWEST).encode())
+    array = _parse_list(plain, kind, limits)
+    if array is not None and not words:
+        return array
+    if array is not None and np.count_nonzero(lowest := array == LOWEST) == words:
+        return np.where(lowest, -np.inf, array)
+    return array_of_lists(parse_slowly(text, place_of=place_of), kind, "")

@@ -18,6 +18,8 @@ from service.wire.documents import ReplyOptions
 
 Buffer: TypeAlias = bytes | memoryview  # a piece of a reply; its len() is its bytes
 MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
+PIECE = 1 << 16  # numbers written at a time, which takes some milliseconds
+PLACE = b"\0"  # of a long text in a document, which has no such byte elsewhere: in strings it is escaped
 WORDS = {"nan": b'"nan"', "inf": b'"inf"', "-inf": b'"-inf"'}
 
 
@@ -50,7 +52,34 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
             document[name] = _form(name, tensor, reply.datatype, options)
     if reply.metrics is not None:
         document["metrics"] = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
-    return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
+    return write_json(document)
+
+
+class LongText:
+    """A value of a JSON document that is long, as its text in pieces."""
+
+    def __init__(self, pieces: list[Buffer]) -> None:
+        self.pieces = pieces
+
+
+def write_json(document: dict[str, Any]) -> list[Buffer]:
+    """The document, which may hold arrays and `LongText`, in pieces.
+
+    A writer holds the interpreter's lock until it is done, so that each piece is written by itself.
+    """
+    pieces: list[list[Buffer]] = []
+
+    def place(value: Any) -> orjson.Fragment:
+        if not isinstance(value, LongText):
+            raise TypeError
+        pieces.append(value.pieces)
+        return orjson.Fragment(PLACE)
+
+    text = orjson.dumps(document, place, orjson.OPT_SERIALIZE_NUMPY)
+    if not pieces:
+        return [text]
+    before, *parts = text.split(PLACE)
+    return [before, *(piece for long, after in zip(pieces, parts, strict=True) for piece in (*long, after))]
 
 
 def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
@@ -62,7 +91,8 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
     form = _form("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
     if value.dtype.kind == "i" and options.form != "base64" and (value < 0).any():
         whole = form["data"] if isinstance(form, dict) else form
-        text = orjson.Fragment(orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"-1", b"null"))
+        written = whole.pieces if isinstance(whole, LongText) else [orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)]
+        text = LongText([bytes(piece).replace(b"-1", b"null") for piece in written])
         return {**form, "data": text} if isinstance(form, dict) else text
     return form
 
@@ -95,14 +125,51 @@ def _form(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
     array, odd = wire_array(name, array, datatype, options)
     head = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
     if options.form == "base64":
-        return {**head, "base64": binascii.b2a_base64(raw(array), newline=False).decode()}
+        return {**head, "base64": base64_of(array)}
     if options.form == "flat" or 0 in array.shape:  # nested lists cannot tell [1, 0, 64] from [1, 0]
         return {**head, "data": text_of(name, array.reshape(-1), odd, options)}
     return text_of(name, array, odd, options)
 
 
+def base64_of(array: Array) -> str | LongText:
+    """The array's bytes as base64; a long text in pieces, quotation marks included."""
+    data = raw(array)
+    if len(data) <= 4 * PIECE:
+        return binascii.b2a_base64(data, newline=False).decode()
+    step = 3 * PIECE  # bytes, a multiple of three, so that no piece but the last is padded
+    pieces: list[Buffer] = [binascii.b2a_base64(data[i : i + step], newline=False) for i in range(0, len(data), step)]
+    return LongText([b'"', *pieces, b'"'])
+
+
 def text_of(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> Any:
-    """What orjson turns into the numbers of the array: the array itself, or text where it holds what JSON cannot write."""
+    """What `write_json` turns into the numbers of the array: the array itself, or text where it is long or holds what JSON cannot write."""
+    if array.size > PIECE:
+        return LongText(_pieces(name, array, odd, options))
+    array = _printable(array, options)
+    if not array.ndim:
+        array = array.reshape(1)
+        return orjson.Fragment(_written(name, array, odd, options)[1:-1])
+    return np.ascontiguousarray(array) if odd is None else orjson.Fragment(_written(name, array, odd, options))
+
+
+def _pieces(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> list[Buffer]:
+    """The text of an array as a list, some rows or numbers at a time."""
+    size = array.size // len(array)  # numbers in a row
+    pieces: list[Buffer] = []
+    step = max(1, PIECE // size)
+    for i in range(0, len(array), step):
+        before = b"," if i else b"["
+        rows, where = array[i : i + step], None if odd is None else odd[i : i + step]
+        if size > PIECE:
+            pieces += before, *_pieces(name, rows[0], None if where is None else where[0], options)
+        else:
+            text = _written(name, _printable(rows, options), where, options)
+            pieces.append(b"".join((before, memoryview(text)[1:-1])))
+    return [*pieces, b"]"]
+
+
+def _printable(array: Array, options: ReplyOptions) -> Array:
+    """The array as the writer takes it: wide enough, and rounded where that is asked for."""
     if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
         array = array.astype(np.float32)
     if options.decimals is not None and array.dtype.kind == "f":
@@ -110,10 +177,7 @@ def text_of(name: str, array: Array, odd: Array | None, options: ReplyOptions) -
             rounded = np.round(array, options.decimals)
         rounded += 0  # -0.0 becomes 0.0
         array = np.where(np.isfinite(rounded), rounded, array)  # rounding multiplies: what overflows has no such decimals
-    if not array.ndim:
-        array = array.reshape(1)
-        return orjson.Fragment(_written(name, array, odd, options)[1:-1])
-    return np.ascontiguousarray(array) if odd is None else orjson.Fragment(_written(name, array, odd, options))
+    return array
 
 
 def _written(name: str, array: Array, odd: Array | None, options: ReplyOptions) -> bytes:

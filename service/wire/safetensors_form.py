@@ -18,12 +18,12 @@ from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from service.wire import json_form
 from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.documents import ReplyOptions
-from service.wire.limits import WireLimits
+from service.wire.limits import JSON_TEXT_BYTES, WireLimits
 from service.wire.refusals import pointer
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.scan import parse_strictly
 
-HEADER_BYTES = 16 * 1024 * 1024  # far above what tensors need, far below what a parser minds
+HEADER_BYTES = 4 * 1024 * 1024  # some forty thousand tensors, read within some tens of milliseconds
 REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
 LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
 OPENING = ord("{")
@@ -133,6 +133,8 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
         request = metadata.get("request", "").encode()
     except UnicodeEncodeError:
         raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
+    if len(request) > JSON_TEXT_BYTES:
+        raise TooLarge.where("/__metadata__/request", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(request)))
     members = json_form.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:

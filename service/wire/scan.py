@@ -6,6 +6,7 @@ for others.
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
@@ -67,10 +68,16 @@ def parse_strictly(text: bytes) -> Any:
         raise MalformedBody.where("", "JSON in the header", "something else") from None
 
 
-def parse_slowly(body: bytes, whole: str = "body") -> Any:
+def line_and_column(body: bytes, offset: int) -> str:
+    """A place in a text, in the words of refusals."""
+    line, column = body.count(b"\n", 0, offset) + 1, offset - body.rfind(b"\n", 0, offset)
+    return f"line {line} column {column}"
+
+
+def parse_slowly(body: bytes, whole: str = "body", place_of: Callable[[int], str] | None = None) -> Any:
     """The document as plain Python. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number no float64 holds).
 
-    `whole` is what refusals call the text.
+    `whole` is what refusals call the text; where it was cut from another, `place_of` says in words where a byte of it stands in that.
     """
     try:
         text = body.decode("utf-8-sig")
@@ -81,6 +88,8 @@ def parse_slowly(body: bytes, whole: str = "body") -> Any:
     except json.JSONDecodeError as error:
         came = f"the end of the {whole}" if error.pos >= len(text) else f"{text[error.pos]!r}"
         place = f"line {error.lineno} column {error.colno}"
+        if place_of is not None:
+            place = place_of(len(text[: error.pos].encode()))
         raise MalformedBody(problems=[Problem("", "JSON", f"{came} at {place} ({error.msg.lower()})")]) from None
     except RecursionError:
         raise TooLarge(problems=[Problem("", "a document of moderate depth", "one nested too deeply")]) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from service.errors import InvalidRequest, LayerNotFound, RequestError, TooLarge
+from service.errors import InvalidRequest, LayerNotFound, RequestError
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started, takes
@@ -15,15 +15,13 @@ from service.web.layers import demand_name
 from service.web.reading import read_as
 from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
-from service.wire.compression import unpack
 from service.wire.negotiation import JSON
 from service.wire.refusals import shown
-from service.wire.scan import parse_slowly
 from service.wire.v2.documents import RepositoryModel
 from service.wire.v2.members import demand_known, read_nested
 from service.wire.v2.places import Places, placed
 
-LARGEST = 1 << 20  # bytes of a body: a spec has some hundreds
+LARGEST = 1 << 16  # bytes of a body, as it came and unpacked: a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
 
 
@@ -97,14 +95,8 @@ def _of_config(refusal: RequestError) -> RequestError:
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:
     """The JSON object that the body is; an empty one where there is none."""
     headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
-    asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine)
-    text = unpack(asked.body, asked.coding, LARGEST)
-    if len(text) > LARGEST:
-        raise TooLarge.where("", f"a body of at most {LARGEST} bytes", str(len(text)))
-    document = parse_slowly(text) if text.strip() else {}
-    if not isinstance(document, dict):
-        raise InvalidRequest.where("", "a JSON object", shown(document))
-    return document
+    asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, largest=LARGEST)
+    return await engine.read_object(asked, LARGEST)
 
 
 async def _parameters(request: Request, engine: Engine) -> dict[str, Any]:

@@ -8,14 +8,12 @@ other forms this one has to remember something of the request: its id, and which
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
-from service.wire.reply import Buffer, Reply, text_of, wire_array
+from service.wire.reply import Buffer, Reply, text_of, wire_array, write_json
 from service.wire.v2.members import VERSION, arrays_asked, drop_columns
 from service.wire.v2.places import Places
 from service.wire.v2.reading import read
@@ -69,9 +67,9 @@ class Exchange:
             outputs.append(entry)
         document = {"model_name": self.model, "model_version": VERSION, **({} if self.told.id is None else {"id": self.told.id})}
         parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
-        header = orjson.dumps({**document, "parameters": parameters, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
-        self.reply_header_length = len(header) if binary else None
-        return [header, *pieces]
+        header = write_json({**document, "parameters": parameters, "outputs": outputs})
+        self.reply_header_length = sum(map(len, header)) if binary else None
+        return [*header, *pieces]
 
     def _header_size(self, received: int) -> int:
         """Bytes of JSON at the beginning of the body."""

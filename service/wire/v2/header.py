@@ -8,7 +8,9 @@ from typing import Any
 import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.wire.json_cuts import CutList, Cuts
 from service.wire.json_form import Reader, parse_object
+from service.wire.json_pieces import WORTHWHILE
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
 
@@ -20,7 +22,11 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
 
     To be dropped before this thread parses again. Raises MalformedBody, TooLarge (depth) or InvalidRequest.
     """
-    document, reader = parse_object(text, limits), Reader(text, {}, limits)
+    if len(text) < WORTHWHILE:
+        document, reader = parse_object(text, limits), Reader(text, {}, limits)
+    else:
+        cuts = Cuts(text, {"data"}, limits)
+        document, reader = parse_object(cuts.rest, limits, cuts.place_of), Reader(cuts.rest, {}, limits, cut=cuts.values)
     members: dict[str, Any] = {}
     for key in _keys(document, "", limits):
         value = document[key]
@@ -30,6 +36,8 @@ def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader
 
 def has_lists(data: Any) -> bool:
     """Whether an input's data begins with a list of its own."""
+    if isinstance(data, CutList):
+        return data.nested
     return isinstance(data, simdjson.Array | list) and len(data) > 0 and isinstance(data[0], simdjson.Array | list)
 
 
@@ -44,7 +52,9 @@ def _inputs(value: Any, reader: Reader) -> Any:
         at = f"/inputs/{i}"
         if isinstance(item, simdjson.Object | dict):
             entry = {key: item[key] for key in _keys(item, at, reader.limits)}
-            inputs.append({key: part if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()})
+            inputs.append(
+                {key: reader.uncut(part) if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()}
+            )
         else:
             inputs.append(reader.plain(item, at, {}, 3))
     return inputs
@@ -54,10 +64,11 @@ def _keys(proxy: Any, at: str, limits: WireLimits) -> list[str]:
     """The keys of an object, each of which stands there once."""
     if len(proxy) > limits.tensors:
         raise TooLarge.where(at, f"an object of at most {limits.tensors} members (max_tensors)", str(len(proxy)))
-    keys = list(proxy.keys())
-    for i, key in enumerate(keys):
-        if key in keys[:i]:
+    seen: dict[str, None] = {}
+    for key in proxy.keys():  # noqa: SIM118  # a proxy is no iterable
+        if key in seen:
             raise MalformedBody.where(at + pointer([key]), "each key once", f'"{key}" twice')
         if "\0" in key:  # simdjson would look up what stands before it
             raise InvalidRequest.where(at, "no null character in a name", shown(key))
-    return keys
+        seen[key] = None
+    return list(seen)

@@ -14,6 +14,7 @@ from service.wire.json_rows import parse_numbers, parse_rows
 from service.wire.limits import WireLimits
 
 PIECE = 1 << 17  # bytes
+NESTED = 1 << 20  # bytes of lists of lists; longer ones go the slower way, which takes them in pieces
 
 
 def array_of_list(text: bytes, place: slice, kind: Kind, row: Datatype, shape: tuple[int, ...], limits: WireLimits) -> Array | None:
@@ -25,7 +26,7 @@ def array_of_list(text: bytes, place: slice, kind: Kind, row: Datatype, shape: t
     if stop - start > PIECE and text.find(b"[", start, start + PIECE) < 0:
         numbers = _in_pieces(text, start, stop, kind, row, size, limits)
         return None if numbers is None else numbers.reshape(shape)
-    numbers = _numbers(text, start, stop, kind, limits)
+    numbers = _numbers(text, start, stop, kind, limits) if stop - start <= NESTED else None
     if numbers is None or numbers.shape not in (shape, (size,)) or beyond_float64(numbers, row.numpy):
         return None
     return held_exactly(numbers, row.numpy, "").reshape(shape)

@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
 from service.wire.documents import WHICH_MASK, AttendRequest, Output
+from service.wire.limits import JSON_TEXT_BYTES
 from service.wire.refusals import pointer, shown
 from service.wire.reply import Reply
 from service.wire.safetensors_form import LISTS
@@ -81,8 +82,11 @@ def refuse_decimals(members: Mapping[str, Any]) -> None:
 
 def read_nested(text: str, at: str) -> Any:
     """What JSON text inside a request says. Raises the refusals of a body, with the place in the text and where the text stands."""
+    size = len(text) if len(text) > JSON_TEXT_BYTES else len(encoded := text.encode(errors="surrogatepass"))
+    if size > JSON_TEXT_BYTES:
+        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(size))
     try:
-        return parse_slowly(text.encode(errors="surrogatepass"), "text")
+        return parse_slowly(encoded, "text")
     except RequestError as refusal:
         raise type(refusal)(problems=[Problem(at + p.at, p.expected, p.got) for p in refusal.problems]) from None
 
