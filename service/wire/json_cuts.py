@@ -335,11 +335,19 @@ def _demand_balance(body: bytes, brackets: Brackets, quotes: int) -> None:
 
 def _unescaped(piece: Array, quotes: Array, backslashes: int) -> tuple[Array, int]:
     """The quotation marks that no escape is; and how many backslashes the piece ends with. `backslashes` stand just before it."""
+    if not backslashes and not (piece[np.maximum(quotes, 1) - 1] == BACKSLASH).any():
+        return quotes, _trailing(piece)
     others = np.where(piece == BACKSLASH, -1 - backslashes, np.arange(len(piece)))
     last = np.maximum.accumulate(others)  # the last character up to each that is no backslash
     before = np.concatenate(([-1 - backslashes], last[:-1]))
     run = quotes - 1 - before[quotes]
-    return quotes[run % 2 == 0], int(len(piece) - 1 - last[-1])
+    return quotes[run % 2 == 0], _trailing(piece) + (backslashes if last[-1] < 0 else 0)
+
+
+def _trailing(piece: Array) -> int:
+    """How many backslashes the piece ends with."""
+    text = piece.tobytes()
+    return len(text) - len(text.rstrip(b"\\"))
 
 
 def _name_before(body: bytes, start: int) -> str | None:

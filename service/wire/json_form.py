@@ -162,7 +162,7 @@ class Reader:
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
         if isinstance(value, str) and value in self.cut:
             whole = self.cut[value]
-            return whole.array(kind, at) if whole.is_list else b"".join(whole.text())[:SHOWN].decode(errors="replace")
+            return whole.array(kind, at) if whole.is_list else next(whole.text())[: 2 * SHOWN].decode(errors="replace")
         if isinstance(value, simdjson.Array | list):
             return self.nested(value, kind, at)
         if isinstance(value, simdjson.Object | dict):

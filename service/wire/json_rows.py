@@ -16,7 +16,7 @@ from service.wire.limits import WireLimits
 from service.wire.scan import parse_slowly
 
 MINUS_INFINITY = b'"-inf"'
-LOWEST = -float(np.finfo(np.float64).max)
+LOWEST = -1e308
 
 
 def parse_numbers(numbers: bytes) -> Array | None:
@@ -48,14 +48,14 @@ def _parse_list(text: bytes, kind: Kind, limits: WireLimits) -> Array | None:
 def read_rows(text: bytes, kind: Kind, limits: WireLimits, place_of: Callable[[int], str]) -> Array:
     """A list of rows or of numbers. Raises MalformedBody, whose place `place_of` words, or InvalidRequest at the first fault.
 
-    The words that a mask or a bias may have beside numbers are written as numbers first, with spaces round them, so that none can be the
-    end of a number.
+    The words that a mask or a bias may have beside numbers are first replaced by numbers as long as they are. None of these makes another
+    number of what stands beside it: there are spaces round some, and the last one, with a digit behind it, is beyond any number's range.
     """
     plain, words = text, 0
     if kind == "mask" and b'"' not in text:
-        plain = text.replace(b"true", b" 1 ").replace(b"false", b" 0 ")
+        plain = text.replace(b"true", b" 1  ").replace(b"false", b" 0   ")
     elif kind == "bias" and (words := text.count(MINUS_INFINITY)):
-        plain = text.replace(MINUS_INFINITY, b" %b " % repr(LOWEST).encode())
+        plain = text.replace(MINUS_INFINITY, b"-1e308")
     array = _parse_list(plain, kind, limits)
     if array is not None and not words:
         return array

@@ -175,12 +175,25 @@ def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) 
 
 def test_words_among_numbers_are_read_in_pieces() -> None:
     """Those that a bias, or a mask, may have; and none of them may be the end of a number, nor stand for the number read in its place."""
-    lowest = -float(np.finfo(np.float64).max)
+    lowest = -1e308  # which is what stands for "-inf" while it is read
     rows = [[0, "-inf", 1.5, lowest, "-inf"]] * 20
     bias = assert_same(json.dumps({"bias": rows}).encode())["bias"]
     assert np.array_equal(bias[7], [0, -np.inf, 1.5, lowest, -np.inf])
     assert np.array_equal(assert_same(json.dumps({"attend_mask": [[True, False, 1]] * 20}).encode())["attend_mask"][3], [1, 0, 1])
-    for wrong in ('"-inf"1', '1"-inf"', '"-Inf"', "1true", "true1", '"true"'):
+    for wrong in (
+        '"-inf"1',
+        '1"-inf"',
+        '"-inf".5',
+        '"-inf"e1',
+        '-"-inf"',
+        '1e"-inf"',
+        '"-Inf"',
+        "1true",
+        "true1",
+        "1false",
+        "false1",
+        '"true"',
+    ):
         for field in ("bias", "attend_mask"):
             assert isinstance(assert_same(f'{{"{field}":[{ROW},[1,2,3,4,5,6,7,8,9,{wrong}]]}}'.encode()), tuple)
 

@@ -13,7 +13,9 @@ from service.wire.json_form import Reader, parse_object
 from service.wire.json_pieces import WORTHWHILE
 from service.wire.limits import WireLimits
 from service.wire.refusals import pointer, shown
+from service.wire.v2.members import demand_known
 
+INPUT = ("name", "shape", "datatype", "parameters", "data")
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many
 
 
@@ -51,7 +53,9 @@ def _inputs(value: Any, reader: Reader) -> Any:
     for i, item in enumerate(value):
         at = f"/inputs/{i}"
         if isinstance(item, simdjson.Object | dict):
-            entry = {key: item[key] for key in _keys(item, at, reader.limits)}
+            keys = _keys(item, at, reader.limits)
+            demand_known(keys, INPUT, at)  # looking up each member takes a walk along all of them
+            entry = {key: item[key] for key in keys}
             inputs.append(
                 {key: reader.uncut(part) if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()}
             )

@@ -4,7 +4,7 @@ Tensors go under their field names. A field that is no tensor is a request param
 that has members of its own (`select`, `window`, …) is given as JSON text. Nothing is passed over: what has no meaning here is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -124,7 +124,7 @@ def seconds_of(parameters: Mapping[str, Any]) -> float | None:
     return parameters.get("timeout", 0) / 1e6 or None
 
 
-def demand_known(entry: Mapping[str, Any], known: Sequence[str], at: str) -> None:
+def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
     """Raises InvalidRequest where an object of a request has a member that means nothing here."""
     for name in entry:
         if name not in known:

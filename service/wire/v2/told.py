@@ -15,7 +15,7 @@ from service.wire.arrays import Kind, array_over
 from service.wire.json_form import shape_of
 from service.wire.refusals import HALF, is_unicode, shown
 from service.wire.scan import parse_slowly
-from service.wire.v2.header import has_lists
+from service.wire.v2.header import INPUT, has_lists
 from service.wire.v2.members import (
     BY_DEFAULT,
     KEYS,
@@ -31,7 +31,6 @@ from service.wire.v2.members import (
 from service.wire.v2.places import Places, Sent
 
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
-INPUT = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT = ("name", "parameters")
 
 
