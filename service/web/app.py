@@ -1,5 +1,6 @@
 """create_app: one process's application, put together from settings. The only place where the rooms meet."""
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -47,6 +48,8 @@ class Application(FastAPI):
         path = scope.get("path", "")
         if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{failures.V2}/"):
             scope = {**scope, "path": path.rstrip("/")}
+        if path.endswith("/openapi.json") and self.openapi_schema is None:
+            await asyncio.to_thread(self.openapi)  # made once, which takes a few hundred milliseconds
         await super().__call__(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,7 +15,7 @@ from service.web.examples import PUT_TINY
 from service.web.reading import deadline_of, lease_of, read
 from service.wire.documents import LAYER_NAME, LayerDocument, Layers
 from service.wire.negotiation import SAFETENSORS
-from service.wire.refusals import pointer, shown
+from service.wire.refusals import PROBLEMS, pointer, shown
 from service.wire.reply import Buffer
 
 NAME = re.compile(LAYER_NAME)
@@ -31,7 +31,8 @@ def demand_name(name: str) -> None:
 
 def demand_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest where a parameter of PUT's query is none of ours, or stands twice."""
-    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in names if name not in QUERY]
+    unknown = [name for name in names if name not in QUERY][:PROBLEMS]
+    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in unknown]
     problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
     if problems:
         raise InvalidRequest(problems=problems)

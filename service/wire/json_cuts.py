@@ -27,7 +27,8 @@ REST = 4 << 20  # bytes that may be left
 LONGEST_NAME = 64  # bytes
 OPENING, CLOSING = np.zeros(256, np.bool_), np.zeros(256, np.bool_)
 OPENING[[ord("["), ord("{")]] = CLOSING[[ord("]"), ord("}")]] = True
-QUOTE, BACKSLASH, LIST = ord('"'), ord("\\"), ord("[")
+NONE: Array = np.zeros(0, np.int64)
+QUOTE, BACKSLASH = ord('"'), ord("\\")
 Read = Callable[[bytes, Callable[[int], str]], Array]
 
 
@@ -294,14 +295,15 @@ def _look_through(body: bytes, limits: WireLimits) -> tuple[Brackets, list[tuple
     last = -1  # quotation mark
     for start in range(0, len(characters), STEP):
         piece = characters[start : start + STEP]
-        quotes = np.flatnonzero(piece == QUOTE)
+        quotes = np.flatnonzero(piece == QUOTE) if body.find(b'"', start, start + STEP) >= 0 else NONE
         if escapes:
             quotes, backslashes = _unescaped(piece, quotes, backslashes)
         at = np.flatnonzero((piece & 0xD9) == 0x59)  # [ ] { } and Y _ y DEL, of which numbers have none
         at = at[OPENING[piece[at]] | CLOSING[piece[at]]]
         before = quotes_before + np.searchsorted(quotes, at)
-        outside = before % 2 == 0
-        at, before = at[outside], before[outside]
+        if len(quotes) or quotes_before % 2:
+            outside = before % 2 == 0
+            at, before = at[outside], before[outside]
         opened += int(np.count_nonzero(OPENING[piece[at]]))
         if opened > limits.lists:
             raise TooLarge.where("", f"at most {limits.lists} lists in one body", "more")

@@ -360,6 +360,15 @@ def test_what_a_body_unpacks_to_is_bounded(v2: httpx.Client) -> None:
     assert "gzip or deflate" in refused(v2.post(INFER, content=b"{}", headers={"Content-Encoding": "br"}), 415)
 
 
+def test_bodies_of_the_repository_are_small(v2: httpx.Client) -> None:
+    """A spec has some hundreds of bytes: more than 64 KiB are refused by their Content-Length, and when they are unpacked."""
+    for path in ("/v2/repository/index", "/v2/repository/models/tiny/load", "/v2/repository/models/tiny/unload"):
+        assert "at most 65536 bytes" in refused(v2.post(path, content=b" " * 65537), 413)
+        packed = gzip.compress(b" " * 65537)
+        assert "at most 65536 bytes" in refused(v2.post(path, content=packed, headers={"Content-Encoding": "gzip"}), 413)
+    assert v2.post("/v2/repository/index", content=b" " * 65536).status_code == 200
+
+
 # What is refused, and how
 
 

@@ -1,6 +1,7 @@
 """Each limit of a call: the setting, a request just beyond it and one just within; refused by name, and foretold by the plan."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service.settings import Settings
+from service.settings import BadSettings, Settings, read_settings
 from service.web.app import create_app
 
 QUERY = {"query": [[[0.5] * 64] * 8] * 3}  # 3 items, 8 queries, 8 heads
@@ -28,7 +29,7 @@ def answers(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Respons
         async with app.router.lifespan_context(app), client:
             while not app.state.engine.started:
                 await asyncio.sleep(0.001)
-            return [await client.request("POST", **request) for request in requests]
+            return [await client.request(**{"method": "POST", **request}) for request in requests]
 
     return asyncio.run(ask())
 
@@ -84,3 +85,71 @@ def test_nothing_is_rounded_to_minus_zero(http: httpx.Client) -> None:
     """-0.4 to no decimals is 0."""
     text = http.post("/attend", json={"query": [[-0.01] * 64], "reply": {"decimals": 0}}).text
     assert "-0.0" not in text
+
+
+@pytest.mark.parametrize("name", ["tokens", "select", "reply", "window", "dropout"])
+def test_json_text_in_a_parameter_is_bounded(name: str) -> None:
+    """By its bytes, before it is parsed: a text within another is read by the slow parser."""
+    tensor = {"name": "query", "shape": [1, 1, 64], "datatype": "FP32", "data": [1] * 64}
+    texts = [f'{{"query":[{" " * size}]}}' for size in ((1 << 20) - 12, (1 << 20) - 11, 1 << 22)]
+    requests: list[Any] = [{"url": "/v2/models/default/infer", "json": {"inputs": [tensor], "parameters": {name: text}}} for text in texts]
+    within, beyond, far = answers(Settings(access_log=False), *requests)
+    assert within.status_code in (200, 400)
+    assert "bytes" not in within.text
+    assert (beyond.status_code, far.status_code) == (413, 413)
+    assert f"expected JSON text of at most {1 << 20} bytes, got {(1 << 20) + 1}, at /parameters/{name}" in beyond.text
+    assert "expected a text of at most" in far.text
+
+
+def test_plain_values_of_a_body_are_bounded() -> None:
+    """In JSON, and in the entry of safetensors."""
+    words = {"query": [""] * ((1 << 17) + 1)}
+    header = {"content-type": "application/vnd.safetensors"}
+    metadata = {"request": json.dumps({"tokens": words})}
+    found = answers(
+        Settings(access_log=False),
+        {"url": "/attend", "json": {"query": [[0.5] * 64], "tokens": words}},
+        {"url": "/attend", "content": save({"query": np.zeros((1, 64), np.float32)}, metadata), "headers": header},
+    )
+    for answer in found:
+        assert answer.status_code == 413
+        assert "at most 131072 plain values in one body" in answer.text
+
+
+@pytest.mark.parametrize("field", ["d_model", "key_dim", "output_dim", "num_heads"])
+def test_the_width_of_a_layer(field: str) -> None:
+    """Without projections a layer has no parameters that tell how wide it is; with them one of its rows may be long all the same."""
+    unprojected = {"d_model": 128, "num_heads": 128 if field == "num_heads" else 2, "projections": False}
+    spec = unprojected if field in ("d_model", "num_heads") else {"d_model": 4, "num_heads": 2, field: 128}
+    for limit, status in ((128, 201), (127, 413)):
+        request: Any = {"url": "/layers/wide", "json": {"spec": spec}, "method": "PUT"}
+        (answer,) = answers(Settings(max_layer_width=limit, access_log=False), request)
+        assert answer.status_code == status, answer.text
+        assert status == 201 or "widths of at most 127 (max_layer_width)" in answer.text
+
+
+def test_a_configured_layer_has_a_width_too() -> None:
+    with pytest.raises(BadSettings, match="max_layer_width"):
+        read_settings({"layers": {"wide": {"d_model": 1 << 17, "num_heads": 1, "projections": False}}})
+
+
+def test_a_layer_of_which_no_call_would_be_admitted_is_refused() -> None:
+    """Before it is warmed by one."""
+    spec = {"d_model": 1 << 16, "num_heads": 1, "projections": False}
+    (answer,) = answers(
+        Settings(max_memory_bytes=1 << 20, access_log=False), {"url": "/layers/wide", "json": {"spec": spec}, "method": "PUT"}
+    )
+    assert answer.status_code == 413
+    assert "max_memory_bytes" in answer.text
+
+
+def test_vectors_of_words_are_bounded() -> None:
+    """Their numbers in all, before they are drawn."""
+    spec = {"d_model": 1 << 16, "num_heads": 1, "projections": False}
+    put = {"url": "/layers/wide", "json": {"spec": spec}, "method": "PUT"}
+    texts = [{"url": "/words", "json": {"layer": "wide", "text": "a " * count}} for count in (2, 33)]
+    _, taken, refused = answers(Settings(access_log=False), put, *texts)
+    assert taken.status_code == 200
+    assert len(taken.json()["tokens"]) == 2
+    assert refused.status_code == 422
+    assert refused.json()["errors"] == [{"at": "/text", "expected": "at most 32 words for vectors of 65536 numbers", "got": "33"}]

@@ -56,6 +56,15 @@ def test_gzip_has_members() -> None:
     assert unpack(b"".join(map(gzip.compress, parts)), "gzip", LIMIT) == TEXT
 
 
+@pytest.mark.parametrize("coding", PACKED)
+def test_members_are_counted(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the room for a stream, however little is in it."""
+    monkeypatch.setattr(compression, "MEMBERS", 3)
+    assert unpack(PACKED[coding](b"a") * 3, coding, LIMIT) == b"aaa"
+    with pytest.raises(TooLarge, match="at most 3 members"):
+        unpack(PACKED[coding](b"") * 4, coding, LIMIT)
+
+
 def test_a_gzip_header_with_all_that_may_be_in_it() -> None:
     """A file name, a time, a comment and extra fields are passed over."""
     plain = gzip.compress(TEXT)

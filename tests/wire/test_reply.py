@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
+from service.wire import reply as reply_module
 from service.wire.answer import decode_reply
 from service.wire.documents import ReplyOptions
 from service.wire.reply import Reply, encode_json
@@ -225,3 +226,41 @@ def test_strided_and_foreign_arrays_are_written_in_their_order(form: str) -> Non
     for array in (whole.transpose(2, 0, 1), whole[:, ::-1, ::2], np.broadcast_to(whole[:1], (2, 3, 4)), whole.astype(">f4")):
         tensor = write({"output": array}, form=form)["output"]
         np.testing.assert_array_equal(tensor if form == "nested" else read(tensor), array)
+
+
+SHAPES_OF_PIECES = [(1, 2, 3, 40), (200,), (1, 1, 1, 200), (7, 31), (50, 1, 2), (3, 4, 5, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_PIECES)
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+@pytest.mark.parametrize("more", [{}, {"decimals": 2}, {"nonfinite": "string"}, {"nonfinite": "null"}])
+def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very same bytes, and no piece has more than its numbers."""
+    if form == "base64":
+        more = {}
+    array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    if "nonfinite" in more:
+        array.flat[:: max(1, array.size // 9)] = [np.nan, np.inf, -np.inf][array.size % 3]
+    keys = np.arange(array.size).reshape(shape)
+    reply = Reply(
+        {"name": "tiny", "fingerprint": "a\0b"}, 7, "FP32", {"output": array, "attention_weights": {"keys": keys, "values": array}}
+    )
+    whole = encode_json(reply, ReplyOptions(form=form, **more))
+    assert len(whole) == 1
+    monkeypatch.setattr(reply_module, "PIECE", 15)
+    pieces = encode_json(reply, ReplyOptions(form=form, **more))
+    assert b"".join(pieces) == whole[0]
+    assert max(len(piece) for piece in pieces) < 450
+    assert len(pieces) > 3 * array.nbytes // (15 * 8) or form == "base64"
+
+
+def test_metrics_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not defined stays null."""
+    indices = np.arange(-10, 190).reshape(2, 100)
+    metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
+    reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)
+    whole = encode_json(reply, ReplyOptions())
+    monkeypatch.setattr(reply_module, "PIECE", 15)
+    pieces = encode_json(reply, ReplyOptions())
+    assert len(pieces) > 20
+    assert b"".join(pieces) == b"".join(whole)
