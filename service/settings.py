@@ -207,12 +207,12 @@ def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
         together += spec.num_parameters
         if spec.init is None:
             raise BadSettings(f'the layer "{name}": expected a way to draw the weights (init), got null')
-        if spec.widest > settings.max_layer_width:
-            wanted = f"widths of at most {settings.max_layer_width} (max_layer_width)"
-            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.widest}')
         if spec.num_parameters > settings.max_layer_parameters:
             wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
             raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
+        if spec.widest > settings.max_layer_width:
+            wanted = f"widths of at most {settings.max_layer_width} (max_layer_width)"
+            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.widest}')
     if len(layers) > settings.max_layers:
         raise BadSettings(f"expected at most {settings.max_layers} layers (max_layers), got {len(layers)}")
     if together > settings.max_total_parameters:

@@ -81,14 +81,14 @@ class Catalogue:
         limits, count = self.limits, spec.num_parameters
         if name not in self._layers and len(self._layers) >= limits.layers:
             raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
-        if spec.widest > limits.layer_width:
-            raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
         if count > limits.layer_parameters:
             raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
         others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)
         if others + count > limits.total_parameters:
             wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
             raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
+        if spec.widest > limits.layer_width:  # without projections there are no parameters to count
+            raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
 
     def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
         """Draws the weights, or takes those given. Raises InvalidRequest where they are not those of the spec."""

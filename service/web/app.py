@@ -1,12 +1,12 @@
 """create_app: one process's application, put together from settings. The only place where the rooms meet."""
 
-import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -49,7 +49,7 @@ class Application(FastAPI):
         if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{failures.V2}/"):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
-            await asyncio.to_thread(self.openapi)  # made once, which takes a few hundred milliseconds
+            await run_in_threadpool(self.openapi)  # made once, which takes a few hundred milliseconds
         await super().__call__(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,7 @@
 """GET and POST /words: text for people who have no vectors. What the page asks before it asks /attend."""
 
-import asyncio
-
 from fastapi import FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from service.serving.dictionary import Dictionary
 from service.serving.engine import Engine
