@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
+    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC message, request or reply; max_body_bytes if less.")
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings or keeps a layer.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")

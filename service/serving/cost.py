@@ -187,6 +187,11 @@ def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
+def tensor_bytes(outputs: dict[str, tuple[int, ...]], datatype: str | None, spec: LayerSpec) -> int:
+    """Of outputs of these shapes as they are in memory, in the datatype that the request wants."""
+    return sum(math.prod(shape) * DATATYPES[wire_datatype(name, datatype, spec)].size for name, shape in outputs.items())
+
+
 def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
     """Of tensors of these shapes in that form; `datatype` tells each one's V2 name."""
     total = 200

@@ -76,6 +76,14 @@ class Decoder:
 
     def bound(self, asked: Asked, document: type[AttendRequest] = AttendRequest) -> Bound:
         """The call of a request that fits its layer and is admitted."""
+        bound = self._bound(asked, document)
+        if asked.own is not None and asked.own.largest_reply is not None:
+            setting, largest = asked.own.largest_reply
+            if (size := cost.tensor_bytes(bound.cost.outputs, bound.request.reply.datatype, bound.layer.spec)) > largest:
+                raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))
+        return bound
+
+    def _bound(self, asked: Asked, document: type[AttendRequest]) -> Bound:
         members = self._parsed(asked, document.tensors)
         shape = shape_of(members) if document is AttendRequest else None
         if shape is not None and (bound := self._as_before(shape, members)) is not None:

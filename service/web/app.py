@@ -124,11 +124,14 @@ def _grpc(
     """The gRPC server beside this one, where one is asked for."""
     if settings.grpc_port is None:
         return nullcontext()
-    from service.web.grpc.server import serving  # an extra brings what it needs
+    from service.web.grpc.calls import Surroundings  # an extra brings what it needs
+    from service.web.grpc.server import Terms, serving
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    return serving(engine, offer, address, settings.max_body_bytes, settings.shutdown_seconds, settings.access_log, keyring, tls, traces)
+    terms = Terms(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
+    surroundings = Surroundings(settings.access_log, keyring, traces)
+    return serving(engine, offer, address, terms, surroundings)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

@@ -14,11 +14,13 @@ from service.wire.reply import Buffer, Reply, encode_json
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How requests of one media type are read, and replies written."""
+    """How requests of one media type are read, and replies written. `largest_reply` bounds the bytes of a reply's tensors where the
+    protocol does: the setting's name and its value."""
 
     media_type: str
     parse: Callable[[bytes, Mapping[str, Kind], WireLimits, bool], dict[str, Any]]
     encode: Callable[[Reply, ReplyOptions], list[Buffer]]
+    largest_reply: tuple[str, int] | None = None
 
 
 FORMS = {

@@ -25,6 +25,7 @@ RNG = np.random.default_rng(31)
 QUERY = RNG.standard_normal((2, 3, 6)).astype(np.float32)
 KEY = RNG.standard_normal((2, 5, 6)).astype(np.float32)
 SERVICE = "inference.GRPCInferenceService"
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 Array = np.ndarray[Any, Any]
 
 
@@ -134,9 +135,67 @@ def test_typed_contents_of_every_kind(channel: grpc.Channel, v2: httpx.Client, d
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
+def field(number: int, kind: int, payload: bytes) -> bytes:
+    """A field as it is on the wire, of a number below 16 and a length below 16,384."""
+    length = bytes([len(payload) & 127 | 128, len(payload) >> 7]) if kind == 2 else b""
+    return bytes([number << 3 | kind]) + length + payload
+
+
+def typed(contents: bytes, datatype: str = "INT32") -> bytes:
+    """A request of two rows of six numbers, whose contents are these fields."""
+    inputs = field(1, 2, b"query") + field(2, 2, datatype.encode()) + field(3, 2, bytes([2, 6])) + contents
+    return field(1, 2, b"tiny") + field(5, 2, inputs)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("form", ["packed", "one by one", "in pieces"])
+def test_typed_numbers_in_every_form_that_protobuf_allows(channel: grpc.Channel, v2: httpx.Client, form: str, negative: bool) -> None:
+    """Protobuf's readers take a packed field in pieces, and numbers that stand each by itself."""
+    numbers = [0, 1, 127, 3, 5, 6, 300, 70000, 2**31 - 1, 9, 2, 4]
+    numbers = [-number for number in numbers] if negative else numbers
+    written = [service_pb2.InferTensorContents(int_contents=[number]).SerializeToString()[2:] for number in numbers]
+    contents = {
+        "packed": field(5, 2, field(2, 2, b"".join(written))),
+        "one by one": field(5, 2, b"".join(field(2, 0, one) for one in written)),
+        "in pieces": field(5, 2, field(2, 2, b"".join(written[:5])) + field(2, 2, b"".join(written[5:7])))
+        + field(5, 2, field(2, 2, b"".join(written[7:]))),
+    }[form]
+
+    got = service_pb2.ModelInferResponse.FromString(channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(contents)))
+
+    want = read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=np.array(numbers, np.int32).reshape(2, 6))}))
+    np.testing.assert_array_equal(np.frombuffer(got.raw_output_contents[0], np.float32), want.arrays["output"].ravel())
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (field(5, 2, field(2, 2, b"\x80" * 11 + b"\0")), "packed numbers"),
+        (field(5, 2, field(2, 2, b"\x01\x80")), "packed numbers"),
+        (field(5, 2, field(6, 2, b"\0" * 47)), "another member"),
+        (field(5, 2, b"\x12\x7f"), "ModelInferRequest"),
+        (field(5, 2, b"\x13"), "ModelInferRequest"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(channel: grpc.Channel, contents: bytes, words: str) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(contents))
+    assert caught.value.code() is INVALID
+
+
+def test_floats_in_pieces_of_odd_sizes_are_refused(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError, match="packed numbers"):
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(field(5, 2, field(6, 2, bytes(47))), "FP32"))
+
+
+def test_a_message_of_too_many_fields_is_refused_before_they_are_read(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError, match="at most 16384 fields") as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(field(1, 2, b"tiny") + b"\x2a\0" * 200_000)
+    assert caught.value.code() is INVALID
+
+
 GOOD = entry("query", [1, 1, 6], fp32_contents=[0.5] * 6)
 BARE = entry("query", [1, 1, 6])
-INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
     "no inputs": (request("tiny"), INVALID, "/inputs"),
     "an unknown model": (request("none", GOOD), NOT_FOUND, "none"),

@@ -1,11 +1,11 @@
 """One ModelInfer and its reply, bytes both ways: what `wire/v2/exchange.py` is for HTTP.
 
 Here rather than in `wire`, which knows no protobuf: a client needs none. Numbers come raw, as the tensors' own bytes, or typed, in
-repeated fields; they go back raw. Raw arrays view the message they came in.
+repeated fields; they go back raw. Arrays view the message they came in where its bytes are theirs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
+from service.web.grpc.wire_format import RAW_OUTPUTS, length_prefixed, split, varints
 from service.wire.arrays import Kind, array_over, demand_exact
 from service.wire.documents import ReplyOptions
 from service.wire.json_form import shape_of
@@ -21,6 +22,7 @@ from service.wire.limits import WireLimits
 from service.wire.refusals import shown
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.v2.members import (
+    FINAL,
     VERSION,
     arrays_asked,
     datatype_named,
@@ -43,15 +45,20 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+FIELDS = {field.number: field.name for field in inference_pb2.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
 WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # what the fields for several datatypes hold
+FINAL_RESPONSE = "triton_final_response"
+INFER_RESPONSE = 2  # the field of a ModelStreamInferResponse
 
 
 class Exchange:
-    """A ModelInferRequest and its reply. After `parse`, `timeout` is what the request says of it, in seconds, and `places` is where
-    everything of it stands."""
+    """A ModelInferRequest and its reply; in a `stream`, a ModelStreamInferResponse. After `parse`, `timeout` is what the request says of
+    it, in seconds, and `places` is where everything of it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: bool = False) -> None:
+        self.stream = stream
         self.id = ""
+        self.marks_final = False  # whether the reply says that it is the last one to its request
         self.outputs: list[str] = []
         self.timeout: float | None = None
         self.places: Places | None = None
@@ -59,23 +66,25 @@ class Exchange:
     def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
         """The members of a request for attention. Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
         try:
-            request = inference_pb2.ModelInferRequest.FromString(body)
+            parts = split(body)
         except DecodeError:
             raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
+        request, pieces = parts.message, parts.raw
+        self.id = request.id
         demand_version(request.model_version)
         if not request.inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
-        pieces: Sequence[bytes] = request.raw_input_contents
         if pieces and len(pieces) != len(request.inputs):
             wanted = f"{len(request.inputs)} pieces, one for each input"
             raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
         tensors, places = [], []
         for i, entry in enumerate(request.inputs):
-            sent, array = _input(entry, pieces[i] if pieces else None, f"/inputs/{i}")
+            sent, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
             tensors.append((sent.name, array))
             places.append(sent)
         parameters = values_of(request.parameters)
-        self.id, self.timeout = request.id, seconds_of(parameters)
+        self.timeout = seconds_of(parameters)
+        self.marks_final = self.stream and parameters.get(FINAL) is True
         for i, output in enumerate(request.outputs):
             demand_known(output.parameters, (), f"/outputs/{i}/parameters")
         parameters.pop("binary_data_output", None)  # as it is here anyway
@@ -87,15 +96,27 @@ class Exchange:
         return members
 
     def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
-        """The reply, as one ModelInferResponse."""
+        """The reply, as one message. Its tensors are written beside the protobuf library, which would copy them once more."""
         response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=self.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
+        if self.marks_final:
+            response.parameters[FINAL_RESPONSE].bool_param = True
+        pieces: list[Buffer] = []
         for name, array in arrays_asked(reply, self.outputs):
             array, _ = wire_array(name, array, reply.datatype, options)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
-            response.raw_output_contents.append(bytes(raw(array)))
-        return [response.SerializeToString()]
+            pieces += [length_prefixed(RAW_OUTPUTS, array.nbytes), raw(array)]
+        pieces.insert(0, response.SerializeToString())
+        if self.stream:
+            pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
+        return [b"".join(pieces)]
+
+    def refusal(self, detail: str) -> bytes:
+        """The reply in a stream to a request that is refused."""
+        response = inference_pb2.ModelStreamInferResponse(error_message=detail)
+        response.infer_response.id = self.id
+        return bytes(response.SerializeToString())
 
 
 def demand_version(version: str) -> None:
@@ -114,15 +135,15 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _input(entry: Any, piece: bytes | None, at: str) -> tuple[Sent, Array]:
+def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[Sent, Array]:
     """One input: how it was sent, and its array."""
     demand_input(entry.name, f"{at}/name")
     demand_known(entry.parameters, (), f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
-        array = _typed(entry.contents, row, shape, f"{at}/contents")
+        array = _typed(typed or {}, row, shape, f"{at}/contents")
         return Sent(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
-    if entry.HasField("contents"):
+    if typed is not None:
         raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
     if len(piece) != math.prod(shape) * row.size:
         wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
@@ -130,14 +151,27 @@ def _input(entry: Any, piece: bytes | None, at: str) -> tuple[Sent, Array]:
     return Sent(entry.name, shape), array_over(piece, row, shape, at)
 
 
-def _typed(contents: Any, row: Datatype, shape: tuple[int, ...], at: str) -> Array:
+def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tuple[int, ...], at: str) -> Array:
+    """The array of an input's typed contents, which are packed numbers by field number."""
     if row.name not in CONTENTS:
         raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
-    demand_known({field.name: field for field, _ in contents.ListFields()}, (CONTENTS[row.name],), at)
-    numbers = getattr(contents, CONTENTS[row.name])
-    if len(numbers) != math.prod(shape):
-        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(numbers)))
-    wide = np.fromiter(numbers, WIDE.get(CONTENTS[row.name], row.numpy), len(numbers))
-    array: Array = wide.astype(row.numpy)
-    demand_exact(array, wide, row, f"{at}/{CONTENTS[row.name]}")
+    field = CONTENTS[row.name]
+    packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
+    demand_known(packed, (field,), at)
+    try:
+        wide = _numbers(packed.get(field, b""), row, WIDE.get(field, row.numpy))
+    except (DecodeError, ValueError):  # NumPy's, for a number in pieces
+        raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
+    if len(wide) != math.prod(shape):
+        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
+    array: Array = wide.astype(row.numpy, copy=False)
+    demand_exact(array, wide, row, f"{at}/{field}")
     return array.reshape(shape)
+
+
+def _numbers(packed: bytes | memoryview, row: Datatype, wide: np.dtype[Any]) -> Array:
+    """A field's numbers, of the type that the field has: floats are there as such, others as varints."""
+    if row.kind != "float":
+        return varints(packed, wide)
+    array: Array = np.frombuffer(packed, wide)
+    return array if array.flags.aligned else array.copy()

@@ -1,43 +1,83 @@
 """The standard health service, for the whole server and for the one service: serving while a call would be answered.
 
 The library's own, for asyncio, tells only one of those who watch the same name. Who watches is told within `INTERVAL` that readiness fell
-or rose, and at once that the door closes; then the stream ends, so that nobody who only watches keeps the server from leaving.
+or rose, and at once that the door closes; then the stream ends, so that nobody who only watches keeps the server from leaving. It wants no
+key, so what it reads and how many watch is bounded.
 """
 
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 
+from service.errors import AttendError, MalformedBody
+from service.serving.admission import ByteBudget
 from service.serving.engine import Engine
+from service.serving.receiving import Cap, Readers
+from service.web.grpc.admission import KEYLESS, WATCHES, address_of
+from service.web.grpc.codes import code_of
 
 INTERVAL = 0.5  # seconds between two looks
 STATE = health_pb2.HealthCheckResponse
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the library has no annotations
+class Health:
     """One engine's. `names` are those that may be asked for besides the whole server."""
 
-    def __init__(self, engine: Engine, names: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, names: frozenset[str], largest: int, seconds: float) -> None:
         self.engine, self.names = engine, names | {""}
+        self._readers, self._watches = Readers(KEYLESS, largest, seconds), Cap(WATCHES, "health watches")
+        self._budget = ByteBudget(KEYLESS * largest)  # of its own: a server full of calls is a healthy one
 
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For the server. Each method reads its message itself."""
+        methods = {"Check": self.check, "Watch": self.watch}
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME, {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+        )
+
+    async def check(self, _: Any, context: Any) -> None:
         """NOT_FOUND for a name that is not served."""
-        if request.service not in self.names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f'no service "{request.service[:60]}"')
-        return STATE(status=await self._status(request.service))
+        name = await self._name(context)
+        if name not in self.names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f'no service "{name[:60]}"')
+        await self._tell(context, await self._status(name))
 
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+    async def watch(self, _: Any, context: Any) -> None:
         """The state at the beginning, and every time it has changed, until the door closes."""
-        told = None
+        try:
+            with self._watches.place(address_of(context.peer())):
+                await self._watch(context)
+        except AttendError as refusal:
+            await context.abort(code_of(refusal), refusal.detail)
+
+    async def _watch(self, context: Any) -> None:
+        name, told = await self._name(context), None
         while True:
             last = not self.engine.door.open  # before the state, which the door's closing changes
-            if (status := await self._status(request.service)) != told:
-                await context.write(STATE(status=status))
+            if (status := await self._status(name)) != told:
+                await self._tell(context, status)
                 told = status
             if last:
                 return
             await self.engine.door.closes_within(INTERVAL)
+
+    async def _name(self, context: Any) -> str:
+        """The service that is asked for."""
+        try:
+            with self._budget.lease(address_of(context.peer())) as lease:
+                message = await self._readers.read(context.read, lease)
+            return str(health_pb2.HealthCheckRequest.FromString(message).service)
+        except DecodeError:
+            refusal: AttendError = MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else")
+        except AttendError as error:
+            refusal = error
+        await context.abort(code_of(refusal), refusal.detail)
+        raise AssertionError("ended by abort")
+
+    async def _tell(self, context: Any, status: int) -> None:
+        await context.write(STATE(status=status).SerializeToString())
 
     async def _status(self, name: str) -> int:
         if name not in self.names:

@@ -12,6 +12,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from service.errors import LayerNotFound, RequestError
+from service.serving.admission import Lease
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.serving.metrics import Phases
@@ -26,10 +27,11 @@ from service.wire.v2.places import placed
 
 @dataclass(slots=True)
 class Heard:
-    """One call: how many seconds its caller still waits, if that is known, and what the log should say of it."""
+    """One call: how many seconds its caller still waits, if that is known, the bytes it holds, and what the log should say of it."""
 
     seconds_left: float | None
     request_id: str
+    lease: Lease = field(init=False)  # from when the caller is known
     key: str = ""  # the name of the caller's
     phases: Phases | None = None
     about: dict[str, Any] = field(default_factory=dict)
@@ -39,10 +41,11 @@ Method = Callable[[Any, Heard], Awaitable[Any]]
 
 
 class Methods:
-    """One engine's. Names are the protocol's, in lower case; each takes a request and what else is known of the call."""
+    """One engine's. Names are the protocol's, in lower case; each takes a request and what else is known of the call. Replies have at most
+    `largest` bytes."""
 
-    def __init__(self, engine: Engine, offer: Offer) -> None:
-        self.engine, self.offer = engine, offer
+    def __init__(self, engine: Engine, offer: Offer, largest: int) -> None:
+        self.engine, self.offer, self.largest = engine, offer, largest
 
     async def server_live(self, request: Any, heard: Heard) -> Any:
         return messages.ServerLiveResponse(live=True)
@@ -65,7 +68,7 @@ class Methods:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
     async def model_config(self, request: Any, heard: Heard) -> Any:
-        config = config_of(self._layer(request), self.engine)
+        config = config_of(self._layer(request), self.engine, self.largest)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
     async def model_statistics(self, request: Any, heard: Heard) -> Any:
@@ -88,12 +91,12 @@ class Methods:
         await unload_layer(self.engine, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, body: bytes, heard: Heard) -> bytes:
+    async def model_infer(self, body: bytes, heard: Heard, exchange: Exchange | None = None) -> bytes:
         """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
         demand_started(self.engine)
-        exchange, arrived = Exchange(), self.engine.clock()
+        exchange, arrived = exchange or Exchange(), self.engine.clock()
         patience = [seconds for seconds in (heard.seconds_left, self.engine.timeout) if seconds is not None]
-        asked = Asked(body, deadline=arrived + min(patience) if patience else None)
+        asked = Asked(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller)
         del body  # the engine lets go of it once there are arrays
 
         def parse(*args: Any) -> dict[str, Any]:
@@ -102,15 +105,15 @@ class Methods:
                 asked.deadline = min(asked.deadline or math.inf, arrived + exchange.timeout)
             return members
 
-        asked.own = Form("", parse, exchange.encode)
-        with self.engine.budget.lease(asked.caller) as lease:
-            lease.add(len(asked.body))
-            try:
-                answer = await self.engine.attend(asked)
-            except RequestError as refusal:
-                raise placed(refusal, exchange.places) from None
+        asked.own = Form("", parse, exchange.encode, ("max_grpc_bytes", self.largest))
+        try:
+            answer = await self.engine.attend(asked)
+        except RequestError as refusal:
+            raise placed(refusal, exchange.places) from None
         heard.phases, heard.about = answer.phases, answer.about
-        return bytes(answer.pieces[0])
+        reply = bytes(answer.pieces[0])
+        heard.lease.add(len(reply))
+        return reply
 
     def _layer(self, request: Any) -> Any:
         demand_version(request.version)

@@ -1,23 +1,32 @@
-"""The standard reflection service, whose streams end when the door closes: who asks what there is must not keep the server from leaving."""
+"""The standard reflection service, which wants no key: few streams at once, which end when they are idle, and when the door closes."""
 
 from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection
 
+from service.errors import AttendError
 from service.serving.door import Door
+from service.serving.receiving import Cap, in_time
+from service.web.grpc.admission import KEYLESS, address_of
+from service.web.grpc.codes import code_of
 
 NAME = reflection.SERVICE_NAME
 
 
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
-    """The library's own, beside a door."""
+    """The library's own, beside a door. `seconds` is how long a question may take to come."""
 
-    def __init__(self, door: Door, names: tuple[str, ...]) -> None:
+    def __init__(self, door: Door, names: tuple[str, ...], seconds: float) -> None:
         super().__init__(names)
-        self.door = door
+        self.door, self.seconds, self._streams = door, seconds, Cap(KEYLESS, "reflection streams")
 
     async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """An answer to each question, until there are no more, or the door closes."""
-        async for reply in super().ServerReflectionInfo(self.door.until_closed(request_iterator), context):
-            yield reply
+        try:
+            with self._streams.place(address_of(context.peer())):
+                questions = self.door.until_closed(in_time(request_iterator, self.seconds))
+                async for reply in super().ServerReflectionInfo(questions, context):
+                    yield reply
+        except AttendError as refusal:
+            await context.abort(code_of(refusal), refusal.detail)

@@ -76,12 +76,13 @@ def metadata_of(layer: HeldLayer) -> ModelMetadata:
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
-def config_of(layer: HeldLayer, engine: Engine) -> ModelConfig:
-    """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes."""
+def config_of(layer: HeldLayer, engine: Engine, largest: int) -> ModelConfig:
+    """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes: a message
+    has at most `largest`."""
     spec = layer.spec
     required = _required(spec)
     item = sum(math.prod(tensor.shape[2:]) for tensor in _inputs(spec) if tensor.name in required) * BY_TORCH[spec.dtype].size
-    room = (engine.wire_limits.body_bytes - HEADER) // item
+    room = (largest - HEADER) // item
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,

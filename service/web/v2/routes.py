@@ -78,7 +78,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def config(name: str, version: str | None = None) -> ModelConfig:
         """What Triton's clients want to know before they call."""
         demand_version(version)
-        return config_of(engine.catalogue.find(name, at=""), engine)
+        return config_of(engine.catalogue.find(name, at=""), engine, engine.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))

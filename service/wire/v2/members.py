@@ -30,7 +30,7 @@ BY_DEFAULT: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_de
 KEYS = "attention_weights.keys"
 PARTS = (KEYS, "attention_weights.values")  # outputs in place of the weights, where the largest are selected
 PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the protocol's own
-# Whether an empty reply is to follow the last one of a stream. There are no streams: perf_analyzer over gRPC says it with every request.
+# Whether a reply of a stream (gRPC) is to say that it is the last one to its request. perf_analyzer sends it outside of streams, too.
 FINAL = "triton_enable_empty_final_response"
 
 

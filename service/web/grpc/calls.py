@@ -1,0 +1,231 @@
+"""What surrounds the methods of GRPCInferenceService: keys, bounds, messages, and what is told of every call.
+
+Every handler reads its message itself, so that nothing is read for a caller without a key: see `admission.py`.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
+from service.serving.engine import Engine
+from service.serving.receiving import Cap, Turn, answer_stream, readers_within
+from service.web.access import milliseconds, request_id
+from service.web.grpc.admission import CALLS, STREAMS, address_of
+from service.web.grpc.codes import code_of
+from service.web.grpc.exchange import Exchange
+from service.web.grpc.inference_pb2 import DESCRIPTOR
+from service.web.grpc.methods import Heard, Method, Methods
+from service.web.guard import ADMIN, ANY, demand_key
+from service.web.keys import Keyring
+from service.web.telemetry import Telemetry, Told
+
+SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SCOPES = {  # of the keys that open a method, where not any does
+    "ServerLive": frozenset[str](),
+    "ServerReady": frozenset[str](),
+    "ModelInfer": frozenset({"infer"}),
+    "ModelStreamInfer": frozenset({"infer"}),
+    "RepositoryModelLoad": ADMIN,
+    "RepositoryModelUnload": ADMIN,
+}
+OUR_FAULT = {  # as OpenTelemetry's conventions count on a server's side
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+}
+STREAM = "ModelStreamInfer"
+IN_FLIGHT = 16  # requests of one stream that are answered at once; more are not read
+SMALL = 1 << 20  # bytes of a message without tensors
+DETAIL = 4000  # bytes of a refusal: they travel in a header, of which clients take 8192
+log = structlog.get_logger("attend")
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Whether calls are logged, who may call, and where traces go. With a `keyring` a call brings its key as over HTTP, in the metadata."""
+
+    log_requests: bool = True
+    keyring: Keyring | None = None
+    traces: Telemetry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no reply, and the metadata that says more of it."""
+
+    code: grpc.StatusCode
+    detail: str
+    metadata: Metadata
+
+
+class Calls:
+    """The service's handlers. A message has at most `largest` bytes, and comes within `seconds`."""
+
+    def __init__(self, engine: Engine, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
+        self.engine, self.methods, self.surroundings, self.seconds = engine, methods, surroundings, seconds
+        self._readers = readers_within(engine.budget, largest, seconds)
+        self._calls, self._streams = Cap(CALLS, "calls"), Cap(STREAMS, "streams")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For the server. A method with one message each way is handled as a stream of one, which is the same on the wire."""
+        handlers: dict[str, Any] = {STREAM: self._stream}
+        for name in SERVICE.methods_by_name:
+            if name != STREAM:
+                handlers[name] = partial(self._unary, name, self._method(name))
+        return grpc.method_handlers_generic_handler(
+            SERVICE.full_name, {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in handlers.items()}
+        )
+
+    def _method(self, name: str) -> Method:
+        """The method of that name, of bytes both ways."""
+        method: Method = getattr(self.methods, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
+        kind = GetMessageClass(SERVICE.methods_by_name[name].input_type)
+
+        async def call(message: bytes, heard: Heard) -> bytes:
+            if len(message) > SMALL:
+                raise TooLarge.where("", f"a message of at most {SMALL} bytes", str(len(message)))
+            try:
+                request = kind.FromString(message)
+            except DecodeError:
+                raise MalformedBody.where("", f"a {kind.DESCRIPTOR.name}", f"{len(message)} bytes of something else") from None
+            return bytes((await method(request, heard)).SerializeToString())
+
+        return method if name == "ModelInfer" else call
+
+    async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
+        """Any method but the stream. One that needs no key has an empty request, which is not read."""
+        metadata = dict(context.invocation_metadata())
+        heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
+
+        async def answer(trailing: Metadata) -> None:
+            context.set_trailing_metadata(trailing)
+            caller = self._caller(name, heard, metadata, context)
+            with self._calls.place(caller), self.engine.budget.lease(caller) as heard.lease:
+                read = SCOPES.get(name, ANY)
+                await _send(context, await method(await self._readers.read(context.read, heard.lease) if read else b"", heard))
+
+        if (failure := await self._told(name, heard, metadata, answer)) is not None:
+            await context.abort(failure.code, failure.detail, failure.metadata)
+
+    async def _stream(self, _: Any, context: Any) -> None:
+        """ModelStreamInfer: a reply to each request, in the order of the requests. Each counts as a call; one that fails ends no other.
+        The stream itself is told of only where it is refused, or ended."""
+        metadata = dict(context.invocation_metadata())
+        heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
+        failure = None
+        try:
+            caller = self._caller(STREAM, heard, metadata, context)
+            with self._streams.place(caller):
+                await self._replies(caller, heard.key, metadata, context)
+        except* AttendError as errors:
+            failure = await self._told(STREAM, heard, metadata, partial(_fail, errors.exceptions[0]))
+        if failure is not None:
+            await context.abort(failure.code, failure.detail, failure.metadata)
+
+    async def _replies(self, caller: str, key: str, metadata: Mapping[str, str], context: Any) -> None:
+        """Answers a stream's requests until there are no more. Raises DeadlinePassed where none comes for long."""
+
+        async def reply(message: bytes, turn: Turn) -> None:
+            heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
+            exchange, written = Exchange(stream=True), b""
+
+            async def answer(_: Metadata) -> None:
+                nonlocal written
+                heard.lease.add(len(message))
+                written = await self.methods.model_infer(message, heard, exchange)
+
+            with self.engine.budget.lease(caller) as heard.lease:
+                if (failure := await self._told(STREAM, heard, metadata, answer)) is not None:
+                    written = exchange.refusal(failure.detail)
+                await turn()
+                await _send(context, written)
+
+        await answer_stream(context.read, reply, self.engine.door, IN_FLIGHT, self.seconds)
+
+    def _caller(self, name: str, heard: Heard, metadata: Mapping[str, str], context: Any) -> str:
+        """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
+        if self.surroundings.keyring is not None:
+            heard.key = demand_key(self.surroundings.keyring, metadata, SCOPES.get(name, ANY))
+        return heard.key or address_of(context.peer())
+
+    async def _told(
+        self, name: str, heard: Heard, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
+    ) -> Failure | None:
+        """Calls `answer`, with the trailing metadata, and sees to its count, its span, its log line, and the net under unforeseen
+        exceptions. Returns why it failed."""
+        full_name, engine, traces = f"{SERVICE.full_name}/{name}", self.engine, self.surroundings.traces
+        started, trailing = engine.clock(), [("x-request-id", heard.request_id)]
+        span = None if traces is None else traces.begin_call(full_name, metadata)
+        if span is not None:
+            trailing.append(("traceresponse", span.in_words))
+        code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
+        try:
+            await answer(tuple(trailing))
+            code, reason = grpc.StatusCode.OK, ""
+            return None
+        except AttendError as error:
+            code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
+            if isinstance(error, Overloaded):
+                trailing.append(("retry-after", str(error.retry_after)))
+            if code is grpc.StatusCode.INTERNAL:
+                log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
+        except Exception:
+            code, detail, reason = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend", "unforeseen"
+            log.exception("unforeseen", method=name, request_id=heard.request_id)
+        finally:
+            seconds = engine.clock() - started
+            engine.metrics.answered(full_name, code.name)
+            if reason:
+                engine.metrics.failed(reason)
+            if traces is not None and span is not None:
+                told = Told(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                traces.end_call(span, full_name, code.name, told, seconds)
+            if self.surroundings.log_requests:
+                log.info(
+                    "request",
+                    request_id=heard.request_id,
+                    method=full_name,
+                    key=heard.key,
+                    status=code.name,
+                    ms=round(seconds * 1e3, 3),
+                    **heard.about,
+                    **({} if heard.phases is None else milliseconds(heard.phases)),
+                    **({"detail": detail[:200]} if detail else {}),
+                )
+        return Failure(code, detail, tuple(trailing))
+
+
+async def _send(context: Any, reply: bytes) -> None:
+    """Returns when the reply is on its way. Raises CallerGone."""
+    try:
+        await context.write(reply)
+    except (grpc.aio.UsageError, grpc.aio.InternalError):
+        raise CallerGone from None
+
+
+async def _fail(error: BaseException, _: Metadata) -> None:
+    raise error
+
+
+def fitting(detail: str) -> str:
+    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own; half a surrogate pair
+    is escaped."""
+    detail = detail.encode(errors="backslashreplace").decode()
+    size = 0
+    for i, character in enumerate(detail):
+        size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
+        if size > DETAIL:
+            return detail[:i]
+    return detail

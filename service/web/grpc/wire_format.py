@@ -1,0 +1,157 @@
+"""Protobuf's wire format, as far as it takes to leave the numbers of a ModelInferRequest where they are.
+
+The protobuf library holds the interpreter while it reads a message, copies every tensor twice, and makes a Python object of each typed
+number. So the tensors' bytes are cut out first, as views of the message, and the library reads the rest, which is small.
+https://protobuf.dev/programming-guides/encoding/
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from service.errors import TooLarge
+from service.tensors import Array
+from service.web.grpc.inference_pb2 import ModelInferRequest
+
+INPUTS, RAW_INPUTS, CONTENTS, RAW_OUTPUTS = 5, 7, 5, 6  # field numbers, of `contents` within an input
+VARINT, BYTES, FIXED = 0, 2, {1: 8, 5: 4}  # wire types; sizes of those of fixed size
+LONGEST_VARINT = 10  # bytes
+PIECE = 1 << 20  # bytes of varints that are decoded at a time: decoding takes some 50 times their memory
+MOST_FIELDS = 1 << 14  # in one message, nested ones among them; a tensor's numbers are one field
+MOST_BYTES = 2 << 20  # of a message besides its tensors: names, shapes, parameters
+
+
+@dataclass(slots=True)
+class SplitRequest:
+    """`message` is the request without its numbers; `raw` its raw_input_contents; `typed` the contents of each input by field number,
+    None for an input that has none."""
+
+    message: Any
+    raw: list[memoryview] = field(default_factory=list)
+    typed: list[dict[int, bytes | memoryview] | None] = field(default_factory=list)
+
+
+def split(body: bytes) -> SplitRequest:
+    """A ModelInferRequest and its tensors. Raises DecodeError for bytes that are none, TooLarge for more fields than a request can need."""
+    count = _Count()
+    parts = SplitRequest(None)
+    rest: list[bytes | memoryview] = []
+    for number, value, whole in _fields(memoryview(body), count):
+        if number == RAW_INPUTS:
+            parts.raw.append(value)
+        elif number == INPUTS:
+            entry, typed = _input(value, count)
+            rest.append(length_prefixed(INPUTS, len(entry)) + entry)
+            parts.typed.append(typed)
+        else:
+            rest.append(whole)
+    if (size := sum(map(len, rest))) > MOST_BYTES:
+        raise TooLarge.where("", f"at most {MOST_BYTES} bytes besides the tensors", str(size))
+    parts.message = ModelInferRequest.FromString(b"".join(rest))
+    return parts
+
+
+def length_prefixed(number: int, size: int) -> bytes:
+    """What stands before `size` bytes that are a field."""
+    written = bytearray()
+    for value in (number << 3 | BYTES, size):
+        while value > 127:
+            written.append(value & 127 | 128)
+            value >>= 7
+        written.append(value)
+    return bytes(written)
+
+
+def varints(packed: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
+    """The numbers of a packed field, of a whole or boolean type. Raises DecodeError."""
+    octets = np.frombuffer(packed, np.uint8)
+    if octets.size and octets[-1] > 127:
+        raise DecodeError("truncated")
+    pieces, start = [np.empty(0, dtype)], 0
+    while start < octets.size:
+        end = min(start + PIECE, octets.size)
+        while octets[end - 1] > 127:
+            end -= 1
+            if end + LONGEST_VARINT < start + PIECE:
+                raise DecodeError("too long a number")
+        pieces.append(_varints(octets[start:end], dtype))
+        start = end
+    return np.concatenate(pieces)
+
+
+def _varints(octets: Array, dtype: np.dtype[Any]) -> Array:
+    """Seven bits a byte, the lowest first; the last byte of each number is below 128."""
+    ends = np.flatnonzero(octets < 128)
+    starts = np.concatenate((np.zeros(1, ends.dtype), ends[:-1] + 1))
+    lengths = ends - starts + 1
+    if (longest := int(lengths.max())) > LONGEST_VARINT:
+        raise DecodeError("too long a number")
+    numbers = np.zeros(ends.size, np.uint64)
+    for i in range(longest):
+        longer = lengths > i
+        numbers[longer] |= (octets[starts[longer] + i] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * i)
+    return numbers != 0 if dtype == np.bool_ else numbers.astype(dtype)
+
+
+class _Count:
+    """Fields read so far."""
+
+    def __init__(self) -> None:
+        self.fields = 0
+
+    def add(self) -> None:
+        self.fields += 1
+        if self.fields > MOST_FIELDS:
+            raise TooLarge.where("", f"a message of at most {MOST_FIELDS} fields, with packed numbers or raw ones", "more")
+
+
+def _input(entry: memoryview, count: _Count) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
+    """An input without its contents; and these. A field that stands in pieces, or number by number, is joined."""
+    rest: list[memoryview] = []
+    typed: dict[int, list[memoryview]] | None = None
+    for number, value, whole in _fields(entry, count):
+        if number != CONTENTS:
+            rest.append(whole)
+            continue
+        typed = {} if typed is None else typed
+        for kind, numbers, _ in _fields(value, count):
+            typed.setdefault(kind, []).append(numbers)
+    if typed is None:
+        return b"".join(rest), None
+    return b"".join(rest), {kind: pieces[0] if len(pieces) == 1 else b"".join(pieces) for kind, pieces in typed.items()}
+
+
+def _fields(message: memoryview, count: _Count) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Each field's number, its value, and the whole of it."""
+    at = 0
+    while at < len(message):
+        count.add()
+        start = at
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == BYTES:
+            size, at = _varint(message, at)
+            end = at + size
+        elif kind == VARINT:
+            end = _varint(message, at)[1]
+        elif kind in FIXED:
+            end = at + FIXED[kind]
+        else:
+            raise DecodeError("an unknown wire type")
+        if end > len(message):
+            raise DecodeError("truncated")
+        yield tag >> 3, message[at:end], message[start:end]
+        at = end
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where the next field begins."""
+    value = 0
+    for i, octet in enumerate(message[at : at + LONGEST_VARINT]):
+        value |= (octet & 127) << (7 * i)
+        if octet < 128:
+            return value, at + i + 1
+    raise DecodeError("truncated")
