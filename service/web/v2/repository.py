@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from service.errors import InvalidRequest, LayerNotFound, RequestError
 from service.serving.engine import Engine
@@ -68,7 +69,7 @@ async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
     demand_name(name)
-    read_nested(config, "/parameters/config")  # one document, not the middle of another
+    await run_in_threadpool(read_nested, config, "/parameters/config")  # one document, not the middle of another
     try:
         await engine.put_layer(name, Asked(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
