@@ -96,7 +96,7 @@ class Methods:
         demand_started(self.engine)
         exchange, arrived = exchange or Exchange(), self.engine.clock()
         patience = [seconds for seconds in (heard.seconds_left, self.engine.timeout) if seconds is not None]
-        asked = Asked(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller)
+        asked = Asked(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller, lease=heard.lease)
         del body  # the engine lets go of it once there are arrays
 
         def parse(*args: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Methods:
             raise placed(refusal, exchange.places) from None
         heard.phases, heard.about = answer.phases, answer.about
         reply = bytes(answer.pieces[0])
-        heard.lease.add(len(reply))
+        heard.lease.resize(len(reply))
         return reply
 
     def _layer(self, request: Any) -> Any:
