@@ -1,6 +1,6 @@
 """Where a query stands among the keys, as the layer feels it: rotary embedding, and biases by distance. Pure functions of positions.
 
-A query's position is i + offset, a key's is j. Angles are computed in float32 (float64 for float64 layers) whatever the layer's dtype.
+A query's position is i + offset, a key's is j.
 """
 
 import math
@@ -14,13 +14,15 @@ from service.spec import RelativeBias, Rope
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """x [b, heads, n, head_dim] at positions [b|1, n], its first `dims` turned pair by pair (Su et al. 2021, equation 34).
 
-    Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J.
+    Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J. Angles are computed in
+    float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000). Cosines, sines and the
+    products with x are then float32, or float64 where x is.
     """
     dims = rope.dims or x.shape[-1]
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    angles = positions.to(exact)[:, None, :, None] * _frequencies(rope, dims, exact, x.device)  # [b|1, 1, n, dims/2]
+    angles = positions.to(torch.float64)[:, None, :, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
     turned, rest = x[..., :dims].to(exact), x[..., dims:]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(exact), angles.sin().to(exact)
     if rope.interleaved:
         even, odd = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
@@ -31,8 +33,8 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def _frequencies(rope: Rope, dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """theta^(-2i/dims) for each pair [dims/2], changed as `scaling` says."""
+def _frequencies(rope: Rope, dims: int) -> Tensor:
+    """theta^(-2i/dims) for each pair, float64 [dims/2], changed as `scaling` says."""
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
     frequencies = 1.0 / torch.tensor(rope.theta, dtype=torch.float64) ** exponents
     if (scaling := rope.scaling) is not None:
@@ -44,7 +46,7 @@ def _frequencies(rope: Rope, dims: int, dtype: torch.dtype, device: torch.device
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             share = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
             frequencies = slowed * (1 - share) + frequencies * share
-    return frequencies.to(device=device, dtype=dtype)
+    return frequencies
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -227,3 +227,25 @@ def test_long_calls(http: httpx.Client, queries: int, keys: int) -> None:
     plain = Case(spec.model_copy(update={"softcap": None}), {name: field for name, field in request.items() if name != "dropout"})
     exact = make(http, plain)
     hold("output", ask(http, plain, outputs=("output",))["output"], exact.output, plain, exact)
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"interleaved": True, "dims": 6, "theta": 5e5}, {"scaling": {"type": "linear", "factor": 4.0}}], ids=str
+)
+@pytest.mark.parametrize("offset", [0, 6_000, -6_000, 10_000_000, -10_000_000])
+def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope: dict[str, Any]) -> None:
+    """In float32, 1e-6 of the largest value at any position, of queries far ahead and far behind; keys stand at 0 to 6,000."""
+    rng = np.random.default_rng(0)
+    spec = LayerSpec.model_validate({"d_model": 8, "num_heads": 1, "projections": False, "rope": rope})
+    query, key = (rng.standard_normal((1, n, 8)).astype(np.float32) for n in (3, 6_001))
+    request = {"query": query, "key": key, "query_offset": offset}
+    case = Case(spec, request)
+    made = http.put("/layers/random", json={"spec": spec.model_dump(mode="json")})
+    assert made.status_code in (200, 201), made.text
+    exact = reference.attend(spec, {}, **request)
+
+    reply = ask(http, case, outputs=("query_projection", "key_projection", "scores"))
+
+    for name in ("query_projection", "key_projection", "scores"):
+        wanted = getattr(exact, name)
+        assert np.abs(reply[name] - wanted).max() <= 1e-6 * np.abs(wanted).max(), name
