@@ -6,6 +6,7 @@ arithmetic. So it is kept with the layer, and ends with it. Masks, lengths and b
 tensors than the three are looked at every time.
 """
 
+from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -39,22 +40,27 @@ class Prepared:
 
 
 class PreparedRequests:
-    """Those of one layer. Threads may share it: what one of them misses is found out again."""
+    """The prepared requests of one layer. Threads share it without a lock: each step on the dictionary and on the queue is atomic, and
+    neither is iterated. What one thread misses is found out again.
+    """
 
     def __init__(self) -> None:
         self._prepared: dict[Hashable, Prepared] = {}
+        self._oldest: deque[Hashable] = deque()  # shapes in the order in which they were kept
 
     def get(self, shape: Hashable) -> Prepared | None:
         return self._prepared.get(shape)
 
     def keep(self, shape: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool) -> None:
         """Keeps what was found out about a request of that shape, without its numbers."""
-        while len(self._prepared) >= KEPT:
-            self._prepared.pop(next(iter(self._prepared), None), None)
         arrays = {name: array for name in SEQUENCES if (array := getattr(request, name)) is not None}
         hollow = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
         options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCES}
-        self._prepared[shape] = Prepared(request.model_copy(update=hollow), options, cost, in_parts)
+        prepared = Prepared(request.model_copy(update=hollow), options, cost, in_parts)
+        if self._prepared.setdefault(shape, prepared) is prepared:  # else another thread was first
+            self._oldest.append(shape)
+            if len(self._oldest) > KEPT:
+                self._prepared.pop(self._oldest.popleft(), None)
 
 
 def shape_of(members: Mapping[str, Any]) -> Hashable | None:

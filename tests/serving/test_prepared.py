@@ -1,6 +1,8 @@
 """What is kept of earlier requests never changes what becomes of the next: a decoder that remembers against one that starts anew."""
 
+import sys
 from dataclasses import fields
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from service.serving.catalogue import Catalogue
 from service.serving.cost import ServingLimits
 from service.serving.decoding import Decoder
 from service.serving.exchange import Asked
-from service.serving.prepared import KEPT, LONGEST, shape_of
+from service.serving.prepared import KEPT, LONGEST, PreparedRequests, shape_of
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -114,6 +116,42 @@ def test_little_is_kept_and_no_numbers() -> None:
     for prepared in kept.values():
         assert "query" not in prepared.options
         assert prepared.request.query.strides == (0, 0, 0)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
+def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> None:
+    """Between any two bytecode instructions of one `keep` another runs from beginning to end, as a thread may that gets its turn there."""
+    bound = decoder().bound(Asked(orjson.dumps({"query": np.ones((1, 2, 6)).tolist()})))
+    parts, code = (bound.request, bound.call, bound.cost, bound.in_parts), PreparedRequests.keep.__code__
+    instructions = place = 0
+    cache = PreparedRequests()
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal instructions
+        frame.f_trace_opcodes = frame.f_code is code
+        if frame.f_code is code and event == "opcode":
+            instructions += 1
+            if instructions == place:
+                cache.keep("first" if same else "second", *parts)
+        return interrupt
+
+    before, most = sys.gettrace(), 1
+    while place < most:
+        place, instructions, cache = place + 1, 0, PreparedRequests()
+        for number in range(KEPT):
+            cache.keep(number, *parts)
+        sys.settrace(interrupt)
+        try:
+            cache.keep("first", *parts)
+        finally:
+            sys.settrace(before)
+        most = instructions
+        kept = set(cache._prepared)
+        assert "first" in kept and len(kept) == KEPT
+        for number in range(KEPT):
+            cache.keep(("later", number), *parts)
+        assert set(cache._prepared) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
+    assert most > 50
 
 
 def test_requests_with_much_beside_their_numbers_are_not_kept() -> None:
