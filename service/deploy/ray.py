@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.attention.call import Call, Result
 from service.cli.logs import configure_logs
-from service.errors import AttendError, CapacityError, LayerConflict, NotReady
+from service.errors import AttendError, CapacityError, NotReady
 from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
-from service.serving.shards import without_sinks
+from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
 from service.web.app import create_app, create_engine
 
@@ -59,17 +59,11 @@ class Shard:
         _prepare(settings)
         self._engine = create_engine(settings)
         await self._engine.start(settings.all_layers())
-        self._layers: dict[str, HeldLayer] = {}  # as parts need them, by fingerprint
+        self._layers = ShardLayers(self._engine.catalogue)
 
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
-        """The result of a part. Raises LayerConflict where the layer of that name is another one here."""
-        layer = self._layers.get(fingerprint)
-        if layer is None:
-            held = self._engine.catalogue.find(name)
-            if held.fingerprint != fingerprint:
-                raise LayerConflict(f'the layer "{name}" is another one on a shard')
-            attention = without_sinks(held.attention)
-            layer = self._layers[fingerprint] = HeldLayer(held.name, attention.spec, fingerprint, attention, held.gain)
+        """The result of a part. Raises LayerNotFound; LayerConflict where the layer of that name is another one here."""
+        layer = self._layers.find(name, fingerprint)
         return (await self._engine.scheduler.submit(layer, part, cost)).result
 
     async def check_health(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import selection
-from service.errors import Problem
-from service.serving.catalogue import HeldLayer
+from service.errors import LayerConflict, Problem
+from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.cost import Cost, ServingLimits, admit
 from service.spec import PROJECTIONS
 from service.wire.documents import AttendRequest
@@ -77,6 +78,27 @@ def without_sinks(attention: MultiHeadAttention) -> MultiHeadAttention:
         return attention
     weights = {name: tensor for name, tensor in attention.weights.items() if name != "sinks"}
     return MultiHeadAttention(attention.spec.model_copy(update={"sinks": False}), weights, attention.device)
+
+
+class ShardLayers:
+    """A catalogue's layers as parts have to compute them. Of a layer that is replaced or removed nothing is held any longer."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._without_sinks: WeakKeyDictionary[MultiHeadAttention, HeldLayer] = WeakKeyDictionary()
+
+    def find(self, name: str, fingerprint: str) -> HeldLayer:
+        """Raises LayerNotFound; LayerConflict where the layer of that name has another fingerprint here."""
+        held = self._catalogue.find(name)
+        if held.fingerprint != fingerprint:
+            raise LayerConflict(f'the layer "{name}" is another one on a shard')
+        if not held.spec.sinks:
+            return held
+        if (layer := self._without_sinks.get(held.attention)) is None:
+            attention = without_sinks(held.attention)
+            layer = HeldLayer(held.name, attention.spec, fingerprint, attention, held.gain)
+            self._without_sinks[held.attention] = layer
+        return layer
 
 
 @torch.inference_mode()

@@ -4,7 +4,9 @@ Without the network: what travels is the same `Call` and `Result`.
 """
 
 import asyncio
+import gc
 import pickle
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +15,13 @@ import pytest
 import torch
 
 from service.attention.cases import FEATURES, random_case
-from service.errors import DeadlinePassed, OutOfMemory, TooLarge
+from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.bind import bind
 from service.serving.catalogue import Catalogue
 from service.serving.cost import ServingLimits, predict
 from service.serving.engine import open_engine
 from service.serving.exchange import Asked
-from service.serving.shards import cut, join, refusals, share, without_sinks
+from service.serving.shards import ShardLayers, cut, join, refusals, share, without_sinks
 from service.spec import LayerSpec
 from service.wire.documents import AttendRequest, Select
 from service.wire.limits import WireLimits
@@ -86,6 +88,33 @@ def test_a_part_travels_without_the_keys_of_the_others():
     call = bind(request, layer.spec)
     whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
     assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in cut(call, 5))
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
+    catalogue, seen = Catalogue(torch.device("cpu"), ServingLimits()), []
+    layers = ShardLayers(catalogue)
+
+    def put(seed):
+        layer = catalogue.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
+        layer.attention.tune()
+        catalogue.put(layer)
+        found = layers.find("x", layer.fingerprint)
+        assert layers.find("x", layer.fingerprint) is found, "made once"
+        assert not found.spec.sinks
+        seen.extend(weakref.ref(held.attention) for held in (layer, found))
+        return layer.fingerprint
+
+    first, _ = put(1), put(2)
+    gc.collect()
+    assert [ref() is None for ref in seen] == [True, True, False, False]
+    with pytest.raises(LayerConflict):
+        layers.find("x", first)
+    catalogue.remove("x")
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+    with pytest.raises(LayerNotFound):
+        layers.find("x", first)
 
 
 # --- through the engine ------------------------------------------------------------------------------------------------------------------
