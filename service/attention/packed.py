@@ -52,7 +52,7 @@ class Packed:
     def _attend(self, batch: int, projected: Array, merged: Array) -> Tensor:
         """The weights [batch, heads, n, n] of one call from its [3, batch * n, heads, head_dim]; what its heads give goes to `merged`.
 
-        Which library does it is a matter of the layer and of an item's length alone, so that every item gets the same in any company.
+        Which library does it depends on the layer and on the length of an item alone, not on other calls.
         """
         rows, (heads, width) = len(merged) // batch, merged.shape[1:]
         if self._narrow and heads * rows**2 <= SCORES:

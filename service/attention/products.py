@@ -1,10 +1,13 @@
-"""The product of a projection: exact, fast, and the same for a row whatever rows are beside it.
+"""The product of a projection, and whether its rows may be computed together with those of other calls.
 
-torch's float32 `F.linear` goes to MKL or OpenBLAS, which sum in another order for few rows than for many. For short sums that makes no
-difference worth having; for long ones, those of wide layers, a call computed with others would differ from the same call alone by more
-than law 7 of serving allows. oneDNN's product with a weight laid out for it, the operation that torch's own compiler emits, sums every
-row alike, and on most processors is the faster one. It is an internal operation: where a release lacks it, or a processor is slow at it,
-the product is `F.linear`, and calls to wide layers keep to themselves.
+A library may sum a row in another order when there are more rows, and on another processor in yet another one. Serving promises that a
+call computed with others gets what it gets alone, within 1e-6 of the largest value in float32 (law 7). So every product is tried: a weight
+is steady where a row comes out alike however many rows there are, and calls to a layer whose weights are not steady run alone. That holds
+whichever product is taken and on any processor; no bits are promised of a call that is not reproducible.
+
+torch's float32 `F.linear` goes to MKL or OpenBLAS, and is hardly ever steady for long sums. oneDNN's product with a weight laid out for it,
+the operation that torch's own compiler emits, mostly is, and on most processors it is the faster one. It is an internal operation: where
+a release lacks it, or a processor is slow at it, the product is `F.linear`.
 """
 
 import time
@@ -14,21 +17,27 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-NARROW = 128  # inputs of a projection: up to so many, `F.linear` is fast and its rows are alike enough
+NARROW = 128  # inputs of a projection: up to so many, `F.linear` is fast
+FEW = 32  # inputs: sums of so few terms hardly depend on their order
+TOLERANCE = 5e-7  # of a row's largest value: how far its products with others may be from each other. Calls may differ by 1e-6
+SHARED = 1 << 26  # multiplications of one product for which calls share a batch at most: with more rows it is not tried
+TRIED = (1, 2, 5, 8, 16, 33, 100, 256)  # rows
 HEAVY = 1 << 25  # numbers of a weight: beyond, 128 MB, it is not laid out anew, and so not held twice
 WORK = 1 << 24  # multiplications with which both products are timed: so many that not what is around them decides
 ROWS = 8  # at least
 PATIENCE = 4.0  # this many times the other's time is as much as oneDNN's may take: what is hopeless, not what a busy machine makes of it
 
 _taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is
+_steady: dict[tuple[torch.Size, bool], bool] = {}  # weight's shape, and whether the product is oneDNN's -> whether its rows are alike
 
 
 class Product:
     """x W^T + b for x [..., in] and one weight [out, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, onednn: bool | None = None) -> None:
+        """By oneDNN, or by torch; where nothing is said, as was measured."""
         self._weight, self._bias = weight, bias
-        self._laid_out = _lay_out(weight) if takes_onednn(weight) else None
+        self._laid_out = _lay_out(weight) if (takes_onednn(weight) if onednn is None else onednn) else None
 
     def __call__(self, x: Tensor, fixed: bool = False) -> Tensor:
         """`fixed` takes torch's own, whatever was measured: another process may have measured otherwise."""
@@ -47,8 +56,17 @@ def takes_onednn(weight: Tensor) -> bool:
 
 
 def is_steady(weight: Tensor) -> bool:
-    """Whether a row's product with this weight depends so little on the rows beside it that calls may share it."""
-    return takes_onednn(weight) or not _is_long(weight)
+    """Whether a row's product with this weight depends so little on the rows beside it that calls may share it. Tried once for a shape:
+    some milliseconds.
+    """
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] <= FEW:
+        return True
+    if _is_long(weight) and not takes_onednn(weight):
+        return False
+    tried = weight.shape, takes_onednn(weight)
+    if tried not in _steady:
+        _steady[tried] = _difference(*tried) <= TOLERANCE
+    return _steady[tried]
 
 
 def measure(weight: Tensor) -> None:
@@ -76,7 +94,7 @@ def _round(rows: int) -> int:
 
 
 def _is_long(weight: Tensor) -> bool:
-    """Whether the sums are such that their order shows."""
+    """Whether oneDNN's product is considered, and the order of torch's sums shows."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] > NARROW
 
 
@@ -91,6 +109,25 @@ def _lay_out(weight: Tensor) -> Tensor:
 def _onednn(x: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid_out, bias, "none", [], "")
     return product
+
+
+@torch.inference_mode()
+def _difference(shape: torch.Size, onednn: bool) -> float:
+    """The largest difference between a row's product among many rows and among few, relative to the row's largest value; over random rows
+    and a random weight of that shape.
+    """
+    outputs, inputs = shape
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(min(outputs, inputs), inputs, generator=generator).repeat(-(-outputs // min(outputs, inputs)), 1)[:outputs]
+    counts = [rows for rows in TRIED if rows <= max(ROWS, SHARED // shape.numel())]
+    x = torch.randn(counts[-1], inputs, generator=generator)
+    product = Product(weight, None, onednn)
+    among_many = product(x)
+    among_few = [product(x[:rows]) for rows in counts[:-1]]
+    if inputs <= NARROW:  # short calls alone are computed in NumPy
+        among_few += [torch.from_numpy(x[:rows].numpy() @ weight.numpy().T) for rows in (1, ROWS)]
+    largest = among_many.abs().amax(1)
+    return max(float(((few - among_many[: len(few)]).abs().amax(1) / largest[: len(few)]).max()) for few in among_few)
 
 
 def _is_fast(weight: Tensor) -> bool:

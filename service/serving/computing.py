@@ -5,7 +5,9 @@ An exception anywhere on that way reaches every call of the batch. Out of memory
 
 import errno
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -77,15 +79,30 @@ def run(layer: HeldLayer, calls: Sequence[Call]) -> Sequence[Result]:
 
 
 def _alone(layer: HeldLayer, call: Call) -> Result:
-    """A reproducible call takes one thread, whatever the server was given."""
+    """The result of one call; of a reproducible one by one thread of arithmetic, however many the server was given."""
     if not call.reproducible:
         return _answer(layer, call)
-    threads = torch.get_num_threads()
+    return one_core().submit(_answer, layer, call).result()
+
+
+@cache
+def one_core() -> ThreadPoolExecutor:
+    """A thread whose arithmetic takes one core, made when first needed: an engine does so before it serves.
+
+    `torch.set_num_threads` sets the number for the thread that calls it, and besides the default for all threads that start to compute
+    later. So it is called once in the new thread, and that default is then set back; calling it around each reproducible call would let
+    whatever thread starts at that moment have one core for ever.
+    """
+    default = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
+    thread.submit(_take_one_core).result()
+    torch.set_num_threads(default)
+    return thread
+
+
+def _take_one_core() -> None:
+    torch.get_num_threads()  # a thread takes the default when it first asks: later, it would undo the next line
     torch.set_num_threads(1)
-    try:
-        return _answer(layer, call)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _answer(layer: HeldLayer, call: Call) -> Result:

@@ -22,7 +22,7 @@ from service.serving.batches import limits_on
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.codec_pool import CodecPool, size_of
-from service.serving.computing import Execution, Outcome
+from service.serving.computing import Execution, Outcome, one_core
 from service.serving.decoding import Decoder, predict
 from service.serving.device import find_device, taken
 from service.serving.door import Door
@@ -297,6 +297,7 @@ def open_engine(
     With `layers_dir` the layers that are put are kept there, and those that are there are held once it starts.
     """
     where = find_device(device)
+    one_core()  # before there are other threads: see there
     metrics = Metrics()
     folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
     scheduler = Scheduler(where, metrics, queue, limits_on(where, batch_calls))

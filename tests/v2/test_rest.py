@@ -567,16 +567,21 @@ def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., S
         assert told["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
 
 
-@pytest.mark.parametrize(("width", "heads"), [(64, 8), (255, 5)])
-def test_requests_of_different_lengths_are_one_execution(width: int, heads: int, v2: httpx.Client, start: Callable[..., Server]) -> None:
-    """And each gets what it gets alone, in its own shapes: to the last bit, where it is a wide layer's."""
+@pytest.mark.parametrize(("width", "heads", "reproducible"), [(30, 5, False), (30, 5, True), (64, 8, False), (255, 5, False)])
+def test_requests_of_different_lengths_are_one_execution(
+    width: int, heads: int, reproducible: bool, v2: httpx.Client, start: Callable[..., Server]
+) -> None:
+    """And each gets what it gets alone, in its own shapes. Of wider layers only where this processor sums rows alike beside others; of
+    reproducible requests each is an execution of its own, and comes out to the last bit.
+    """
     server = start("--batch-delay", "2")
     rng = np.random.default_rng(7)
     lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
     queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
 
     def ask(http: httpx.Client, query: Any) -> dict[str, Any]:
-        return read(http.post("/v2/models/mixed/infer", json={"inputs": in_json(query=query)})).arrays
+        body = {"inputs": in_json(query=query), "parameters": {"reproducible": reproducible}}
+        return read(http.post("/v2/models/mixed/infer", json=body)).arrays
 
     with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(len(queries)) as threads:
         for client in (http, v2):
@@ -586,13 +591,15 @@ def test_requests_of_different_lengths_are_one_execution(width: int, heads: int,
     alone = [ask(v2, query) for query in queries]
     v2.delete("/layers/mixed")
 
-    assert (told["inference_count"], told["execution_count"]) == (6, 1)
-    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in told["batch_stats"]] == [(6, 1)]
+    assert told["inference_count"] == 6
+    sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in told["batch_stats"]}
+    apart, together_once = {1: 4, 2: 1}, {6: 1}
+    assert sizes in ([apart] if reproducible else [together_once] if width == 30 else [apart, together_once])
     for (b, n), got, wanted in zip(lengths, together, alone, strict=True):
         assert got["output"].shape == (b, n, width)
         assert got["attention_weights"].shape == (b, heads, n, n)
         for name in ("output", "attention_weights"):
-            assert np.abs(got[name] - wanted[name]).max() <= (1e-6 if width == 64 else 0) * np.abs(wanted[name]).max()
+            assert np.abs(got[name] - wanted[name]).max() <= (0 if reproducible else 1e-6) * np.abs(wanted[name]).max()
 
 
 def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
