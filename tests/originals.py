@@ -120,7 +120,7 @@ def compare_minilm(http: httpx.Client, client: Client, mask: Array, seen: Sequen
 
 SOURCES = {  # the first word of a file's name -> where layers come from, and what of them is loaded, as README has it
     "transformers": "transformers | files of BERT, RoBERTa, DistilBERT, ViT, BART, GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3,"
-    " gpt-oss, T5, BLOOM, GPT-NeoX, Phi-3",
+    " T5, BLOOM, GPT-NeoX, Phi-3",
     "torch": "torch | `nn.MultiheadAttention`, kdim and vdim too; `nn.Transformer`'s layers",
     "timm": "timm | `VisionTransformer`",
     "keras": "Keras | `MultiHeadAttention`, `GroupQueryAttention`, by variables' paths and as weights files",

@@ -154,3 +154,12 @@ def test_fused_rows_of_grouped_attention_are_cut_by_the_head_counts():
     assert (fields["head_dim"], fields["output_dim"]) == (5, 11)
     cuts = np.split(w["qkv_proj.weight"], [30, 40])
     assert all(np.array_equal(weights[f"{name}.weight"], x) for name, x in zip(("query", "key", "value"), cuts, strict=True))
+
+
+def test_rows_grouped_by_kv_head_are_not_cut_as_others():
+    """Falcon-40B has [kv heads, queries of each + 2, head_dim] under names and shapes of [q; k; v]; with one kv head both are the same."""
+    w = {"self_attention.query_key_value.weight": draw(1, 50, 7), "self_attention.dense.weight": draw(2, 7, 30)}
+    with pytest.raises(InvalidRequest, match=r"grouped by kv head \(Falcon-40B.*qkv_proj and o_proj.*got 2, at /spec/num_kv_heads"):
+        read_layer(w, layout="fused", spec={"num_heads": 6, "num_kv_heads": 2})
+    one = {**w, "self_attention.query_key_value.weight": draw(1, 40, 7)}
+    assert read_layer(one, layout="fused", spec={"num_heads": 6, "num_kv_heads": 1})[0]["head_dim"] == 5

@@ -8,6 +8,8 @@ from layers_by_hand import B, Q, close, converted, cut, draw, heads_out, named
 from service.attention.layouts import read_layer
 from service.errors import InvalidRequest
 
+HALVES = {"theta": 10000.0, "interleaved": False}
+
 
 def llama(prefix="layers.0.self_attn", heads=4, kv_heads=2, dim=6, width=7, **more):
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
@@ -26,6 +28,7 @@ def test_meta_llama_rotates_pairs_and_hugging_face_permuted_its_rows_for_halves(
     """Rows of q and k in Meta's files, `view(H, D/2, 2).transpose(1, 2)` of them in Hugging Face's: both are read to the same layer."""
     meta = {name.replace("_proj", "").replace("self_attn.", "attention.w"): x for name, x in llama().items()}
     x, spec = draw(5, B, Q, 7), {"num_heads": 4, "rope": {"theta": 10000.0}}
+    halves = spec | {"rope": HALVES}
     q = turned(cut(x @ meta["layers.0.attention.wq.weight"].T, 4))
     k = np.repeat(turned(cut(x @ meta["layers.0.attention.wk.weight"].T, 2)), 2, axis=1)
     v = np.repeat(cut(x @ meta["layers.0.attention.wv.weight"].T, 2), 2, axis=1)
@@ -35,7 +38,7 @@ def test_meta_llama_rotates_pairs_and_hugging_face_permuted_its_rows_for_halves(
         name = f"layers.0.self_attn.{letter}_proj.weight"
         permuted[name] = permuted[name].reshape(heads, 3, 2, 7).swapaxes(1, 2).reshape(-1, 7)
     close(converted(meta, [x], spec=spec), expected)
-    close(converted(permuted, [x], spec=spec), expected)
+    close(converted(permuted, [x], spec=halves), expected)
 
 
 def test_llama_head_width_is_free_of_the_models():
@@ -50,25 +53,32 @@ def test_llama_head_width_is_free_of_the_models():
 
 
 def test_rope_is_never_assumed_from_names_alone():
-    """Theta is in no tensor; null says that there is none; what the layout knows, halves or pairs, is filled in."""
-    with pytest.raises(InvalidRequest, match="at /spec/rope"):
+    """Theta is in no tensor, nor are halves or pairs; null means none. Cohere, GLM-4, Llama 4 and Nemotron have the same names."""
+    with pytest.raises(InvalidRequest, match=r"interleaved.*Cohere.*Nemotron.*null.*at /spec/rope"):
         read_layer(llama(), spec={"num_heads": 4})
+    for layout in (None, "llama"):
+        with pytest.raises(InvalidRequest, match=r"Cohere.*at /spec/rope/interleaved"):
+            read_layer(llama(), layout=layout, spec={"num_heads": 4, "rope": {"theta": 1e4}})
+        with pytest.raises(InvalidRequest, match="at /spec/rope/theta"):
+            read_layer(llama(), layout=layout, spec={"num_heads": 4, "rope": {"interleaved": False}})
+    pairs = {"theta": 1e4, "interleaved": True, "dims": 4}
+    assert read_layer(llama(), spec={"num_heads": 4, "rope": pairs})[0]["rope"] == pairs
     assert read_layer(llama(), spec={"num_heads": 4, "rope": None})[0]["rope"] is None
-    given = {"theta": 5e5, "scaling": {"type": "linear", "factor": 2.0}}
-    assert read_layer(llama(), spec={"num_heads": 4, "rope": given})[0]["rope"] == {"interleaved": False, **given}
+    given = {"theta": 5e5, "interleaved": False, "scaling": {"type": "linear", "factor": 2.0}}
+    assert read_layer(llama(), spec={"num_heads": 4, "rope": given})[0]["rope"] == given
 
 
 def test_frequencies_kept_in_a_checkpoint_tell_how_much_of_a_head_is_rotated():
     """`rotary_emb.inv_freq` [dims / 2]."""
     checkpoint = llama(rotary_emb__inv_freq=draw(1, 2))
-    assert read_layer(checkpoint, spec={"num_heads": 4, "rope": {}})[0]["rope"]["dims"] == 4
+    assert read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES})[0]["rope"]["dims"] == 4
     with pytest.raises(InvalidRequest, match="expected 4, as the tensors tell, got 6, at /spec/rope/dims"):
-        read_layer(checkpoint, spec={"num_heads": 4, "rope": {"dims": 6}})
+        read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES | {"dims": 6}})
 
 
 def test_qwen2_has_biases_but_none_of_the_output():
     checkpoint = llama(q_proj__bias=draw(1, 24), k_proj__bias=draw(2, 12), v_proj__bias=draw(3, 12))
-    fields, weights = read_layer(checkpoint, spec={"num_heads": 4, "rope": {}})
+    fields, weights = read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES})
     assert fields["bias"] == {"query": True, "key": True, "value": True, "output": False}
     assert "output.bias" not in weights
 
@@ -86,7 +96,23 @@ def test_qwen3_norms_tell_the_head_count_and_come_before_rope():
 
     v = np.repeat(cut(x @ checkpoint["layers.0.self_attn.v_proj.weight"].T, 2), 2, axis=1)
     expected = heads_out(rotated("q", 4), rotated("k", 2), v).reshape(B, Q, 24) @ checkpoint["layers.0.self_attn.o_proj.weight"].T
-    close(converted(checkpoint, [x], spec={"rope": {}}), expected)
+    close(converted(checkpoint, [x], spec={"rope": HALVES}), expected)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["OLMo-2 7B", "OLMo-2 32B"])
+@pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"head_dim": 6}], ids=str)
+def test_a_norm_as_wide_as_all_heads_is_not_read_as_that_of_one_head(kv_heads, said):
+    checkpoint = llama(kv_heads=kv_heads, q_norm__weight=draw(20, 24), k_norm__weight=draw(21, 6 * kv_heads))
+    expected = r"one head\. One as wide as all heads \(OLMo-2.*num_heads 1 must be said.*at /weights/layers\.0\.self_attn\.q_norm\.weight"
+    with pytest.raises(InvalidRequest, match=expected):
+        read_layer(checkpoint, spec={"rope": HALVES, **said})
+
+
+def test_a_layer_of_one_head_may_have_norms_if_it_says_so():
+    checkpoint = llama(heads=1, kv_heads=1, q_norm__weight=draw(20, 6), k_norm__weight=draw(21, 6))
+    for said in ({"num_heads": 1}, {"head_dim": 6}):
+        fields, _ = read_layer(checkpoint, spec={"rope": HALVES, **said})
+        assert (fields["num_heads"], fields["head_dim"]) == (1, 6)
 
 
 def test_gemma3_norms_are_kept_less_one_and_not_mistaken_for_qwen3s():
@@ -102,8 +128,8 @@ def test_gemma3_norms_are_kept_less_one_and_not_mistaken_for_qwen3s():
     assert weights["query_norm.weight"].dtype == np.float32
 
 
-def test_gpt_oss_sinks_tell_the_head_count():
-    fields, weights = read_layer(llama(sinks=draw(1, 4)), spec={"rope": {}})
+def test_sinks_tell_the_head_count():
+    fields, weights = read_layer(llama(sinks=draw(1, 4)), spec={"rope": HALVES})
     assert (fields["sinks"], fields["num_heads"], weights["sinks"].shape) == (True, 4, (4,))
 
 

@@ -54,7 +54,7 @@ def ours(**more):
     return w | {name.replace("__", "."): draw(2, *shape) for name, shape in more.items()}
 
 
-ROPE = {"num_heads": 4, "rope": {}}
+ROPE = {"num_heads": 4, "rope": {"theta": 10000.0, "interleaved": False}}
 A0 = "/weights/encoder.layer.0.attention"
 L0 = "/weights/layers.0.self_attn"
 REFUSALS = {
@@ -102,19 +102,19 @@ REFUSALS = {
     "an output transposed": (llama(o_proj__weight=draw(1, 24, 7)), {"spec": ROPE}, f"{L0}.o_proj.weight", "4 x 6"),
     "norms too wide": (
         llama(q_norm__weight=draw(1, 5), k_norm__weight=draw(2, 5)),
-        {"spec": {"rope": {}}},
+        {"spec": {"rope": ROPE["rope"]}},
         f"{L0}.q_norm.weight",
         "a width that divides 24",
     ),
     "norms of two widths": (
         llama(q_norm__weight=draw(1, 6), k_norm__weight=draw(2, 5)),
-        {"spec": {"rope": {}}},
+        {"spec": {"rope": ROPE["rope"]}},
         f"{L0}.k_norm.weight",
         "6 numbers",
     ),
     "too few sinks": (
         llama(sinks=draw(1, 3), q_norm__weight=draw(1, 6), k_norm__weight=draw(2, 6)),
-        {"spec": {"rope": {}}},
+        {"spec": {"rope": ROPE["rope"]}},
         f"{L0}.sinks",
         "4 numbers",
     ),
@@ -164,7 +164,7 @@ REFUSALS = {
         "/spec/projections",
         "true",
     ),
-    "no rope said": (llama(), {"spec": {"num_heads": 4}}, "/spec/rope", '{"theta": 10000}, or null'),
+    "no rope said": (llama(), {"spec": {"num_heads": 4}}, "/spec/rope", '{"theta": 10000, "interleaved": false} as Llama'),
 }
 
 

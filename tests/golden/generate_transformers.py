@@ -115,7 +115,7 @@ def rotary(name, about, model, config, spec, layers=1, more=None, **fields):
 
 
 def llamas():
-    theta = {"theta": 10000.0}
+    theta = {"theta": 10000.0, "interleaved": False}
     rotary("llama", "Llama with grouped keys and values", hf.LlamaModel, hf.LlamaConfig, {"rope": theta})
     scaling = {
         "rope_type": "llama3",
@@ -125,7 +125,7 @@ def llamas():
         "original_max_position_embeddings": 32,
     }
     ours = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 32}
-    spec = {"rope": {"theta": 500000.0, "scaling": ours}}
+    spec = {"rope": {"theta": 500000.0, "interleaved": False, "scaling": ours}}
     parameters = {"rope_parameters": {"rope_theta": 500000.0, **scaling}, "attention_bias": True, "head_dim": 10}
     rotary("llama3", "Llama 3's frequencies, and all biases", hf.LlamaModel, hf.LlamaConfig, spec, **parameters)
     window = {"rope": theta, "window": {"left": 2, "right": None}}
@@ -136,7 +136,7 @@ def llamas():
 
 
 def more_llamas():
-    theta = {"theta": 10000.0}
+    theta = {"theta": 10000.0, "interleaved": False}
     spec = {"rope": theta, "scale": 24**-0.5, "softcap": 5.0}
     fields = {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "layer_types": ["full_attention"]}
     rotary("gemma2", "Gemma 2: softcap, and a scale of its own", hf.Gemma2Model, hf.Gemma2Config, spec, **fields)
@@ -157,7 +157,15 @@ def more_llamas():
     fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     spec = {"rope": theta, "window": {"left": 2, "right": None}}
     more = {"request": CAUSAL | {"fully_masked": "zero"}}  # the sink takes a row's whole weight where every key is blocked
-    rotary("gpt_oss", "gpt-oss: sinks, all biases, a window", hf.GptOssModel, hf.GptOssConfig, spec, more=more, **fields)
+    rotary(
+        "gpt_oss",
+        "gpt-oss: sinks, all biases, a window; without the yarn of its released config",
+        hf.GptOssModel,
+        hf.GptOssConfig,
+        spec,
+        more=more,
+        **fields,
+    )
 
 
 def t5():

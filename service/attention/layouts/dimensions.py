@@ -65,6 +65,9 @@ def _heads(weights: Weights, found: Found, told: Mapping[str, Any], rows: int) -
     if (norm := weights.get("query_norm.weight")) is not None:
         if not len(norm) or rows % len(norm):
             raise _unfit(found, "query_norm.weight", f"a width that divides {rows}, the queries' rows")
+        if len(norm) == rows and 1 not in (told.get("num_heads"), found.number("num_heads")) and found.number("head_dim") != rows:
+            expected = "a norm as wide as one head. One as wide as all heads (OLMo-2, OLMo-3, MiniMax-M2) is not read here; "
+            raise _unfit(found, "query_norm.weight", expected + "of a layer of a single head, num_heads 1 must be said")
         counts.append(rows // len(norm))
     counts += [weights[name].shape[-1] for name in ("relative_bias", "sinks") if name in weights]
     heads = next((count for count in counts if count), None)

@@ -2,7 +2,8 @@
 
 * torch's MultiheadAttention: rows [q; k; v] (`in_proj_weight`), or three matrices where kdim or vdim differ, but one bias in both cases.
 * GPT-2: Conv1D, so [in, out], with columns [q | k | v]; attention to an encoder has q apart and columns [k | v].
-* timm's ViT and `fused`: rows [q; k; v]. With fewer kv heads (spec `num_kv_heads`) k and v have fewer rows.
+* timm's ViT and `fused`: rows [q; k; v]. With fewer kv heads (spec `num_kv_heads`) k and v have fewer rows. Falcon-40B and Falcon 2 group
+  their rows by kv head instead, [kv heads, queries of each + 2, head_dim]: under their name, `query_key_value`, that is refused.
 * BLOOM and GPT-NeoX: rows [heads, (q, k, v), head_dim], each head's three together.
 
 `query_key_value` stands for both of the last two in the wild, so there the layout must be said; of `neox` also `rope` with its `dims`
@@ -58,6 +59,12 @@ def rows(found: Found) -> Read:
     packed = found.get("qkv.weight", "out", "in")
     heads = found.number("num_heads") or 1
     kv_heads = found.number("num_kv_heads") or heads
+    if 1 < kv_heads < heads and "query_key_value" in found.names["qkv.weight"]:
+        expected = (
+            f"{heads} or 1: with other numbers of kv heads, rows under query_key_value may be grouped by kv head (Falcon-40B, Falcon 2)"
+        )
+        expected += ", which is not read here. If they are [q; k; v], name the tensors qkv_proj and o_proj"
+        raise InvalidRequest.where(field_pointer("num_kv_heads"), expected, str(kv_heads))
     width, rest = divmod(packed.shape[0], heads + 2 * kv_heads)
     if rest:
         raise found.misfit("qkv.weight", f"a multiple of {heads + 2 * kv_heads} rows, one head_dim for each head of q, k and v")

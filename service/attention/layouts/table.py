@@ -13,7 +13,7 @@ LAYOUTS: dict[str, str] = {
     "vit": "ViT and its kin, with separate matrices or timm's qkv",
     "bart": "BART, OPT, Whisper, CLIP: four matrices, no RoPE",
     "gpt2": "GPT-2: Conv1D matrices",
-    "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2, gpt-oss: RoPE on halves, norm weights as they are",
+    "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2: norm weights as they are, one for each head; the spec says rope",
     "gemma3": "Gemma 3: as llama, norm weights less 1",
     "meta_llama": "Llama as Meta ships it: wq, wk, wv, wo, RoPE on pairs",
     "t5": "T5: relative bias, scale 1",
