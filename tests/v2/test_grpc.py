@@ -61,9 +61,9 @@ def request(model: str = "tiny", *inputs: Any, **members: Any) -> Any:
     return service_pb2.ModelInferRequest(model_name=model, inputs=inputs, **members)
 
 
-def entry(name: str, shape: list[int], datatype: str = "FP32", **contents: Any) -> Any:
+def entry(name: str, shape: list[int], datatype: str = "FP32", parameters: Any = None, **contents: Any) -> Any:
     typed = {"contents": service_pb2.InferTensorContents(**contents)} if contents else {}
-    return service_pb2.ModelInferRequest.InferInputTensor(name=name, shape=shape, datatype=datatype, **typed)
+    return service_pb2.ModelInferRequest.InferInputTensor(name=name, shape=shape, datatype=datatype, parameters=parameters, **typed)
 
 
 def test_it_describes_itself_as_over_http(client: Any, v2: httpx.Client) -> None:
@@ -219,6 +219,11 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
         INVALID,
         "classification",
     ),
+    "an unknown parameter of an input": (
+        request("tiny", entry("query", [1, 1, 6], parameters={"scale": {"int64_param": 1}}, fp32_contents=[0.5] * 6)),
+        INVALID,
+        "expected one of content_type, binary_data_size, got another member, at /inputs/0/parameters/scale",
+    ),
     "a parameter without a value": (request("tiny", GOOD, parameters={"causal": {}}), INVALID, "value"),
     "an unknown parameter": (request("tiny", GOOD, parameters={"sequence_id": {"int64_param": 1}}), INVALID, "sequence_id"),
     "a stream's last word": (
@@ -255,6 +260,20 @@ def test_what_perf_analyzer_says_with_every_request_is_taken(channel: grpc.Chann
 
     reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
         request("tiny", *inputs, parameters=said, raw_input_contents=[QUERY.tobytes(), KEY.tobytes()])
+    )
+
+    got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)
+    np.testing.assert_allclose(got, want["output"], rtol=0, atol=1e-6)
+
+
+def test_what_clients_add_of_their_own_accord_is_ignored(channel: grpc.Channel, want: dict[str, Array]) -> None:
+    """KServe's client says sizes and that outputs go as bytes, MLServer's codecs say how to read a tensor: all of it is so anyway."""
+    codec, size = {"content_type": {"string_param": "np"}}, {"binary_data_size": {"int64_param": QUERY.nbytes}}
+    inputs = [entry("query", list(QUERY.shape), parameters={**codec, **size}), entry("key", list(KEY.shape))]
+    outputs = [{"name": "output", "parameters": {**codec, "binary_data": {"bool_param": True}}}]
+
+    reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
+        request("tiny", *inputs, outputs=outputs, parameters=codec, raw_input_contents=[QUERY.tobytes(), KEY.tobytes()])
     )
 
     got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)

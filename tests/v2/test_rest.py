@@ -295,6 +295,33 @@ def test_the_largest_weights_are_two_outputs(v2: httpx.Client) -> None:
     assert reply.arrays["attention_weights.values"].dtype == np.float64
 
 
+def test_what_clients_add_of_their_own_accord_is_ignored(v2: httpx.Client) -> None:
+    """MLServer's codecs say of a tensor and of a request how to make objects of it."""
+    codec = {"parameters": {"content_type": "np"}}
+    [query] = one()["inputs"]
+
+    said = v2.post(INFER, json={"inputs": [{**query, **codec}], "outputs": [{"name": "output", **codec}], **codec})
+
+    assert said.json() == v2.post(INFER, json={"inputs": [query], "outputs": [{"name": "output"}]}).json()
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_null_is_what_is_left_out(v2: httpx.Client, binary: bool) -> None:
+    """As clients write it that are generated from a document."""
+    nothing = {"id": None, "parameters": None, "model_name": None, "model_version": None}
+    [query] = one()["inputs"]
+    if binary:
+        query |= {"data": None, "parameters": {"binary_data_size": 48}}
+    head = json.dumps({**nothing, "inputs": [query], "outputs": [{"name": "output", "parameters": None}]}).encode()
+    body = head + np.full(12, 0.5, np.float32).tobytes() if binary else head
+
+    reply = read(v2.post(INFER, content=body, headers={"Inference-Header-Content-Length": str(len(head))}))
+
+    assert "id" not in reply.document
+    close(reply.arrays["output"], read(v2.post(INFER, json=one())).arrays["output"])
+    assert v2.post(INFER, json={**one(), "outputs": None}).json() == v2.post(INFER, json=one()).json()
+
+
 def test_an_id_comes_back_and_none_is_made_up(v2: httpx.Client) -> None:
     inputs = in_json(query=QUERY)
 
@@ -409,6 +436,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "shared memory": (one(data=..., parameters={"shared_memory_region": "a"}), "shared_memory_region"),
     "an unknown member of an input": (one(dtype="FP32"), "/inputs/0/dtype"),
     "an unknown member": ({**one(), "sequence": 1}, "/sequence"),
+    "an unknown parameter of an input": (one(parameters={"scale": 1}), "at /inputs/0/parameters/scale"),
+    "a name that is ignored elsewhere": (one(parameters={"binary_data": True}), "at /inputs/0/parameters/binary_data"),
+    "an unknown parameter of an output": ({**one(), "outputs": [{"name": "output", "parameters": {"scale": 1}}]}, "parameters/scale"),
+    "outputs that are no list": ({**one(), "outputs": {}}, "/outputs"),
     "an unknown parameter": ({**one(), "parameters": {"temperature": 1}}, "/parameters/temperature"),
     "a sequence": ({**one(), "parameters": {"sequence_id": 7}}, "/parameters/sequence_id"),
     "a reserved parameter": ({**one(), "parameters": {"triton_x": 7}}, "/parameters/triton_x"),

@@ -23,6 +23,7 @@ from service.wire.refusals import shown
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.v2.members import (
     FINAL,
+    IGNORED,
     VERSION,
     arrays_asked,
     datatype_named,
@@ -86,7 +87,7 @@ class Exchange:
         self.timeout = seconds_of(parameters)
         self.marks_final = self.stream and parameters.get(FINAL) is True
         for i, output in enumerate(request.outputs):
-            demand_known(output.parameters, (), f"/outputs/{i}/parameters")
+            demand_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
         parameters.pop("binary_data_output", None)  # as it is here anyway
         self.outputs = [output.name for output in request.outputs]
         members = members_of(request.model_name, tensors, parameters, self.outputs)
@@ -138,7 +139,7 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[Sent, Array]:
     """One input: how it was sent, and its array."""
     demand_input(entry.name, f"{at}/name")
-    demand_known(entry.parameters, (), f"{at}/parameters")
+    demand_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
         array = _typed(typed or {}, row, shape, f"{at}/contents")

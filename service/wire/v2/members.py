@@ -32,6 +32,13 @@ PARTS = (KEYS, "attention_weights.values")  # outputs in place of the weights, w
 PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the protocol's own
 # Whether a reply of a stream (gRPC) is to say that it is the last one to its request. perf_analyzer sends it outside of streams, too.
 FINAL = "triton_enable_empty_final_response"
+# Parameters that clients add of their own accord, by where they stand. They say nothing that would change an answer: which of MLServer's
+# codecs makes objects of a tensor, and how many bytes it has or whether it goes as bytes, where the protocol decides that (over gRPC).
+IGNORED = {
+    "request": ("content_type",),
+    "input": ("content_type", "binary_data_size"),
+    "output": ("content_type", "binary_data"),
+}
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +55,7 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
     if "query" not in members:
         raise InvalidRequest.where("/inputs", "an input called query", ", ".join(members))
     for name, value in parameters.items():
-        if name in PROTOCOL:
+        if name in PROTOCOL or name in IGNORED["request"]:
             continue
         at = "/parameters" + pointer([name])
         if name == FINAL and isinstance(value, bool):
@@ -128,7 +135,8 @@ def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
     """Raises InvalidRequest where an object of a request has a member that means nothing here."""
     for name in entry:
         if name not in known:
-            raise InvalidRequest.where(at + pointer([name]), f"one of {', '.join(known)}", "another member")
+            expected = f"one of {', '.join(known)}" if known else "no members"
+            raise InvalidRequest.where(at + pointer([name]), expected, "another member")
 
 
 def demand_input(name: str, at: str) -> None:

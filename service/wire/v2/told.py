@@ -18,6 +18,7 @@ from service.wire.scan import parse_slowly
 from service.wire.v2.header import INPUT, has_lists
 from service.wire.v2.members import (
     BY_DEFAULT,
+    IGNORED,
     KEYS,
     VERSION,
     datatype_named,
@@ -90,7 +91,7 @@ def told_by(header: Mapping[str, Any], following: int, model: str) -> Told:
     """
     demand_known(header, REQUEST, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
-        if header.get(name, value) != value:
+        if header.get(name) not in (None, value):
             raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
@@ -109,10 +110,10 @@ def told_by(header: Mapping[str, Any], following: int, model: str) -> Told:
             within[sent.name] = tensor
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
-    parameters = _object(header.get("parameters", {}), "/parameters")
-    request_id, timeout = _id(header["id"]) if "id" in header else None, seconds_of(parameters)
+    parameters = _parameters(header, "")
+    request_id, timeout = _id(header.get("id")), seconds_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
-    outputs, binary_outputs = _outputs(header.get("outputs") or [])
+    outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
     members = members_of(model, [(sent.name, ...) for sent in places], parameters, outputs)
     told = Told(members, behind, within, request_id, timeout, outputs, binary, binary_outputs, Places(places))
     if not any(told.in_text(name) for name in outputs or BY_DEFAULT if name != KEYS):
@@ -128,11 +129,11 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[Sent, Beh
     demand_input(name, f"{at}/name")
     row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
     shape = shape_of(entry.get("shape", ...), f"{at}/shape")
-    parameters = _object(entry.get("parameters", {}), f"{at}/parameters")
-    demand_known(parameters, ("binary_data_size",), f"{at}/parameters")
-    if ("data" in entry) == ("binary_data_size" in parameters):
-        raise InvalidRequest.where(at, "either data or binary_data_size", "both" if "data" in entry else "neither")
-    if "data" in entry:
+    parameters, in_text = _parameters(entry, at), entry.get("data") is not None
+    demand_known(parameters, IGNORED["input"], f"{at}/parameters")
+    if in_text == ("binary_data_size" in parameters):
+        raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
+    if in_text:
         return Sent(name, shape, "/data", has_lists(entry["data"])), Within(i, kind_of(name), row, shape)
     size, wanted = parameters["binary_data_size"], math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
@@ -151,8 +152,8 @@ def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
     for i, entry in enumerate(entries):
         at = f"/outputs/{i}"
         demand_known(_object(entry, at), OUTPUT, at)
-        name, parameters = _name(entry, at), _object(entry.get("parameters", {}), f"{at}/parameters")
-        demand_known(parameters, ("binary_data",), f"{at}/parameters")
+        name, parameters = _name(entry, at), _parameters(entry, at)
+        demand_known(parameters, IGNORED["output"], f"{at}/parameters")
         if "binary_data" in parameters:
             binary[name] = _flag(parameters["binary_data"], f"{at}/parameters/binary_data")
         names.append(name)
@@ -163,6 +164,12 @@ def _object(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest.where(at, "an object", shown(value))
     return value
+
+
+def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """The parameters of a request, an input or an output; null says that there are none."""
+    value = holder.get("parameters")
+    return {} if value is None else _object(value, f"{at}/parameters")
 
 
 def _name(entry: Mapping[str, Any], at: str) -> str:
@@ -178,7 +185,9 @@ def _flag(value: Any, at: str) -> bool:
     return value
 
 
-def _id(value: Any) -> str:
+def _id(value: Any) -> str | None:
+    if value is None:
+        return None
     if not isinstance(value, str):
         raise InvalidRequest.where("/id", "a string", shown(value))
     if not is_unicode(value):  # the reply repeats it

@@ -1,11 +1,15 @@
-"""KServe's InferenceRESTClient against the server named on the command line. In an environment of its own: it brings half a gigabyte."""
+"""KServe's InferenceRESTClient and InferenceGRPCClient against the servers named on the command line: http://host:port host:port.
+
+In an environment of its own: it brings half a gigabyte.
+"""
 
 import asyncio
 import sys
 
+import grpc
 import httpx
 import numpy as np
-from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
 QUERY = np.random.default_rng(5).standard_normal((2, 3, 64)).astype(np.float32)
@@ -17,8 +21,26 @@ def request(binary: bool, **more: object) -> InferRequest:
     return InferRequest(model_name="default", infer_inputs=[query], **more)
 
 
-async def check(url: str) -> None:
-    want = httpx.post(f"{url}/attend", json={"query": QUERY.tolist()}).json()
+async def check_grpc(address: str, want: dict[str, object]) -> None:
+    """It repeats the size of each tensor, and says of outputs that they go as bytes."""
+    async with InferenceGRPCClient(address) as client:
+        assert await client.is_server_live() is True
+        assert await client.is_server_ready() is True
+        assert await client.is_model_ready("default") is True
+        outputs = [RequestedOutput("output", {"binary_data": True}), RequestedOutput("attention_weights", {"binary_data": False})]
+        for body in (request(False), request(True), request(True, request_outputs=outputs)):
+            reply = await client.infer(body)
+            for name in ("output", "attention_weights"):
+                np.testing.assert_allclose(reply.get_output_by_name(name).as_numpy(), want[name], rtol=0, atol=1e-6)
+        try:
+            await client.infer(request(True, parameters={"temperature": 1}))
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "/parameters/temperature" in error.details(), error
+        else:
+            raise AssertionError("a parameter that means nothing was taken")
+
+
+async def check_rest(url: str, want: dict[str, object]) -> None:
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
         assert await client.is_server_live(url) is True
         assert await client.is_server_ready(url) is True
@@ -44,5 +66,11 @@ async def check(url: str) -> None:
             raise AssertionError("a parameter that means nothing was taken")
 
 
-asyncio.run(check(sys.argv[1]))
-print("KServe's client: good")
+async def check(url: str, address: str) -> None:
+    want = httpx.post(f"{url}/attend", json={"query": QUERY.tolist()}).json()
+    await check_rest(url, want)
+    await check_grpc(address, want)
+
+
+asyncio.run(check(*sys.argv[1:]))
+print("KServe's clients: good")
