@@ -25,6 +25,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
+DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 
 
@@ -111,8 +112,10 @@ class QKNorm(Part):
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
-    """Says in the JSON schema that null is the same as left out, wherever something may be left out."""
+    """Says in the JSON schema that null is the same as left out, wherever something may be. A default that is derived is not stated."""
     for name, field in schema["properties"].items():
+        if name in DERIVED:
+            field.pop("default", None)
         if name not in schema["required"] and {"type": "null"} not in field.get("anyOf", []):
             words = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
             schema["properties"][name] = {"anyOf": [*(field.get("anyOf") or [field]), {"type": "null"}], **words}

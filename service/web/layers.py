@@ -4,7 +4,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from service.errors import InvalidRequest, Problem
@@ -20,6 +20,7 @@ from service.wire.reply import Buffer
 
 NAME = re.compile(LAYER_NAME)
 QUERY = ("layout", "prefix", "spec")
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # which `demand_name` checks, in words of ours
 CHUNK = 1 << 20  # bytes handed to the socket at a time, so that a slow reader holds no second copy
 
 
@@ -66,7 +67,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
     )
     async def put_layer(
-        name: str,
+        name: NewName,
         request: Request,
         response: Response,
         layout: Annotated[str | None, Query(description="Whose names a checkpoint has; where its names tell, it may be left out.")] = None,

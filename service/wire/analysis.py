@@ -5,13 +5,13 @@ mass, an induction score without a repeated word, a query that is padding) is nu
 What overflowed is no such thing: `reply.nonfinite` says whether it is an error, which it is by default, or becomes null as well.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.spec import disagreement
 from service.wire.arrays import Sequences
-from service.wire.documents import AttendRequest, Document, Index, LayerReference
+from service.wire.documents import AttendRequest, Document, Index, LayerReference, each_once
 from service.wire.refusals import shown
 
 Metric = Literal[
@@ -80,6 +80,10 @@ DEFAULT: tuple[Metric, ...] = (
     "mean_distance",
     "previous_token_score",
 )
+REFUSED = {  # fields of /attend
+    "dropout": "no dropout, since metrics tell of the weights before it",
+    "output_gradient": "a `direction` in its place",
+}
 
 
 def _lens(value: Any) -> Any:
@@ -103,26 +107,32 @@ class AnalysisOptions(Document):
     )
 
 
+def _without_refused(schema: dict[str, Any]) -> None:
+    """Leaves the fields out of the JSON schema that are refused unless they are null."""
+    for name in REFUSED:
+        del schema["properties"][name]
+
+
 class AnalysisRequest(AttendRequest):
     """A request of POST /attend, and the metrics wanted. `outputs`, `select` and what they ask for are not replied here."""
 
+    model_config = ConfigDict(json_schema_extra=_without_refused)
     metrics: list[Metric] | None = Field(
-        default=None, min_length=1, description="If null, the cheap ones that the request gives enough for; see the table of the reply."
+        default=None,
+        min_length=1,
+        description="If null, the cheap ones that the request gives enough for; see the table of the reply.",
+        json_schema_extra=each_once,
     )
-    analysis: AnalysisOptions = AnalysisOptions()
+    analysis: AnalysisOptions = Field(default_factory=AnalysisOptions)
     direction: Sequences | None = Field(
         default=None,
         description="[b, q, output_dim]: contribution and gradient_importance are those to <direction, output>; without it to half the "
         "squared norm of the output.",
     )
-    refused: ClassVar[dict[str, str]] = {
-        "dropout": "no dropout, since metrics tell of the weights before it",
-        "output_gradient": "a `direction` in its place",
-    }
 
     @model_validator(mode="after")
     def _measurable(self) -> Self:
-        for name, expected in self.refused.items():
+        for name, expected in REFUSED.items():
             if getattr(self, name) is not None:
                 raise disagreement(f"/{name}", expected, name)
         for i, name in enumerate(self.metrics or ()):

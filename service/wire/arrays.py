@@ -17,28 +17,27 @@ from pydantic_core import CoreSchema, core_schema
 
 from service.errors import InvalidRequest
 from service.spec import disagreement
-from service.tensors import BY_NUMPY, Array, Datatype
+from service.tensors import BY_NUMPY, DATATYPES, Array, Datatype
 from service.wire.refusals import shown
 
 Kind = Literal["number", "bias", "mask", "count"]
 MAX_RANK = 4
 LARGEST_COUNT = 2**53
 EXACT = 2**53  # up to it a float64 holds every whole number
+LONGEST_AXIS = 2**31 - 1
+NAME = "x-name"  # in a JSON schema: what a definition of it is called
 ITEMS: dict[Kind, dict[str, Any]] = {
     "number": {"type": "number"},
-    "bias": {"anyOf": [{"type": "number"}, {"const": "-inf"}]},
+    "bias": {
+        "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
+        NAME: {"title": "BiasElement", "description": "A number that is added to a score; -inf blocks the pair."},
+    },
     "mask": {"enum": [0, 1, True, False]},
-    "count": {"type": "integer", "minimum": 0},
+    "count": {"type": "integer", "minimum": 0, "maximum": LARGEST_COUNT},
 }
-
-
-class FlatTensor(BaseModel):
-    """A tensor as shape and row-major data. Under /attend/plan the data may be left out."""
-
-    model_config = ConfigDict(extra="forbid")
-    shape: list[int] = Field(description="Lengths of the axes; 0 is allowed.")
-    datatype: str | None = Field(default=None, description="Open Inference Protocol name, such as FP32.")
-    data: list[Any] | None = Field(default=None, description="Row-major values, flat or nested to the shape.")
+WORDS: dict[Kind, str] = {"number": "numbers", "bias": 'numbers or "-inf"', "mask": "0, 1, true or false", "count": "whole numbers"}
+REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
+NULL = {"type": "null"}
 
 
 class Base64Tensor(BaseModel):
@@ -161,8 +160,9 @@ def element(array: Array, at: str) -> str:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Annotation: a numpy array of one of `ranks` whose values are of `kind`."""
+    """Annotation: a numpy array of one of `ranks` whose values are of `kind`; `name` is what the OpenAPI document calls it."""
 
+    name: str
     kind: Kind
     ranks: tuple[int, ...]
 
@@ -207,14 +207,50 @@ class Tensor:
         return core_schema.no_info_plain_validator_function(self)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        forms: list[dict[str, Any]] = []
-        for rank in self.ranks:
-            nested = dict(ITEMS[self.kind])
-            for _ in range(rank):
-                nested = {"type": "array", "items": nested}
-            forms.append(nested)
-        objects = (handler(form.__pydantic_core_schema__) for form in (FlatTensor, Base64Tensor))
-        return {"anyOf": [*forms, *objects]}
+        ranks = " or ".join(map(str, self.ranks))
+        return {"anyOf": self._forms(), NAME: {"title": self.name, "description": f"A tensor of rank {ranks}, of {WORDS[self.kind]}."}}
+
+    def _forms(self) -> list[dict[str, Any]]:
+        """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
+        lists = [_lists(self.kind, rank) for rank in self.ranks]
+        axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
+        axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes; 0 is allowed."}
+        names = [row.name for row in DATATYPES.values() if row.kind != "bool" or self.kind == "mask"]
+        datatype = {"enum": names, "description": "Of the Open Inference Protocol."}
+        flat = {"type": "array", "items": ITEMS[self.kind]}
+        data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
+        data["description"] = "Row-major values, flat or nested to the shape; left out only under /attend/plan."
+        text = {"type": "string", "contentEncoding": "base64", "description": "Of the little-endian row-major bytes."}
+        numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
+        return [*lists, numbers, _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")]
+
+
+def _lists(kind: Kind, rank: int) -> dict[str, Any]:
+    """The schema of nested lists. One of length 0 has no shape to tell, so there is none."""
+    return ITEMS[kind] if not rank else {"type": "array", "items": _lists(kind, rank - 1), "minItems": 1}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
+    """The schemas with one definition of each kind of tensor, to which others refer; `{model}` in REFERENCE is its name."""
+    found: dict[str, Any] = {}
+
+    def referring(node: Any) -> Any:
+        if isinstance(node, list):
+            return [referring(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if NAME not in node:
+            return {key: referring(value) for key, value in node.items()}
+        name = node[NAME]["title"]
+        found[name] = {**node[NAME], "anyOf": referring(node["anyOf"])}
+        words = {key: node[key] for key in ("description",) if key in node}
+        return {"$ref": REFERENCE.format(model=name), **words}
+
+    return {**referring(schemas), **found}
 
 
 def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
@@ -227,10 +263,10 @@ def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
     return {name: item.kind for name, items in found.items() for item in items if isinstance(item, Tensor)}
 
 
-Sequences = Annotated[Array, Tensor("number", (2, 3))]  # [b, n, width] or [n, width]
-Mask = Annotated[Array, Tensor("mask", (2, 3, 4))]
-KeyMask = Annotated[Array, Tensor("mask", (1, 2))]
-Lengths = Annotated[Array, Tensor("count", (0, 1, 2))]
-Bias = Annotated[Array, Tensor("bias", (2, 3, 4))]
-HeadScale = Annotated[Array, Tensor("number", (1, 2))]
-Weight = Annotated[Array, Tensor("number", (1, 2))]
+Sequences = Annotated[Array, Tensor("Sequences", "number", (2, 3))]  # [b, n, width] or [n, width]
+Mask = Annotated[Array, Tensor("Mask", "mask", (2, 3, 4))]
+KeyMask = Annotated[Array, Tensor("KeyMask", "mask", (1, 2))]
+Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
+Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
+HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
+Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]

@@ -12,7 +12,19 @@ from pydantic.json_schema import models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
-from service.wire.arrays import Bias, HeadScale, KeyMask, Kind, Lengths, Mask, Sequences, Weight, tensor_kinds
+from service.wire.arrays import (
+    REFERENCE,
+    Bias,
+    HeadScale,
+    KeyMask,
+    Kind,
+    Lengths,
+    Mask,
+    Sequences,
+    Weight,
+    tensor_kinds,
+    with_definitions,
+)
 from service.wire.refusals import HALF, is_unicode, shown
 
 WEIGHTS = "Canonical name -> tensor; null draws them by init and seed, which say nothing where weights are given: both become null."
@@ -40,6 +52,11 @@ def _default_outputs() -> list[Output]:
     return ["output", "attention_weights"]
 
 
+def each_once(schema: dict[str, Any]) -> None:
+    """Says in the JSON schema of a list, or of a list or null, that nothing may stand in it twice."""
+    next(form for form in schema.get("anyOf", [schema]) if form.get("type") == "array")["uniqueItems"] = True
+
+
 def _offset(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
@@ -62,7 +79,8 @@ def _words(value: Any) -> Any:
     return value
 
 
-Offset = Annotated[int | list[int] | Literal["end"], BeforeValidator(_offset)]
+Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 Words = Annotated[list[str] | list[list[str]], BeforeValidator(_words)]
 Index = Annotated[int, Field(ge=0, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
@@ -140,10 +158,15 @@ class AttendRequest(Document):
     dropout: Dropout | None = None
     scale: Finite | None = Field(default=None, description="The layer's if null.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(default=None, description="The layer's if null; 0 switches it off.")
-    outputs: list[Output] = Field(default_factory=_default_outputs, min_length=1)
+    outputs: list[Output] = Field(
+        default_factory=_default_outputs,
+        min_length=1,
+        description="output and attention_weights if left out.",
+        json_schema_extra=each_once,
+    )
     output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]: the outputs may then name gradients.")
     select: Select | None = None
-    reply: ReplyOptions = ReplyOptions()
+    reply: ReplyOptions = Field(default_factory=ReplyOptions)
     reproducible: Strict = Field(default=False, description="Bit for bit the same on one machine; runs alone.")
     tokens: Tokens | None = None
 
@@ -175,6 +198,15 @@ class PutLayer(Document):
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
     weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drawn(cls, data: Any) -> Any:
+        """An init of null says that weights were given; where none are, it is left out."""
+        spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
+        if isinstance(spec, dict) and spec.get("init", ...) is None:
+            return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
+        return data
 
 
 class LayerReference(Document):
@@ -243,5 +275,5 @@ class ProblemDocument(BaseModel):
 def request_schemas(*more: type[BaseModel]) -> dict[str, Any]:
     """Name -> JSON schema of the documents that routes read or write themselves, for the OpenAPI document."""
     models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument, *more)]
-    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    return dict(definitions["$defs"])
+    _, definitions = models_json_schema(models, ref_template=REFERENCE)
+    return with_definitions(definitions["$defs"])

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from service.spec import Finite, disagreement
-from service.wire.documents import AttendRequest, Document, Index, Strict
+from service.wire.documents import AttendRequest, Document, Index, Strict, each_once
 
 
 class Figure(Document):
@@ -21,7 +21,11 @@ class Figure(Document):
     colours: Literal["viridis", "cividis"] = "viridis"
     title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='One that says what is shown if null; "": none.')
     heads: list[Index] | None = Field(
-        default=None, min_length=1, max_length=256, description="All if null; for `head` exactly one, the first if null."
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="All if null; for `head` exactly one, the first if null.",
+        json_schema_extra=each_once,
     )
     item: Index = Field(default=0, description="Which item of the batch.")
     pool: Literal["mean", "max"] | None = Field(
@@ -32,7 +36,7 @@ class Figure(Document):
     maximum: Annotated[Finite, Field(gt=0)] | None = Field(
         default=None, description="The value that the last colour stands for; if null the largest, for `similarity` 1."
     )
-    width: Annotated[int, Field(ge=160, le=4096, strict=True)] | None = Field(default=None, description="In CSS pixels; as needed if null.")
+    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="In CSS pixels; as needed if null.")
     dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(default=144, description="Of a PNG: 96 make a pixel of a CSS pixel.")
 
     @field_validator("heads")
@@ -57,7 +61,7 @@ class Figure(Document):
 class FigureRequest(AttendRequest):
     """The body of POST /attend and `figure`. `outputs`, `select` and `reply` say what /attend replies, and nothing here."""
 
-    figure: Figure = Figure()
+    figure: Figure = Field(default_factory=Figure)
 
     @model_validator(mode="after")
     def _item(self) -> Self:

@@ -214,6 +214,7 @@ class Reader:
                 raise InvalidRequest.where(at + pointer([key]), "one of shape, datatype, data, base64", shown(key))
             if key in keys[:i]:
                 raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
+        keys = [key for key in keys if key not in ("data", "base64") or value[key] is not None]
         if "data" in keys and "base64" in keys:
             raise InvalidRequest.where(at, "either data or base64", "both")
         shape = shape_of(self.plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else ..., f"{at}/shape")

@@ -20,7 +20,7 @@ Part = Literal["query", "key", "value"]
 class WordsRequest(Document):
     """A sentence, the layer it is to be put through, and as what."""
 
-    text: Annotated[str, Field(max_length=LONGEST)]
+    text: Annotated[str, Field(max_length=LONGEST)] = Field(description="At least one word.", json_schema_extra={"pattern": r"\S"})
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer whose input the vectors are to be.")
     part: Part = Field(default="query", description="What they are to be; a layer may have keys and values of other widths.")
 

@@ -102,7 +102,7 @@ def test_nothing_acceptable_is_said(http, layers):
         ({"kind": "pie"}, "/figure/kind", 'one of "heads", "head", "mean", "std", "similarity" or "concatenation"', '"pie"'),
         ({"colour": "red"}, "/figure/colour", "no field of that name", '"red"'),
         ({"dpi": 10000}, "/figure/dpi", "less than or equal to 384", "10000"),
-        ({"width": 12}, "/figure/width", "greater than or equal to 160", "12"),
+        ({"width": 12}, "/figure/width", "greater than or equal to 200", "12"),
         ({"maximum": 0}, "/figure/maximum", "greater than 0", "0"),
         ({"width": 200, "values": True}, "/figure/values", None, None),
     ],

@@ -226,6 +226,16 @@ def test_a_spec_that_is_no_object_is_pointed_at(http: httpx.Client, spec: str, s
     assert problem(put(http, packed(PLAIN, {"spec": spec})), status)["at"] == f"/__metadata__/spec{at}"
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_an_init_of_null_is_the_default_where_no_weights_are(http: httpx.Client, seed: int | None) -> None:
+    """As generated clients write what was left out."""
+    spec = {"d_model": 4, "num_heads": 2, "seed": seed}
+    given = http.put("/layers/drawn", json={"spec": {**spec, "init": None}, "weights": None})
+    assert given.status_code in (200, 201) and given.json()["spec"]["init"] == "xavier_uniform"
+    assert given.json() == http.put("/layers/drawn", json={"spec": {**spec, "seed": seed or 0}}).json()
+    http.delete("/layers/drawn")
+
+
 def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
     """As /docs says; the layer's spec shows that its weights were not drawn."""
     spec, weights = {"d_model": 2, "num_heads": 1, "bias": False}, {name: tensor.tolist() for name, tensor in PLAIN.items()}
@@ -233,12 +243,6 @@ def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
     plain = http.put("/layers/filed", json={"spec": spec, "weights": weights}).json()
     assert http.delete("/layers/filed").status_code == 204
     assert seeded == plain and plain["spec"]["seed"] is None and plain["spec"]["init"] is None
-
-
-def test_a_spec_without_an_init_needs_weights(http: httpx.Client) -> None:
-    """What GET shows of a layer that was given cannot be drawn."""
-    answer = http.put("/layers/filed", json={"spec": {"d_model": 4, "num_heads": 2, "init": None}})
-    assert problem(answer, 422)["at"] == "/spec/init"
 
 
 def test_a_file_may_be_larger_than_a_request(start: Callable[..., Server]) -> None:

@@ -12,7 +12,7 @@ from service.serving.engine import Engine
 from service.serving.exchange import Asked
 from service.web.attend import demand_started, takes
 from service.web.examples import LOAD
-from service.web.layers import demand_name
+from service.web.layers import NewName, demand_name
 from service.web.reading import read_as
 from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
@@ -29,7 +29,13 @@ MODEL = "/v2/repository/models/{name}"
 def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     """Adds the routes."""
 
-    @app.post("/v2/repository/index", tags=["v2"], response_model=list[RepositoryModel], responses=refusals(400))
+    @app.post(
+        "/v2/repository/index",
+        tags=["v2"],
+        response_model=list[RepositoryModel],
+        responses=refusals(400),
+        openapi_extra=takes("IndexRequest", {"ready": True}, "Those that are ready.", required=False),
+    )
     async def index(request: Request) -> list[RepositoryModel]:
         """The models that are held, all of them ready. A body may say {"ready": true}."""
         document = await _document(request, engine)
@@ -45,13 +51,19 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         responses=refusals(400, 403, 404, 409, 413, 503),
         openapi_extra=takes("LoadRequest", LOAD, "A seeded layer.", required=False),
     )
-    async def load(name: str, request: Request) -> Response:
+    async def load(name: NewName, request: Request) -> Response:
         """Makes or replaces a layer by the LayerSpec in `parameters.config`; it serves when the reply comes."""
         offer.demand_writable()
         await load_layer(engine, name, await _parameters(request, engine))
         return Response()
 
-    @app.post(f"{MODEL}/unload", tags=["v2"], response_class=Response, responses=refusals(400, 403, 404, 409, 503))
+    @app.post(
+        f"{MODEL}/unload",
+        tags=["v2"],
+        response_class=Response,
+        responses=refusals(400, 403, 404, 409, 503),
+        openapi_extra=takes("UnloadRequest", {}, "No body is needed.", required=False),
+    )
     async def unload(name: str, request: Request) -> Response:
         """Removes a layer; calls that are bound to it are still answered. Nothing depends on a layer."""
         offer.demand_writable()
@@ -103,7 +115,9 @@ async def _document(request: Request, engine: Engine) -> dict[str, Any]:
 async def _parameters(request: Request, engine: Engine) -> dict[str, Any]:
     document = await _document(request, engine)
     demand_known(document, ("parameters",), "")
-    parameters = document.get("parameters", {})
+    parameters = document.get("parameters")
+    if parameters is None:
+        return {}
     if not isinstance(parameters, dict):
         raise InvalidRequest.where("/parameters", "an object", shown(parameters))
     return parameters

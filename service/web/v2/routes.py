@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from service.serving.engine import Engine
@@ -15,7 +15,14 @@ from service.wire.v2.documents import Health, ModelConfig, ModelMetadata, ModelR
 
 MODEL = "/v2/models/{name}"
 VERSIONED = MODEL + "/versions/{version}"
-V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
+
+
+def _demand_version(request: Request) -> None:
+    """Raises LayerNotFound where the path has a version that no model has."""
+    demand_version(request.path_params.get("version"))
+
+
+V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "dependencies": [Depends(_demand_version)]}
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -58,16 +65,14 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404))
-    async def model(name: str, version: str | None = None) -> ModelMetadata:
+    async def model(name: str) -> ModelMetadata:
         """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
-        demand_version(version)
         return metadata_of(engine.catalogue.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
-    async def model_ready(name: str, response: Response, version: str | None = None) -> ModelReady:
+    async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether a model answers: it is held, and the server answers."""
-        demand_version(version)
         engine.catalogue.find(name, at="")
         good = await engine.answers()
         response.status_code = 200 if good else 503
@@ -75,16 +80,14 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
 
     @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404))
-    async def config(name: str, version: str | None = None) -> ModelConfig:
+    async def config(name: str) -> ModelConfig:
         """What Triton's clients want to know before they call."""
-        demand_version(version)
         return config_of(engine.catalogue.find(name, at=""), engine, engine.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
-    async def statistics(name: str, version: str | None = None) -> Statistics:
+    async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
-        demand_version(version)
         offer.demand_statistics()
         return statistics_of(engine, [engine.catalogue.find(name, at="")], offer.workers)
 

@@ -131,11 +131,12 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[Sent, Beh
     shape = shape_of(entry.get("shape", ...), f"{at}/shape")
     parameters, in_text = _parameters(entry, at), entry.get("data") is not None
     demand_known(parameters, IGNORED["input"], f"{at}/parameters")
-    if in_text == ("binary_data_size" in parameters):
+    size = parameters.get("binary_data_size")
+    if in_text == (size is not None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
     if in_text:
         return Sent(name, shape, "/data", has_lists(entry["data"])), Within(i, kind_of(name), row, shape)
-    size, wanted = parameters["binary_data_size"], math.prod(shape) * row.size
+    wanted = math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))

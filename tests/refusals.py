@@ -1,0 +1,93 @@
+"""A check for schemathesis: data that the OpenAPI document calls good is refused only for what no JSON schema can tell.
+
+Each reason is written as what the refusal expected, in full: a refusal in other words fails the check, and then either the document or the
+server is to be mended.
+"""
+
+import json
+import re
+from typing import Any
+
+import schemathesis
+
+REASONS = {
+    "the layer is not there": ["a layer that is held .*"],
+    "tensors must fit each other and the layer": [
+        r"shape .*",
+        r"rank \d, as the query has",
+        r"\d+ (values per (query|key|value)|factors|heads \(or 1\)) for layer \".*\"",
+        r"\d+ values, as in the rows before",
+        r"\d+ values for shape .*, in one list or nested to it",
+        r"\d+ bytes for shape .* of \w+",
+        r"base64",
+        r"fewer than 2\^48 elements",
+        r"at most \d+, the number of (keys|queries)",
+        r'one integer or "end"|\d+ integers.*|a single number|\d+ lengths',
+        r"one list, or one per batch item|\d+ (words, one per row of the (query|key)|lists?.*)",
+        r"at least one query and one key to draw",
+        r"an item below \d+|a head below \d+ for layer .*|a (query|key) below \d+.*",
+    ],
+    "numbers must be held by their datatype": [
+        r"a whole number from -?\d+ to \d+ for U?INT\d+",
+        r"a (number that is finite in|finite) \w+",
+    ],
+    "what goes only together, or not together": [
+        r"a key beside the value|a key, .*",
+        r"data or base64 beside the shape",  # a shape alone is for the plan
+        r"attention_weights among the outputs",
+        r"a gradient of the output, since \w+_gradient is asked for",
+        r"query_gradient, key_gradient or value_gradient among the outputs",
+        r"the words of queries and keys, since \w+ is asked for",
+        r"one head for a picture of the kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
+        r"numbers? in cells .*|room for .*",
+        r"a body of type application/vnd.safetensors beside it",
+        r"at most one of .*|either .* or .*",
+    ],
+    "a spec's fields must agree, and weights be those of the spec": [
+        r"a divisor of (d_model|num_heads) \d+.*",
+        r"an even number of at most head_dim \d+",
+        r"more than \d+, the distances with a bucket each",
+        r"less than high_freq_factor .*",
+        r"\d+, (since|as) .*",
+        r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
+        r"a tensor of shape \[.*\]|one of (query\.weight|sinks|relative_bias|query_norm)\b.*",
+    ],
+    "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)"],
+    "under /v2: what the path, another member or a text inside says": [
+        r'"[^"]*", as in the path',
+        r"JSON",
+        r"an object|a list|an integer|a number|true or false|no field of that name",  # inside such a text
+        r"either data or binary_data_size",
+        r"\d+ bytes of tensors after the JSON|\d+ bytes after the JSON .*",
+        r"an input called query",
+        r"each (input|output) once",
+        r"one of U?INT8 .*",  # BOOL is for masks
+        r"select.top_k among the parameters, since the largest weights are asked for",
+        r"an output in JSON, whose numbers are text to round",
+    ],
+}
+WHOLE = re.compile(r"-?\d+\.0+|-?[\d.]+e\+?\d+", re.IGNORECASE)  # JSON schema calls 3.0 an integer
+V2 = re.compile(r"expected (?P<expected>.*), got (?P<got>.*?)(, at (?P<at>/.*))?", re.DOTALL)
+
+
+def complaints(document: dict[str, Any]) -> list[dict[str, str]]:
+    """What a refusal is about, natively and under /v2."""
+    if "error" in document:
+        found = V2.fullmatch(document["error"])
+        return [{name: text or "" for name, text in found.groupdict().items()}] if found else []
+    return list(document["errors"])
+
+
+def is_told_by_no_schema(complaint: dict[str, str]) -> bool:
+    if WHOLE.fullmatch(complaint["got"]):
+        return True
+    return any(re.fullmatch(words, complaint["expected"], re.DOTALL) for reasons in REASONS.values() for words in reasons)
+
+
+@schemathesis.check
+def good_data_is_taken(ctx: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case) -> None:
+    if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code not in (400, 404, 413, 422):
+        return
+    found = complaints(json.loads(response.content))
+    odd = [complaint for complaint in found if not is_told_by_no_schema(complaint)]
+    assert found and not odd, f"what the document calls good is refused: {odd or response.text}"
