@@ -62,6 +62,49 @@ def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: St
     assert ask(second, "GET", "/layers/kept").json() == kept != gone
 
 
+def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(start: Start, tmp_path: Path) -> None:
+    """Its file is kept under another name, also for another server on the same folder; DELETE removes it."""
+    first, second = start("--layers-dir", str(tmp_path)), start("--layers-dir", str(tmp_path))
+    made = put(first, "mine", TINY, 201)
+    for name in ("replaced", "removed"):
+        put(first, name, TINY, 201)
+    for name in ("mine", "replaced", "removed"):
+        assert ask(first, "POST", f"/v2/repository/models/{name}/unload").status_code == 200
+    assert files(tmp_path) == ["mine.unloaded", "removed.unloaded", "replaced.unloaded"]
+    assert ask(second, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+    assert put(second, "replaced", OTHER, 200) == ask(first, "GET", "/layers/replaced").json()
+    assert ask(second, "DELETE", "/layers/removed").status_code == 204
+    assert [ask(server, "GET", "/layers/removed").status_code for server in (first, second)] == [404, 404]
+    first.stop()
+    second.stop()
+
+    assert files(tmp_path) == ["mine.unloaded", "replaced.safetensors"]
+    third = start("--layers-dir", str(tmp_path))
+    assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 503
+    assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
+    assert ask(third, "GET", "/layers/mine").json() == made
+    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 200
+    assert files(tmp_path) == ["mine.safetensors", "replaced.safetensors"]
+
+
+def test_a_written_file_counts_where_that_of_an_unloaded_layer_is_left(start: Start, tmp_path: Path) -> None:
+    """As a process leaves them that dies between writing the one and removing the other; a file that is no layer stops nobody."""
+    first = start("--layers-dir", str(tmp_path))
+    made = put(first, "mine", TINY, 201)
+    first.stop()
+    (tmp_path / "mine.unloaded").write_bytes(b"an old one")
+    (tmp_path / "odd.unloaded").write_bytes(b"none")
+
+    second = start("--layers-dir", str(tmp_path))
+
+    assert ask(second, "GET", "/layers/mine").json() == made
+    assert [event["layer"] for event in second.events if event["event"] == "layer file refused"] == ["odd"]
+    for name in ("mine", "odd"):
+        assert ask(second, "DELETE", f"/layers/{name}").status_code == 204
+    assert files(tmp_path) == []
+
+
 def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
     """They are neither replaced nor removed where that would not last, and a file of their name is left alone."""
     first = start("--layers-dir", str(tmp_path))

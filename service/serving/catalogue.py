@@ -8,7 +8,7 @@ import torch
 
 from service.attention.initialise import draw_weights
 from service.attention.layer import MultiHeadAttention
-from service.errors import InvalidRequest, LayerNotFound, Problem, TooLarge
+from service.errors import InvalidRequest, LayerConflict, LayerNotFound, NotReady, Problem, TooLarge
 from service.serving.bind import cast
 from service.serving.cost import ServingLimits
 from service.serving.prepared import PreparedRequests
@@ -18,6 +18,7 @@ from service.wire.documents import LayerDocument
 from service.wire.refusals import pointer, shown
 
 NAMED = 8  # layers in a refusal
+MOST_UNLOADED = 1000  # layers: who makes and unloads them must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,29 @@ class HeldLayer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class UnloadedLayer:
+    """What is kept of a layer that was unloaded. `weights` are None where its spec draws them, or a folder has them."""
+
+    name: str
+    spec: LayerSpec
+    fingerprint: str
+    weights: Mapping[str, Array] | None = None
+
+    def document(self, device: torch.device) -> LayerDocument:
+        parameters = self.spec.num_parameters
+        return LayerDocument(
+            name=self.name, state="unloaded", spec=self.spec, fingerprint=self.fingerprint, parameters=parameters, device=str(device)
+        )
+
+
 class Catalogue:
     """Name -> layer. Mutated on one thread; `make` is slow, touches nothing shared, and may run on any."""
 
     def __init__(self, device: torch.device, limits: ServingLimits) -> None:
         self.device, self.limits = device, limits
         self._layers: dict[str, HeldLayer] = {}
+        self._unloaded: dict[str, UnloadedLayer] = {}
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -62,10 +80,33 @@ class Catalogue:
         return self._layers.get(name)
 
     def find(self, name: str, at: str = "/layer") -> HeldLayer:
-        """The layer of that name. Raises LayerNotFound with the names there are, pointing to where the name stood in the request."""
+        """The layer of that name. Raises NotReady for an unloaded one, LayerNotFound for any other, with the names there are, pointing to
+        where the name stood in the request."""
         if (layer := self._layers.get(name)) is None:
+            if name in self._unloaded:
+                raise NotReady(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
             raise LayerNotFound.where(at, f"a layer that is held ({self._named()})", f'"{name}"')
         return layer
+
+    def demand_room_for_unloaded(self) -> None:
+        """Raises LayerConflict where no more layers may be unloaded."""
+        if len(self._unloaded) >= MOST_UNLOADED:
+            raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
+
+    def unloaded(self, name: str) -> UnloadedLayer | None:
+        """What is kept of the layer of that name, if it is unloaded."""
+        return self._unloaded.get(name)
+
+    def documents(self) -> list[LayerDocument]:
+        """Of all layers, the unloaded ones among them."""
+        unloaded = (layer.document(self.device) for layer in self._unloaded.values())
+        return sorted((*(layer.document() for layer in self._layers.values()), *unloaded), key=lambda document: document.name)
+
+    def document(self, name: str) -> LayerDocument:
+        """Of one layer, unloaded or not. Raises LayerNotFound."""
+        if (unloaded := self._unloaded.get(name)) is not None:
+            return unloaded.document(self.device)
+        return self.find(name).document()
 
     def _named(self) -> str:
         """The names, as many as fit a sentence, and how many more there are."""
@@ -83,7 +124,9 @@ class Catalogue:
             raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
         if count > limits.layer_parameters:
             raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
-        others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)
+        specs = {layer.name: layer.spec for layer in self._layers.values()}
+        specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
+        others = sum(held.num_parameters for key, held in specs.items() if key != name)
         if others + count > limits.total_parameters:
             wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
             raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
@@ -103,14 +146,20 @@ class Catalogue:
 
     def put(self, layer: HeldLayer) -> bool:
         """Holds the layer; true if the name is new."""
-        new = layer.name not in self._layers
+        new = layer.name not in self._layers and layer.name not in self._unloaded
+        self._unloaded.pop(layer.name, None)
         self._layers[layer.name] = layer
         return new
 
+    def unload(self, layer: UnloadedLayer) -> None:
+        """Keeps this, and no longer holds the layer of that name."""
+        self._layers.pop(layer.name, None)
+        self._unloaded[layer.name] = layer
+
     def remove(self, name: str) -> None:
-        """Raises LayerNotFound."""
-        self.find(name)
-        del self._layers[name]
+        """Forgets the layer of that name, unloaded or not."""
+        self._layers.pop(name, None)
+        self._unloaded.pop(name, None)
 
 
 def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:

@@ -235,6 +235,14 @@ class Engine:
         """The body that came in these pieces. Joining bytes leaves the interpreter to others."""
         return await self._aside(b"".join, pieces)
 
+    async def unload_layer(self, name: str) -> None:
+        """The repository's unload: the layer is kept, and answers no calls until it is loaded."""
+        await self.shelf.unload(name)
+
+    async def load_layer(self, name: str) -> None:
+        """The repository's load of a layer that is there."""
+        await self.shelf.load(name)
+
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
         return await self._aside(write_layer_file, self.catalogue.find(name))

@@ -1,5 +1,8 @@
 """Layers as files of one folder, NAME.safetensors each: what GET /layers/{name}/weights gives, with the fingerprint beside the spec.
 
+The file of an unloaded layer is called NAME.unloaded, so that one rename unloads a layer and another loads it. Where both are there, a
+process died between writing the first and removing the second: the first counts.
+
 A file is written under another name, flushed, and renamed, and the folder is flushed: whenever the process or the machine dies, there is
 the old layer or the new one, never half of one. Room to announce the change is reserved before the rename: a full disk refuses all of it.
 A name that is no layer's never becomes a path, and links are not followed, so that nothing outside the folder is read or written. Knows no
@@ -28,8 +31,9 @@ from service.wire.refusals import shown
 
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
-SUFFIX, PART = ".safetensors", ".part"
+SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNANNOUNCED = "the folder has changed, but it could not be made sure that all processes follow"
 Stamp: TypeAlias = tuple[int, int, int]  # inode, time of the last change, size: another file, another stamp
 
 
@@ -55,30 +59,34 @@ class LayerFolder:
         """To be taken before looking, and released after writing, by whoever lets in only what there is room for."""
         return Claim(self.path)
 
-    def look(self) -> tuple[int, dict[str, Stamp]]:
-        """How many changes there have been, and the layers that are there, with at least those changes.
+    def look(self) -> tuple[int, dict[str, Stamp], dict[str, Stamp]]:
+        """How many changes there have been, the layers that are there with at least those changes, and the unloaded ones.
 
         What is new and cannot be a layer gets a line in the log.
         """
-        changes, found, others = self.peers.changes, {}, {}
+        changes, others = self.peers.changes, {}
+        found: dict[str, Stamp] = {}
+        unloaded: dict[str, Stamp] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
-                name = entry.name.removesuffix(SUFFIX)
+                kind = UNLOADED if entry.name.endswith(UNLOADED) else SUFFIX
+                name = entry.name.removesuffix(kind)
                 if name == entry.name or not NAME.fullmatch(name):
-                    others[entry.name] = f"its name is not that of a layer with {SUFFIX}"
+                    others[entry.name] = f"its name is not that of a layer with {SUFFIX} or {UNLOADED}"
                 elif entry.is_file(follow_symlinks=False):
-                    found[name] = _stamp(entry.stat(follow_symlinks=False))
+                    (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
                 else:
                     others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is no file"
         others = {name: why for name, why in others.items() if not name.startswith(".")}  # ours, or hidden
         for name in sorted(others.keys() - self._passed_over):
             log.warning("layer file ignored", file=shown(name), reason=others[name])
         self._passed_over = frozenset(others)
-        return changes, dict(sorted(found.items()))
+        unloaded = {name: stamp for name, stamp in unloaded.items() if name not in found}
+        return changes, dict(sorted(found.items())), dict(sorted(unloaded.items()))
 
-    def read(self, name: str) -> tuple[LayerSpec, dict[str, Array], str]:
+    def read(self, name: str, kind: str = SUFFIX) -> tuple[LayerSpec, dict[str, Array], str]:
         """Spec, weights and the fingerprint they should have. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
-        file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(self._path(name, kind), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(file, "rb") as reader:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
@@ -95,7 +103,7 @@ class LayerFolder:
         except OSError as error:
             part.unlink(missing_ok=True)
             raise fault(error) from error
-        return self._announced(), stamp
+        return self._announce(layer.name), stamp
 
     def remove(self, name: str) -> int:
         """The number of the change. Raises ServiceFault, which says whether the file is gone. On a full disk too: it makes room."""
@@ -103,20 +111,45 @@ class LayerFolder:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
             raise fault(error) from error
-        return self._announced()
+        return self._announce(name)
 
-    def _announced(self) -> int:
-        """The number of a change that has been made. Raises StorageFull or ServiceFault."""
+    def _announce(self, name: str) -> int:
+        """The number of a change of that layer that has been made, by which it is no longer an unloaded one.
+
+        Raises StorageFull or ServiceFault.
+        """
         try:
+            self._path(name, UNLOADED).unlink(missing_ok=True)
             _flush(self.path)
             return self.peers.announce()
         except OSError as error:
-            raise fault(error, "the folder has changed, but it could not be made sure that all processes follow") from error
+            raise fault(error, UNANNOUNCED) from error
 
-    def _path(self, name: str) -> Path:
+    def unload(self, name: str) -> tuple[int, Stamp]:
+        """Keeps the layer's file as that of an unloaded one; the number of the change, and the file's stamp. Raises ServiceFault."""
+        return self._rename(name, SUFFIX, UNLOADED)
+
+    def load(self, name: str) -> tuple[int, Stamp]:
+        """The reverse."""
+        return self._rename(name, UNLOADED, SUFFIX)
+
+    def _rename(self, name: str, before: str, after: str) -> tuple[int, Stamp]:
+        target = self._path(name, after)
+        try:
+            self.peers.reserve()
+            self._path(name, before).rename(target)
+        except OSError as error:
+            raise fault(error) from error
+        try:
+            _flush(self.path)
+            return self.peers.announce(), _stamp(target.stat(follow_symlinks=False))
+        except OSError as error:
+            raise fault(error, UNANNOUNCED) from error
+
+    def _path(self, name: str, kind: str = SUFFIX) -> Path:
         if not NAME.fullmatch(name):
             raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
-        return self.path / f"{name}{SUFFIX}"
+        return self.path / f"{name}{kind}"
 
 
 def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> Stamp:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.catalogue import Catalogue, HeldLayer
-from service.serving.folder import LayerFolder, Stamp, fault
+from service.serving.catalogue import Catalogue, HeldLayer, UnloadedLayer
+from service.serving.folder import SUFFIX, UNLOADED, LayerFolder, Stamp, fault
 from service.serving.loading import demand_storable
 from service.serving.metrics import Metrics
 from service.serving.pulse import Pulse
@@ -47,6 +47,7 @@ class Shelf:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._configured: frozenset[str] = frozenset()
         self._stamps: dict[str, Stamp] = {}  # of the files that have been looked into, whether they held a layer or not
+        self._unloaded: dict[str, Stamp] = {}  # of the files of unloaded layers that have been looked into
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, specs: Mapping[str, LayerSpec]) -> None:
@@ -72,6 +73,7 @@ class Shelf:
             await self.aside(demand_storable, layer, self.largest)
             if self.folder is not None:
                 change, self._stamps[name] = await self.aside(self.folder.write, layer)
+                self._unloaded.pop(name, None)
             new = self._hold(layer)
         await self._followed(change, deadline)
         return layer, new
@@ -81,13 +83,53 @@ class Shelf:
         self._demand_own(name)
         change = 0
         async with self._changing:
-            if name not in self._stamps:
-                self.catalogue.find(name)
+            if name not in self._stamps and name not in self._unloaded:
+                self.catalogue.document(name)
             if self.folder is not None:
                 change = await self.aside(self.folder.remove, name)
                 self._stamps.pop(name, None)
-            if name in self.catalogue:
-                self._drop(name)
+                self._unloaded.pop(name, None)
+            self._drop(name)
+        await self._followed(change, deadline)
+
+    async def unload(self, name: str, deadline: float | None = None) -> None:
+        """Keeps the layer, and answers no more calls with it, until it is loaded again. Raises as `remove` does."""
+        self._demand_own(name)
+        change = 0
+        async with self._changing:
+            if self.catalogue.unloaded(name) is not None:
+                return
+            layer, weights = self.catalogue.find(name), None
+            self.catalogue.demand_room_for_unloaded()
+            if self.folder is not None:
+                change, self._unloaded[name] = await self.aside(self.folder.unload, name)
+                self._stamps.pop(name, None)
+            elif layer.spec.init is None:
+                weights = layer.arrays()
+            self._set_aside(UnloadedLayer(name, layer.spec, layer.fingerprint, weights))
+        await self._followed(change, deadline)
+
+    async def load(self, name: str, deadline: float | None = None) -> None:
+        """Holds an unloaded layer again; one that is held stays as it is. Raises LayerNotFound, or as `put` does."""
+        if self.catalogue.unloaded(name) is None:
+            self.catalogue.find(name, at="")
+            return
+        change = 0
+        async with self._alone(deadline), self._changing:
+            unloaded = self.catalogue.unloaded(name)
+            if unloaded is None:  # another caller was faster
+                self.catalogue.find(name, at="")
+                return
+            if self.folder is None:
+                layer = await self._made(name, unloaded.spec, unloaded.weights)
+            else:
+                try:
+                    layer = await self._read(self.folder, name, UNLOADED)
+                except OSError as error:
+                    raise fault(error) from error
+                change, self._stamps[name] = await self.aside(self.folder.load, name)
+                self._unloaded.pop(name, None)
+            self._hold(layer)
         await self._followed(change, deadline)
 
     def leave_peers(self) -> None:
@@ -157,7 +199,8 @@ class Shelf:
     async def _follow(self, folder: LayerFolder) -> None:
         """Makes what is held what the folder holds, and tells the others."""
         async with self._changing:
-            changes, stamps = await self.aside(folder.look)
+            changes, stamps, unloaded = await self.aside(folder.look)
+            await self._follow_unloaded(folder, unloaded)
             for name in [name for name in self._stamps if name not in stamps]:
                 del self._stamps[name]
                 if name not in self._configured and name in self.catalogue:
@@ -169,6 +212,37 @@ class Shelf:
                 await self._taken(folder, name, last=True)
             folder.peers.acknowledge(changes)
 
+    async def _follow_unloaded(self, folder: LayerFolder, stamps: dict[str, Stamp]) -> None:
+        """Keeps what is unloaded in the folder, and forgets what is not there any more."""
+        for name in [name for name in self._unloaded if name not in stamps]:
+            del self._unloaded[name]
+            if self.catalogue.unloaded(name) is not None:
+                self.catalogue.remove(name)  # where it has been loaded, it is held in a moment
+        for name, stamp in stamps.items():
+            if self._unloaded.get(name) == stamp or name in self._configured:
+                continue
+            self._unloaded[name] = stamp
+            held = self.catalogue.get(name)
+            try:
+                if held is not None and self._stamps.get(name) == stamp:  # the very file that it came from
+                    spec, fingerprint = held.spec, held.fingerprint
+                else:
+                    spec, _, fingerprint = await self.aside(folder.read, name, UNLOADED)
+            except FileNotFoundError:
+                del self._unloaded[name]
+            except (AttendError, OSError, MemoryError) as error:
+                log.error("layer file refused", layer=name, error=str(error))
+            else:
+                self._set_aside(UnloadedLayer(name, spec, fingerprint))
+
+    async def _read(self, folder: LayerFolder, name: str, kind: str = SUFFIX) -> HeldLayer:
+        """The layer of a file, made and warmed."""
+        spec, weights, fingerprint = await self.aside(folder.read, name, kind)
+        layer = await self._made(name, spec, weights)
+        if fingerprint not in ("", layer.fingerprint):
+            raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
+        return layer
+
     async def _taken(self, folder: LayerFolder, name: str, last: bool = False) -> bool:
         """Holds a layer of the folder. One that cannot be is logged, and whatever has been held under its name stays.
 
@@ -178,10 +252,7 @@ class Shelf:
             log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
             return True
         try:
-            spec, weights, fingerprint = await self.aside(folder.read, name)
-            layer = await self._made(name, spec, weights)
-            if fingerprint not in ("", layer.fingerprint):
-                raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
+            layer = await self._read(folder, name)
         except FileNotFoundError:  # removed since; the next look will see that
             del self._stamps[name]
         except (AttendError, OSError, MemoryError) as error:
@@ -211,6 +282,14 @@ class Shelf:
 
     def _drop(self, name: str) -> None:
         self.catalogue.remove(name)
+        self._forget(name)
+
+    def _set_aside(self, layer: UnloadedLayer) -> None:
+        self.catalogue.unload(layer)
+        self._forget(layer.name)
+
+    def _forget(self, name: str) -> None:
+        """What was counted of a layer that is not held any more."""
         self.metrics.by_layer.forget(name)
         self.dropped(name)
         self.metrics.layers.set(len(self.catalogue))

@@ -48,13 +48,13 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
 
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:
-        """The layers that are held."""
-        return Layers(layers=[layer.document() for layer in engine.catalogue.all()])
+        """The layers that are held, and those that are unloaded."""
+        return Layers(layers=engine.catalogue.documents())
 
     @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=refusals(404))
     async def get_layer(name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
-        return engine.catalogue.find(name).document()
+        return engine.catalogue.document(name)
 
     @app.put(
         "/layers/{name}",
@@ -91,7 +91,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         "/layers/{name}/weights",
         tags=["layers"],
         response_class=StreamingResponse,
-        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 429, 507)},
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 429, 503, 507)},
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""

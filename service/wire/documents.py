@@ -223,10 +223,12 @@ class AttendReply(Document):
 
 
 class LayerDocument(Document):
-    """A layer that is held."""
+    """A layer that is held, or one that has been unloaded."""
 
     name: str
-    state: Literal["ready"] = "ready"
+    state: Literal["ready", "unloaded"] = Field(
+        default="ready", description="An unloaded layer is kept, answers no calls, and can be loaded again."
+    )
     spec: LayerSpec
     fingerprint: str
     parameters: int

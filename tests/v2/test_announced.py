@@ -97,7 +97,7 @@ def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Clien
         for name in want[1:]:
             rest = {other: array for other, array in tensors.items() if other != name}
             refused(v2.post("/v2/models/wide/infer", json={"inputs": in_json(**rest)}))
-    v2.post("/v2/repository/models/wide/unload")
+    v2.delete("/layers/wide")
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_what_is_not_there_says_so(client: Any) -> None:
             call()
 
 
-def test_repository_and_statistics(client: Any) -> None:
+def test_repository_and_statistics(client: Any, v2: httpx.Client) -> None:
     client.load_model("over-grpc", config=json.dumps({"d_model": 6, "num_heads": 2}))
     try:
         assert ("over-grpc", "1", "READY") in [(m.name, m.version, m.state) for m in client.get_model_repository_index().models]
@@ -344,8 +344,16 @@ def test_repository_and_statistics(client: Any) -> None:
         assert len(client.get_inference_statistics().model_stats) > 1
         with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*/parameters/config"):
             client.load_model("x", config="{}")
-    finally:
         client.unload_model("over-grpc")
+        assert not client.is_model_ready("over-grpc")
+        index = client.get_model_repository_index().models
+        assert ("over-grpc", "UNAVAILABLE", "unloaded") in [(m.name, m.state, m.reason) for m in index]
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            client.infer("over-grpc", [tensor("query", QUERY)])
+        client.load_model("over-grpc")
+        client.infer("over-grpc", [tensor("query", QUERY)])
+    finally:
+        v2.delete("/layers/over-grpc")
     with pytest.raises(InferenceServerException, match="NOT_FOUND"):
         client.unload_model("over-grpc")
 

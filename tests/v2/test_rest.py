@@ -546,7 +546,7 @@ def made(v2: httpx.Client) -> Iterator[str]:
     spec = json.dumps({"d_model": 4, "num_heads": 2, "seed": 1})
     assert v2.post("/v2/repository/models/made/load", json={"parameters": {"config": spec}}).content == b""
     yield "made"
-    v2.post("/v2/repository/models/made/unload")
+    v2.delete("/layers/made")
 
 
 def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
@@ -642,12 +642,49 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> N
     assert index == v2.post("/v2/repository/index", json={"ready": True}).json()
     assert v2.post(f"/v2/repository/models/{made}/load").content == b""  # it is there
 
-    assert v2.post(f"/v2/repository/models/{made}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
+    query = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+    before = v2.post(f"/v2/models/{made}/infer", json=query).json()
+    assert v2.get(f"/v2/models/{made}/ready").json() == {"name": made, "ready": True}
 
+    for _ in range(2):  # one that is unloaded stays so
+        assert v2.post(f"/v2/repository/models/{made}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
+
+    assert v2.get(f"/layers/{made}").json() == {**layer, "state": "unloaded"}
+    assert {**layer, "state": "unloaded"} in v2.get("/layers").json()["layers"]
+    index = v2.post("/v2/repository/index").json()
+    assert {"name": made, "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"} in index
+    assert made not in [entry["name"] for entry in v2.post("/v2/repository/index", json={"ready": True}).json()]
+    assert (answer := v2.get(f"/v2/models/{made}/ready")).status_code == 503 and answer.json() == {"name": made, "ready": False}
+    for answer in (v2.post(f"/v2/models/{made}/infer", json=query), v2.get(f"/v2/models/{made}"), v2.get(f"/v2/models/{made}/stats")):
+        assert f"/v2/repository/models/{made}/load" in refused(answer, 503)
+    assert v2.post("/attend", json={"layer": made, "query": [[1, 2, 3, 4]]}).status_code == 503
+
+    assert v2.post(f"/v2/repository/models/{made}/load").content == b""
+    assert v2.get(f"/layers/{made}").json() == layer
+    assert v2.post(f"/v2/models/{made}/infer", json=query).json() == before
+
+    v2.post(f"/v2/repository/models/{made}/unload")
+    assert v2.delete(f"/layers/{made}").status_code == 204
     assert v2.get(f"/layers/{made}").status_code == 404
-    assert made not in [entry["name"] for entry in v2.post("/v2/repository/index").json()]
     refused(v2.post(f"/v2/repository/models/{made}/unload"), 404)
     refused(v2.post(f"/v2/repository/models/{made}/load"), 404)
+
+
+def test_weights_that_were_given_come_back_too(v2: httpx.Client, made: str) -> None:
+    """Where no folder keeps layers, those whose weights nothing can draw again are kept in memory."""
+    weights = v2.get(f"/layers/{made}/weights").content
+    put = v2.put("/layers/given", content=weights, headers={"Content-Type": "application/vnd.safetensors"})
+    try:
+        assert put.status_code == 201 and put.json()["spec"]["init"] is None
+        for verb in ("unload", "load"):
+            assert v2.post(f"/v2/repository/models/given/{verb}").status_code == 200
+        assert v2.get("/layers/given").json() == put.json()
+
+        v2.post("/v2/repository/models/given/unload")
+        assert v2.put("/layers/given", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 200
+        assert v2.get("/layers/given").json()["state"] == "ready"
+    finally:
+        v2.delete("/layers/given")
 
 
 @pytest.mark.parametrize(

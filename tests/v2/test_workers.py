@@ -94,15 +94,23 @@ def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
 
 @several_cores
 def test_the_index_is_everyones(tmp_path: Path) -> None:
-    """What one worker loaded, every one lists, and what it unloaded, none."""
+    """What one worker loaded, every one lists as ready, and what it unloaded, as unavailable; what it removed, none."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")
-        for verb, names in (("load", {"default", "made"}), ("unload", {"default"})):
-            assert ask(server.url, "POST", f"/v2/repository/models/made/{verb}", json=SPEC if verb == "load" else {}).status_code == 200
+        repository, ready, unloaded = "/v2/repository/models/made", ("made", "READY"), ("made", "UNAVAILABLE")
+        for method, path, body, shown in (
+            ("POST", f"{repository}/load", SPEC, {ready}),
+            ("POST", f"{repository}/unload", {}, {unloaded}),
+            ("POST", f"{repository}/load", {}, {ready}),
+            ("POST", f"{repository}/unload", {}, {unloaded}),
+            ("DELETE", "/layers/made", None, set()),
+        ):
+            assert ask(server.url, method, path, json=body).is_success
             for worker in workers_of(server.process.pid):
                 with only(worker, server.process.pid):
-                    assert {entry["name"] for entry in ask(server.url, "POST", "/v2/repository/index").json()} == names
+                    index = ask(server.url, "POST", "/v2/repository/index").json()
+                    assert {(entry["name"], entry["state"]) for entry in index} == {("default", "READY"), *shown}
     finally:
         server.stop()
 

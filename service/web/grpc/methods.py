@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound, RequestError
+from service.errors import LayerNotFound, NotReady, RequestError
 from service.serving.admission import Lease
 from service.serving.engine import Engine
 from service.serving.exchange import Asked
@@ -54,10 +54,10 @@ class Methods:
         return messages.ServerReadyResponse(ready=await self.engine.serves())
 
     async def model_ready(self, request: Any, heard: Heard) -> Any:
-        """Of a model that is not there, too: it is not ready."""
+        """Of a model that is not there or unloaded, too: it is not ready."""
         try:
             self._layer(request)
-        except LayerNotFound:
+        except (LayerNotFound, NotReady):
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=await self.engine.answers())
 
@@ -78,7 +78,7 @@ class Methods:
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
 
     async def repository_index(self, request: Any, heard: Heard) -> Any:
-        models = [entry.model_dump() for entry in index_of(self.engine.catalogue.all())]
+        models = [entry.model_dump() for entry in index_of(self.engine.catalogue.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
     async def repository_model_load(self, request: Any, heard: Heard) -> Any:

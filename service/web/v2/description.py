@@ -18,6 +18,7 @@ from service.serving.statistics import Row, Tally
 from service.serving.statistics import Statistics as Counted
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
+from service.wire.documents import LayerDocument
 from service.wire.v2.documents import (
     BatchStatistics,
     ConfigTensor,
@@ -65,9 +66,13 @@ class Offer:
         return ServerMetadata(name="attend", version=__version__, extensions=self.extensions)
 
 
-def index_of(layers: Sequence[HeldLayer]) -> list[RepositoryModel]:
-    """The model repository: layers that are held are ready, and others are not kept."""
-    return [RepositoryModel(name=layer.name, version=VERSION, state="READY", reason="") for layer in layers]
+def index_of(layers: Sequence[LayerDocument], ready: bool) -> list[RepositoryModel]:
+    """The model repository: layers that are held are ready, and unloaded ones unavailable. With `ready`, the first alone."""
+    states = {"ready": ("READY", ""), "unloaded": ("UNAVAILABLE", "unloaded")}
+    wanted = (layer for layer in layers if layer.state == "ready" or not ready)
+    return [
+        RepositoryModel(name=layer.name, version=VERSION, state=states[layer.state][0], reason=states[layer.state][1]) for layer in wanted
+    ]
 
 
 def metadata_of(layer: HeldLayer) -> ModelMetadata:

@@ -1,4 +1,4 @@
-"""The model repository extension: the layers that are held, and making and removing them, as PUT and DELETE of /layers do."""
+"""The model repository extension: which layers there are, making them as PUT of /layers does, and unloading and loading them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,12 +37,12 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         openapi_extra=takes("IndexRequest", {"ready": True}, "Those that are ready.", required=False),
     )
     async def index(request: Request) -> list[RepositoryModel]:
-        """The models that are held, all of them ready. A body may say {"ready": true}."""
+        """The models that are held, which are ready, and unless a body says {"ready": true} the unloaded ones, which are unavailable."""
         document = await _document(request, engine)
         demand_known(document, ("ready",), "")
         if not isinstance(ready := document.get("ready", False), bool):
             raise InvalidRequest.where("/ready", "true or false", shown(ready))
-        return index_of(engine.catalogue.all())
+        return index_of(engine.catalogue.documents(), ready)
 
     @app.post(
         f"{MODEL}/load",
@@ -52,7 +52,8 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         openapi_extra=takes("LoadRequest", LOAD, "A seeded layer.", required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
-        """Makes or replaces a layer by the LayerSpec in `parameters.config`; it serves when the reply comes."""
+        """Makes or replaces a layer by the LayerSpec in `parameters.config`, or makes an unloaded one available; it serves when the reply
+        comes."""
         offer.demand_writable()
         await load_layer(engine, name, await _parameters(request, engine))
         return Response()
@@ -65,18 +66,19 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         openapi_extra=takes("UnloadRequest", {}, "No body is needed.", required=False),
     )
     async def unload(name: str, request: Request) -> Response:
-        """Removes a layer; calls that are bound to it are still answered. Nothing depends on a layer."""
+        """Makes a layer unavailable, and keeps it: `load` brings it back, DELETE /layers/{name} removes it. Calls that are bound to it are
+        still answered."""
         offer.demand_writable()
         await unload_layer(engine, name, await _parameters(request, engine))
         return Response()
 
 
 async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
-    """Makes the layer that the LayerSpec `config` among the parameters, JSON text, says; without one it must be there already."""
+    """Makes the layer that the LayerSpec `config` among the parameters, JSON text, says; without one, the unloaded one of that name."""
     demand_started(engine)
     demand_known(parameters, ("config",), "/parameters")
     if (config := parameters.get("config")) is None:
-        engine.catalogue.find(name, at="")
+        await engine.load_layer(name)
         return
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
@@ -89,11 +91,11 @@ async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -
 
 
 async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
-    """Removes the layer. `unload_dependents` asks for what is so anyway."""
+    """Unloads the layer. `unload_dependents` asks for what is so anyway."""
     demand_started(engine)
     demand_known(parameters, ("unload_dependents",), "/parameters")
     try:
-        await engine.delete_layer(name)
+        await engine.unload_layer(name)
     except LayerNotFound as refusal:
         raise placed(refusal, Places()) from None
 
