@@ -26,9 +26,9 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point."""
-    from service.cli import bench, check, config, demo, figure, heads, infer, keys, layers, openapi, serve
+    from service.cli import check, config, demo, figure, heads, infer, keys, layers, openapi, serve
 
-    for command in (serve, demo, infer, heads, figure, layers, keys, config, check, bench, openapi):
+    for command in (serve, demo, infer, heads, figure, layers, keys, config, check, openapi):
         command.install(app)
     app(prog_name="attend")  # however it was started: completion goes by the name
 

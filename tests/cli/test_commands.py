@@ -16,7 +16,7 @@ from live import start_server
 from service import __version__
 from service.settings import Settings
 
-COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "bench", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
 BELOW = ["layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -48,10 +48,10 @@ def test_help_names_every_command():
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_offered_what_there_is(shell):
-    """What the script that `--show-completion` prints asks the command, at `attend lay` and at `attend bench --hea`."""
+    """What the script that `--show-completion` prints asks the command, at `attend lay` and at `attend heads --metr`."""
     env = {**WIDE, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     assert "_ATTEND_COMPLETE" in run_attend("--show-completion", shell, env=env).stdout.decode()
-    for line, offered in (("attend lay", "layers"), ("attend bench --hea", "--health")):
+    for line, offered in (("attend lay", "layers"), ("attend heads --metr", "--metrics")):
         asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
         asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
         done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
@@ -272,27 +272,3 @@ def test_what_callers_read_from_the_environment_is_no_setting(guarded):
     for command in (["layers", "--json"], ["config", "--json"]):
         done = run_attend(*command, env=env)
         assert done.returncode == 0 and json.loads(done.stdout)
-
-
-def test_bench_shows_its_key(start, tmp_path):
-    keys = tmp_path / "keys.txt"
-    secret = run_attend("keys", "add", "tests", "--scope", "infer", "--scope", "admin", "--file", str(keys)).stdout.decode().strip()
-    url = start("--keys-file", str(keys)).url
-    arguments = [
-        "bench",
-        "--url",
-        url,
-        "--json",
-        "--sizes",
-        "small,mid",
-        "--forms",
-        "safetensors",
-        "--connections",
-        "1",
-        "--seconds",
-        "0.05",
-    ]
-    rows = json.loads(run_attend(*arguments, env={**WIDE, "ATTEND_API_KEY": secret}).stdout)["throughput"]
-    assert [row["bad"] for row in rows] == [0, 0]
-    refused = run_attend(*arguments, env=WIDE)
-    assert refused.returncode == 1 and b"ATTEND_API_KEY" in refused.stderr
