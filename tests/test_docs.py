@@ -1,4 +1,4 @@
-"""The README and the documentation tell the truth: examples are run as they stand, tables are compared with the code."""
+"""README and docs: examples are run as they stand, tables are compared with the code."""
 
 import json
 import os
@@ -23,12 +23,18 @@ from service.web.examples import ATTEND, PUT_TINY
 from service.wire.figure import Figure
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
+TESTED_ELSEWHERE = {"examples.md", "heads.md"}  # by test_examples.py and test_docs_heads.py
 
 
 def blocks(language: str, text: str = README) -> list[str]:
     """The fenced blocks of one language."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
 
 
 def test_the_curl_example_gives_the_reply_shown(server: Server) -> None:
@@ -53,7 +59,7 @@ def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
 
 def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:
     """The curl block under /v2 asks for one head of the first example."""
-    command = next(block for block in blocks("sh") if "/v2/" in block).replace("localhost:8000", server.url)
+    command = next(block for block in blocks("sh", page("protocol.md")) if "/v2/" in block).replace("localhost:8000", server.url)
     shown = json.loads(blocks("json")[0])
     make = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
     subprocess.run(["curl", "-sS", *shlex.split(re.split(r"\n(?=curl)", make)[0])[1:]], capture_output=True, check=True)
@@ -65,7 +71,13 @@ def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:
     assert output["data"] == [number for row in shown["attention_weights"][1] for number in row]
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=["client", "safetensors", "triton"])
+def python_examples() -> list[tuple[str, str]]:
+    """Each block of Python, with the page that it is on."""
+    pages = [ROOT / "README.md", *sorted(path for path in DOCS.glob("*.md") if path.name not in TESTED_ELSEWHERE)]
+    return [(path.name, block) for path in pages for block in blocks("python", path.read_text())]
+
+
+@pytest.mark.parametrize("block", [block for _, block in python_examples()], ids=[name for name, _ in python_examples()])
 def test_a_python_example_runs(server: Server, block: str) -> None:
     """In an interpreter of its own, as pasted."""
     code = block.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url.removeprefix("http://"))
@@ -73,6 +85,20 @@ def test_a_python_example_runs(server: Server, block: str) -> None:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("(")
+
+
+def test_the_index_lists_every_page() -> None:
+    """docs/README.md links to each page, and the README stays short."""
+    assert sorted(re.findall(r"\]\((\w+\.md)\)", page("README.md"))) == sorted({path.name for path in DOCS.glob("*.md")} - {"README.md"})
+    assert len(README.splitlines()) < 200
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(path: Path) -> None:
+    """Links between documents, and pictures."""
+    targets = [*re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()), *re.findall(r'src="([^"]+)"', path.read_text())]
+    missing = [target for target in targets if not target.startswith("http") and not (path.parent / target).exists()]
+    assert missing == []
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
@@ -95,7 +121,7 @@ def test_every_command_of_the_documentation_exists(command: str) -> None:
 
 def test_the_commands_on_a_request_work_as_pasted(tmp_path: Path) -> None:
     """In this order, in an empty folder."""
-    commands = [line for block in blocks("sh") for line in block.splitlines() if "request.json" in line]
+    commands = [line for block in blocks("sh", page("pictures.md")) for line in block.splitlines() if "request.json" in line]
     assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
     for command in commands:
         arguments = shlex.split(command, comments=True)[1:]
@@ -107,12 +133,12 @@ def test_the_commands_on_a_request_work_as_pasted(tmp_path: Path) -> None:
 
 def test_the_settings_page_has_the_settings() -> None:
     """Generated from the model; regenerate the table with `service.settings.settings_table()`."""
-    assert settings_table() in (ROOT / "docs" / "settings.md").read_text()
+    assert settings_table() in page("settings.md")
 
 
 def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Callable[..., Server]) -> None:
     """The TOML block is a settings file that a server starts with, the layer included."""
-    block = blocks("toml", (ROOT / "docs" / "settings.md").read_text())[0]
+    block = blocks("toml", page("settings.md"))[0]
     (tmp_path / "attend.toml").write_text(block)
     assert set(tomllib.loads(block)) <= set(Settings.model_fields)
 
@@ -125,7 +151,7 @@ def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Call
 def test_the_inits_are_all_described() -> None:
     """The table of inits has exactly those a spec may have."""
     described = re.findall(
-        r"`(\w+)`", "\n".join(line.split("|")[1] for line in README.splitlines() if re.match(r"\| `\w+_\w+`.* \|", line))
+        r"`(\w+)`", "\n".join(line.split("|")[1] for line in page("layers.md").splitlines() if re.match(r"\| `\w+_\w+`.* \|", line))
     )
     inits = list(get_args(Init))
 
@@ -139,7 +165,7 @@ def test_the_figures_have_been_filled_in() -> None:
 
 def test_the_table_of_figures_has_every_field() -> None:
     """Those a picture may be told, and the kinds there are."""
-    table = README.partition("| field of `figure` |")[2].partition("\n\n")[0]
+    table = page("pictures.md").partition("| field of `figure` |")[2].partition("\n\n")[0]
     fields = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")}
 
     assert fields == set(Figure.model_fields)
@@ -154,7 +180,7 @@ def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))["draw_pictures"](tmp_path)
 
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == sorted({*re.findall(r"docs/(\w+\.png)", README)} - {"page.png"})  # which is a photograph of a browser
+    assert drawn == ["heads.png", "similarity.png"]  # page.png is a photograph of a browser
     for name in drawn:
         ours, committed = imread(tmp_path / name), imread(ROOT / "docs" / name)
         assert ours.shape == committed.shape
