@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import AttendError, CallerGone
+from service.errors import AttendError, CallerGone, TooLarge
 from service.serving.admission import Lease
 from service.serving.computing import is_out_of_memory
 from service.serving.engine import Engine
@@ -28,6 +28,7 @@ log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SMALL = 32 * 1024  # bytes of a reply up to which it is handed over at once, and not followed until it is sent
+QUERY_PARAMETERS = 64  # no endpoint has more than a few
 HEARD_OUT = 64 << 20  # bytes of a refused body that are read, and thrown away
 OTHER = "other"  # paths where nothing is served
 ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
@@ -127,6 +128,8 @@ class Access:
     async def _answer(self, scope: Scope, path: str, record: Record, receive: Receive, answer: Send) -> None:
         """Has the request answered, whatever becomes of it."""
         try:
+            if scope["query_string"].count(b"&") >= QUERY_PARAMETERS:  # before the framework makes an object of each
+                raise TooLarge.where("", f"at most {QUERY_PARAMETERS} query parameters", "more")
             if self.guard is not None:
                 record.key = self.guard.check(scope, path)
             await (self.hot(scope["method"], path) or self.app)(scope, receive, answer)

@@ -153,3 +153,15 @@ def test_vectors_of_words_are_bounded() -> None:
     assert len(taken.json()["tokens"]) == 2
     assert refused.status_code == 422
     assert refused.json()["errors"] == [{"at": "/text", "expected": "at most 32 words for vectors of 65536 numbers", "got": "33"}]
+
+
+@pytest.mark.parametrize("path", ["/layers/x", "/no/such/page", "/v2/models/default/infer"])
+def test_the_number_of_query_parameters(path: str) -> None:
+    """They are counted before the framework makes an object of each."""
+    few, many = answers(
+        Settings(access_log=False),
+        {"url": path + "?" + "&".join(["a"] * 64), "method": "PUT", "json": {}},
+        {"url": path + "?" + "&".join(["a"] * 65), "method": "PUT", "json": {}},
+    )
+    assert few.status_code != 413
+    assert many.status_code == 413 and "at most 64 query parameters" in many.text
