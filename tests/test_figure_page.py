@@ -64,7 +64,13 @@ def middle(page, panel, row, column):
 
 
 def said(head, row, column, number):
+    """The sentence below the picture."""
     return f"head {head}, query {row} “{SHOWN[row]}” → key {column} “{SHOWN[column]}”: {number}"
+
+
+def tip(page):
+    """The sentence in two parts: the cell, and its value, as they stand beside the pointer."""
+    return f"{page.locator('#tip span').inner_text()}: {page.locator('#tip strong').inner_text()}"
 
 
 def test_words_stand_there_as_words(page):
@@ -80,14 +86,14 @@ def test_hovering_shows_the_value_and_the_words(page, weights):
     for panel, row, column in ((0, 0, 0), (1, 5, 2), (2, 6, 6), (2, 1, 0)):
         page.mouse.move(*middle(page, panel, row, column))
 
-        shown = page.locator("#tip").inner_text()
+        shown = tip(page)
         start, _, number = shown.rpartition(" ")
         assert start == said(HEADS[panel], row, column, "").rstrip()
         assert float(number) == pytest.approx(weights[HEADS[panel], row, column], rel=1e-3)
     page.mouse.move(*middle(page, 0, 1, 5))
-    assert page.locator("#tip").inner_text() == said(0, 1, 5, "may not attend")
+    assert tip(page) == said(0, 1, 5, "may not attend")
     page.mouse.move(*middle(page, 0, 4, 1))
-    assert page.locator("#tip").inner_text() == said(0, 4, 1, "no key to attend to")
+    assert tip(page) == said(0, 4, 1, "no key to attend to")
     page.mouse.move(2, 2)
     assert page.locator("#tip").is_hidden()
 
@@ -118,6 +124,6 @@ def test_on_a_phone_the_page_is_no_wider_than_the_screen(page):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.locator("#figure").evaluate("element => element.scrollTo(300, 0)")
     page.mouse.move(*middle(page, 2, 1, 1))
-    assert page.locator("#tip").inner_text().startswith(said(5, 1, 1, ""))
-    tip = page.locator("#tip").bounding_box()
-    assert tip["x"] >= 0 and tip["x"] + tip["width"] <= 360
+    assert tip(page).startswith(said(5, 1, 1, ""))
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360

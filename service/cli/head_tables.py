@@ -116,7 +116,7 @@ def _links(links: Mapping[str, Any]) -> Table:
 
 
 def _end(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
-    from service.attention.figures.words import printable  # whose room loads torch, which a command does late
+    from service.attention.figures.labels import printable  # whose room loads torch, which a command does late
 
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")

@@ -52,7 +52,7 @@ class Easel:
             if gone():
                 raise CallerGone
 
-        drawn = draw(sketch.picture(result), sketch.style, sketch.form, check)
+        drawn = draw(sketch.picture(result), sketch.spec, check)
         self._seconds += 0.2 * (self.clock() - started - self._seconds)
         return drawn
 

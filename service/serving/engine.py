@@ -187,7 +187,7 @@ class Engine:
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        if sketched.form == "png":
+        if sketched.spec.format == "png":
             asked.reply_coding = ""  # it is packed as it is
         picture = await self.easel.draw(sketched, outcome.result, asked.deadline, asked.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
@@ -196,7 +196,7 @@ class Engine:
             pieces = await self._aside_for(asked, pack, pieces, asked.reply_coding)
         phases.encode = self.clock() - started
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
-        return Answer(pieces, phases, {**about, "figure": sketched.subject.kind, "format": sketched.form}, sketched.media_type)
+        return Answer(pieces, phases, {**about, "figure": sketched.spec.kind, "format": sketched.spec.format}, sketched.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""

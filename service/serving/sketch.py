@@ -7,7 +7,7 @@ of a call that asks for no weights, at any length.
 from dataclasses import dataclass, replace
 
 from service.attention.call import Result
-from service.attention.figures import Format, Picture, Style, Subject, compose, needs
+from service.attention.figures import FigureSpec, Format, Picture, compose, reduction_for
 from service.errors import InvalidRequest, NotAcceptable, TooLarge
 from service.serving.bind import bind
 from service.serving.bound import Bound
@@ -24,17 +24,15 @@ class Sketch:
     """A bound call, and the picture that its result will become."""
 
     bound: Bound
-    subject: Subject
-    style: Style
-    form: Format
+    spec: FigureSpec
 
     @property
     def media_type(self) -> str:
-        return next(media for media, form in PICTURES.items() if form == self.form)
+        return next(media for media, form in PICTURES.items() if form == self.spec.format)
 
     def picture(self, result: Result) -> Picture:
         layer = self.bound.layer
-        return compose(self.subject, self.style, result.tensors, {"Source": f"layer {layer.name}", "Fingerprint": layer.fingerprint})
+        return compose(self.spec, result.tensors, {"Source": f"layer {layer.name}", "Fingerprint": layer.fingerprint})
 
 
 def sketch(request: FigureRequest, layer: HeldLayer, accepted: str, limits: ServingLimits) -> Sketch:
@@ -52,30 +50,36 @@ def sketch(request: FigureRequest, layer: HeldLayer, accepted: str, limits: Serv
     form = asked.format or PICTURES.get(accepted)
     if form is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    subject, style = _subject(request, num_heads), Style(asked.theme, asked.colours, asked.width, asked.dpi, asked.values)
+    spec = _spec(request, num_heads, form)
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if asked.kind == "concatenation" else []
     shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     cost = predict(shown, layer.spec)
     check(cost, limits)
-    reduction = needs(subject, style)
-    call = replace(bind(shown, layer.spec), reduction=reduction, heads=subject.heads if reduction else None)
-    return Sketch(Bound(shown, layer, call, cost), subject, style, form)
+    reduction = reduction_for(spec)
+    call = replace(bind(shown, layer.spec), reduction=reduction, heads=spec.heads if reduction else None)
+    return Sketch(Bound(shown, layer, call, cost), spec)
 
 
-def _subject(request: FigureRequest, num_heads: int) -> Subject:
+def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
     asked = request.figure
     key = request.query if request.key is None else request.key
     heads = asked.heads or ([0] if asked.kind == "head" else range(num_heads))
-    return Subject(
+    return FigureSpec(
         kind=asked.kind,
         item=asked.item,
         queries=request.query.shape[-2],
         keys=key.shape[-2],
         heads=tuple(heads),
-        query_words=request.words("query"),
-        key_words=request.words("key"),
-        pool=asked.pool,
+        query_labels=request.words("query"),
+        key_labels=request.words("key"),
+        pool=asked.pool or "mean",
         title=asked.title,
         maximum=asked.maximum,
         logarithmic=asked.scale == "log",
+        theme=asked.theme,
+        colours=asked.colours,
+        width=asked.width,
+        dpi=asked.dpi,
+        values=asked.values,
+        format=form,
     )

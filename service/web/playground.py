@@ -1,7 +1,8 @@
 """GET /: the page for a browser, a JSON index for anything else; and the page's own files.
 
-The page is plain HTML, CSS and ES modules in `page/`, served as they lie there. It may load nothing from elsewhere and run nothing that
-is not one of these files: the policy below says so to the browser. Files are asked for again each time, and answered by 304.
+The page is plain HTML, CSS and ES modules in `page/`, and the heat-map viewer in `service/assets/`, served as they are. It may load nothing
+from elsewhere and run nothing that is not one of these files: the policy below says so to the browser. Files are asked for again each time,
+and answered by 304.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +22,7 @@ from service import __version__
 from service.serving.engine import Engine
 from service.wire.negotiation import HTML, JSON, acceptable
 
+FOLDERS = ("web/page", "assets")
 CONTRACT = "1"  # of the wire; it changes when a caller would have to
 TYPES = {".html": HTML, ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
@@ -47,7 +50,7 @@ class File:
 def page_files() -> Mapping[str, File]:
     """Name -> file, read once a process."""
     found = {}
-    for path in files("service.web").joinpath("page").iterdir():
+    for path in chain.from_iterable(files("service").joinpath(folder).iterdir() for folder in FOLDERS):
         body = path.read_bytes()
         found[path.name] = File(body, TYPES[PurePath(path.name).suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
     return found

@@ -4,10 +4,11 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from service.attention.figures import Picture, Style
-from service.attention.figures.picture import Scale
+from service.attention.figures import FigureSpec, Picture
+from service.attention.figures.picture import Axis, Panel, Scale
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.easel import WAITING, Easel
 
@@ -17,13 +18,13 @@ class Held:
 
     def __init__(self):
         self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
-        self.style, self.form = Style(), "svg"
+        self.spec = FigureSpec(format="svg")
 
     def picture(self, result):
         self.times += 1
         self.begun.set()
         assert self.go.wait(60)
-        return Picture("", (), Scale("", 0.0, 1.0))
+        return Picture("", (Panel("", Axis("query", 1), Axis("key", 1), np.ones((1, 1))),), Scale("", 0.0, 1.0))
 
 
 @pytest.fixture

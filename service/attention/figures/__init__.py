@@ -1,42 +1,31 @@
-"""Pictures of what heads do: arrays and words in, the bytes of a PNG, an SVG or an HTML page out.
+"""Figures of what heads do: arrays and labels in, the bytes of a PNG, an SVG or a standalone HTML page out.
 
-    weights --pooling--> raster --kinds--> picture --layout--> sheet --png | svg | html--> bytes
+    weights --reductions--> cells --panels--> Picture --layout, plot--> png | svg --html--> html
 
-Knows no request. matplotlib is loaded when something is drawn, not before; `draw` is for one thread at a time.
+Knows no request. matplotlib is loaded when something is drawn, not before; only one thread at a time may call `draw`.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
-from service.attention.figures.html import draw_html
-from service.attention.figures.kinds import Kind, Subject, compose, needs
-from service.attention.figures.layout import lay_out
-from service.attention.figures.picture import Picture, Style
-from service.attention.figures.png import draw_png
-from service.attention.figures.svg import draw_svg
-from service.attention.figures.words import printable
-from service.errors import TooLarge
-
-Format = Literal["png", "svg", "html"]
-PIXELS = 1 << 25  # of a PNG
+from service.attention.figures.panels import compose, reduction_for
+from service.attention.figures.picture import FigureSpec, Format, Picture
 
 
-def draw(picture: Picture, style: Style, form: Format, check: Callable[[], None] = lambda: None) -> bytes:
-    """The picture's bytes, the same for the same picture. `check` is called now and then, and may raise to end it.
+def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> bytes:
+    """The bytes of the picture, in the format of the specification. `check` is called at intervals, and may raise to end the drawing.
 
-    Raises TooLarge where a PNG would have too many pixels, InvalidRequest where the style asks for what does not fit.
+    Raises TooLarge where a PNG would have too many pixels, InvalidRequest where the picture cannot have the width or the values asked for.
     """
+    from service.attention.figures.html import write_html
+    from service.attention.figures.plot import Plot, settings
+
     check()
-    sheet = lay_out(picture, style)
-    about = {name: printable(value) for name, value in picture.about.items()}
-    if form == "svg":
-        return draw_svg(sheet, about, check)
-    if form == "html":
-        return draw_html(picture, style, sheet, about, check)
-    pixels = round(sheet.width * sheet.height * (style.dpi / 96) ** 2)
-    if pixels > PIXELS:
-        raise TooLarge.where("/figure/dpi", f"a picture of at most {PIXELS} pixels", str(pixels))
-    return draw_png(sheet, about, style.dpi, check)
+    with settings(spec.theme):
+        plot = Plot(picture, spec, check)
+        if spec.format == "png":
+            return plot.png()
+        svg = plot.svg()
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'.encode() if spec.format == "svg" else write_html(plot, svg)
 
 
-__all__ = ["Format", "Kind", "Picture", "Style", "Subject", "compose", "draw", "needs"]
+__all__ = ["FigureSpec", "Format", "Picture", "compose", "draw", "reduction_for"]

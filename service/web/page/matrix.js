@@ -1,5 +1,5 @@
 // The large heat map. One canvas as large as its window onto the weights, drawn anew at each scroll: so that 512 by 512 is as smooth as
-// 10 by 10, and labels stay beside what they name. Says what was pointed at and clicked; what that means, page.js decides.
+// 10 by 10, and labels stay beside what they name. A map for the viewer in heatmap.js.
 
 import { css, inkOn, paint } from "./colours.js";
 import { stretch } from "./pattern.js";
@@ -13,15 +13,12 @@ const LEAST = 0.005; // smaller numbers would all read .00
 const TALLEST = 620;
 
 export class Matrix {
-  constructor(element, told) {
-    Object.assign(this, { element, told, zoom: 1, square: null, isolated: {}, cursor: null, blocked: new Set() });
+  constructor(element) {
+    Object.assign(this, { element, zoom: 1, square: null, isolated: {}, cursor: null, blocked: new Set() });
     this.content = element.querySelector(".content");
     this.canvas = element.querySelector("canvas");
     this.bitmap = document.createElement("canvas");
     element.addEventListener("scroll", () => this.draw());
-    element.addEventListener("pointermove", (event) => told.point(this.hit(event), event));
-    element.addEventListener("pointerleave", () => told.leave());
-    element.addEventListener("click", (event) => told.click(this.hit(event), event));
     new ResizeObserver(() => this.square && this.lay()).observe(element.parentElement);
   }
 
@@ -37,6 +34,21 @@ export class Matrix {
     context.putImageData(pixels, 0, 0);
     if (sized) this.zoom = 1;
     this.lay();
+  }
+
+  /** Rows and columns of its one panel. */
+  sizes() {
+    return this.square ? [[this.square.queries, this.square.keys]] : [];
+  }
+
+  /** A weight in four significant digits; an exact 0 as itself. */
+  value({ q, k }) {
+    const weight = this.square.at(q, k);
+    return weight === 0 ? "0" : weight < 0.001 ? weight.toExponential(2) : weight.toFixed(4);
+  }
+
+  name({ q, k }) {
+    return `${this.words.query[q]} → ${this.words.key[k]}`;
   }
 
   magnify(factor) {

@@ -17,12 +17,11 @@ import { Words } from "./words.js";
 const $ = (id) => document.getElementById(id);
 const PAUSE = 300; // ms after the last key before typing counts as done
 
-const pointing = new Pointing($("tip"), $("live"), block);
-const matrix = new Matrix($("matrix"), pointing);
-const words = new Words($("words"), pointing);
+const matrix = new Matrix($("matrix"));
+const pointing = new Pointing(matrix, $("tip"), $("live"), block);
+const words = (pointing.words = new Words($("words"), pointing));
 const heads = new Heads($("heads"), enlarge, redraw);
 const numbers = new Numbers($("numbers"), enlarge);
-pointing.serve(matrix, words);
 
 const blocked = new Set(); // "q,k"
 let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];

@@ -1,0 +1,127 @@
+"""The kinds of figure: what each one reduces the weights to, and how that becomes panels.
+
+`reduction_for` is called before anything is computed, `compose` with the result. Pure: arrays and labels in, a picture out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.attention.figures.layout import WIDEST, resolution
+from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture, Scale
+from service.attention.figures.reductions import Pooling, Similarity, mean_across, pool_array, std_across
+from service.errors import InvalidRequest
+from service.tensors import Array
+
+CELLS = 1 << 18  # of all panels of a picture
+SMALLEST = 1e-300  # end of a scale: beyond it, differences of two ends would overflow or vanish
+DARKEST = 1e-5  # as a share of the largest value: smaller values have the first colour of a logarithmic scale
+ACROSS = {"mean": mean_across, "std": std_across}
+OUTPUTS = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
+TITLES = {
+    "heads": "Attention weights by head",
+    "head": "Attention weights, head {first}",
+    "mean": "Attention weights, mean of {count} heads",
+    "std": "Attention weights, standard deviation across {count} heads",
+    "similarity": "How similarly the heads attend",
+    "concatenation": "Outputs of the heads",
+}
+SCALES = {  # its name beside the colour bar, and the words of the note below
+    "heads": ("attention weight", "attention weight"),
+    "head": ("attention weight", "attention weight"),
+    "mean": ("mean weight", "mean weight across heads"),
+    "std": ("standard deviation", "standard deviation of the weight across heads"),
+    "similarity": ("cosine similarity", "cosine similarity"),
+    "concatenation": ("value", "value, 0 in the middle"),
+}
+
+
+def reduction_for(spec: FigureSpec) -> Pooling | Similarity | None:
+    """The reduction of the weights that the figure shows; None for a figure of outputs."""
+    if spec.kind == "concatenation":
+        return None
+    if spec.kind == "similarity":
+        return Similarity(spec.item)
+    return Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, ACROSS.get(spec.kind))
+
+
+def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Picture:
+    """The picture. Raises InvalidRequest for a value that is not finite."""
+    steps = (1, 1)
+    if spec.kind == "concatenation":
+        panels, steps = _output_panels(spec, tensors)
+    elif spec.kind == "similarity":
+        heads = Axis("head", len(spec.heads), labels=tuple(map(str, spec.heads)))
+        panels = [Panel("", heads, heads, tensors["similarity"].numpy())]
+    else:
+        steps = _steps(spec)
+        panels = _weight_panels(spec, steps, tensors["pooled"].numpy())
+    for panel in panels:
+        if np.isinf(panel.values).any():
+            raise InvalidRequest.where("", f"finite numbers to draw for {panel.title or spec.kind}", "infinity")
+    title = TITLES[spec.kind].format(first=spec.heads[0], count=len(spec.heads)) if spec.title is None else spec.title
+    scale = _scale(spec, panels)
+    notes = [f"Colour: {SCALES[spec.kind][1]}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
+    return Picture(title, tuple(panels), scale, tuple(notes), {"Title": title, **about})
+
+
+def _steps(spec: FigureSpec) -> tuple[int, int]:
+    """Queries and keys for each cell."""
+    side = resolution(len(spec.heads) if spec.kind == "heads" else 1, spec, CELLS)
+    return -(-spec.queries // side), -(-spec.keys // side)
+
+
+def _weight_panels(spec: FigureSpec, steps: tuple[int, int], pooled: Array) -> list[Panel]:
+    rows = Axis("query", spec.queries, steps[0], spec.query_labels)
+    columns = Axis("key", spec.keys, steps[1], spec.key_labels)
+    panels = []
+    for i, values in enumerate(pooled):
+        empty = tuple(np.flatnonzero(np.isnan(values).all(1)).tolist())
+        panels.append(Panel(f"head {spec.heads[i]}" if spec.kind == "heads" else "", rows, columns, values, empty))
+    return panels
+
+
+def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[list[Panel], tuple[int, int]]:
+    """The heads' outputs side by side, and their projection where the layer has one."""
+    names = [name for name in OUTPUTS if name in tensors]
+    widest = max(tensors[name].shape[-1] for name in names)
+    columns_each = -(-widest // resolution(1, spec, CELLS**2, WIDEST))
+    most = min(resolution(1, spec, CELLS), CELLS // 2 // -(-widest // columns_each))
+    steps = -(-spec.queries // most), columns_each
+    panels = []
+    for name in names:
+        values = tensors[name][spec.item].double()
+        if not torch.isfinite(values).all():
+            raise InvalidRequest.where("", f"finite numbers in {name}", "NaN or infinity")
+        rows = Axis("query", spec.queries, steps[0], spec.query_labels)
+        columns = Axis("dimension", values.shape[1], steps[1])
+        if name == "concatenated":
+            columns = Axis("head, its dimensions side by side", values.shape[1], steps[1], groups=tuple(map(str, spec.heads)))
+        panels.append(Panel(OUTPUTS[name], rows, columns, pool_array(values, *steps, spec.pool).numpy()))
+    return panels, steps
+
+
+def _scale(spec: FigureSpec, panels: Sequence[Panel]) -> Scale:
+    name = SCALES[spec.kind][0]
+    largest = max(float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels)
+    if spec.kind == "similarity":
+        largest = 1.0  # cosines of weights, which are never negative
+    high = min(max(spec.maximum or largest or 1.0, SMALLEST), 1 / SMALLEST)
+    if spec.kind == "concatenation":
+        return Scale(name, -high, high, diverging=True)
+    if spec.logarithmic:
+        smallest = min(float(np.min(panel.values, where=panel.values > 0, initial=high)) for panel in panels)
+        return Scale(name, min(max(smallest, high * DARKEST), high / 10), high, logarithmic=True)
+    return Scale(name, 0.0, high)
+
+
+def _pooling_note(spec: FigureSpec, steps: tuple[int, int]) -> list[str]:
+    if max(steps) == 1:
+        return []
+    how = {"mean": "mean", "max": "maximum"}[spec.pool]
+    if spec.kind == "concatenation":
+        return [f"Pooled: each cell is the {how} of up to {steps[0]} queries x {steps[1]} dimensions."]
+    pairs = f"{spec.queries} queries x {spec.keys} keys"
+    return [f"Pooled: {pairs}; each cell is the {how} over the pairs that may attend among up to {steps[0]} x {steps[1]}."]

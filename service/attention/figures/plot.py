@@ -1,0 +1,274 @@
+"""Draw a picture with matplotlib: one axes for each panel and one for the colour bar, written as PNG or as SVG.
+
+Only matplotlib's object interface is used, never pyplot, and its settings are restored after each figure: nothing that the process has set
+changes a picture. Text in an SVG stays text. The same picture gives the same bytes.
+"""
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from service.attention.figures.labels import cut, drawable, printable, width
+from service.attention.figures.layout import (
+    GAP,
+    HEADING,
+    LINE,
+    MARGIN,
+    NO_KEY,
+    NOTE,
+    TEXT,
+    TITLE,
+    Layout,
+    Place,
+    Ticks,
+    column_ticks,
+    row_ticks,
+)
+from service.attention.figures.picture import FigureSpec, Panel, Picture, Scale, Theme
+from service.errors import InvalidRequest, TooLarge
+from service.tensors import Array
+
+MAX_PIXELS = 1 << 25  # of a PNG
+MAX_SHAPES = 2500  # cells that are drawn as shapes; of a picture with more, each panel is one image
+MAX_VALUES = 2500  # cells that may hold numbers
+SMALLEST_VALUE = 7.5  # font size
+GRIDDED = 8.0  # pixels from which cells are set apart
+HATCH = "/////"
+PIXEL = 0.75  # a CSS pixel in points
+SVG = "http://www.w3.org/2000/svg"
+FONTS = "'DejaVu Sans', 'Verdana', sans-serif"
+THEMES: Mapping[Theme, dict[str, str]] = {  # faint: axis names and notes; blocked: cells that may not attend; hatch: rows without keys
+    "light": {"paper": "#ffffff", "ink": "#1a1d21", "faint": "#565d66", "blocked": "#d9dce0", "hatch": "#8d949d"},
+    "dark": {"paper": "#15181d", "ink": "#eceff2", "faint": "#a7afb9", "blocked": "#40464f", "hatch": "#868e98"},
+}
+DIVERGING: Mapping[Theme, list[str]] = {
+    "light": ["#0b4f8a", "#5aa3d6", "#f6f6f6", "#e39a4c", "#8a4300"],
+    "dark": ["#8fd0ff", "#2f78b0", "#1e2228", "#b06a22", "#ffc27a"],
+}
+
+
+def colour_map(spec: FigureSpec, scale: Scale) -> Colormap:
+    """The map of a scale; NaN has the colour of blocked cells."""
+    if scale.diverging:
+        chosen: Colormap = LinearSegmentedColormap.from_list("diverging", DIVERGING[spec.theme])
+    else:
+        chosen = matplotlib.colormaps[spec.colours]
+    return chosen.with_extremes(bad=THEMES[spec.theme]["blocked"])
+
+
+def ink_on(colours: Array) -> Array:
+    """Black or white for each RGBA colour, whichever has more contrast with it as WCAG 2 defines it, (L1 + 0.05) / (L2 + 0.05)."""
+    channels = colours[..., :3]
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
+    return np.where((luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05), "#000000", "#ffffff")
+
+
+@contextmanager
+def settings(theme: Theme) -> Iterator[None]:
+    """matplotlib's defaults and ours, whatever the process has set; restored afterwards."""
+    colours = THEMES[theme]
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        ours: dict[Any, Any] = {
+            "svg.fonttype": "none", "svg.hashsalt": "attend", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"],
+            "text.parse_math": False, "text.color": colours["ink"], "axes.labelcolor": colours["faint"], "axes.edgecolor": colours["faint"],
+            "xtick.color": colours["faint"], "ytick.color": colours["faint"], "xtick.labelcolor": colours["ink"],
+            "ytick.labelcolor": colours["ink"], "hatch.linewidth": PIXEL, "hatch.color": colours["hatch"],
+        }  # fmt: skip
+        matplotlib.rcParams.update(ours)
+        yield
+
+
+for prefix, uri in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
+    ET.register_namespace(prefix, uri)
+
+
+class Plot:
+    """The matplotlib figure of a picture; to be made and written within `settings`."""
+
+    def __init__(self, picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> None:
+        self.picture, self.spec, self.check = picture, spec, check
+        self.about = {name: printable(text) for name, text in picture.about.items()}
+        self.layout, self.colours = Layout(picture, spec), THEMES[spec.theme]
+        scale = picture.scale
+        self.map, self.norm = colour_map(spec, scale), (LogNorm if scale.logarithmic else Normalize)(scale.low, scale.high)
+        self.cells = sum(panel.values.size for panel in picture.panels)
+        self.texts: dict[str, tuple[str, str, str]] = {}  # id -> role, the text, and what it was cut from
+        self.width, self.height = self.layout.width, self.layout.height
+        self.figure = Figure(figsize=(self.width / 96, self.height / 96), dpi=spec.dpi, facecolor=self.colours["paper"])
+        self._write("title", self.layout.title, MARGIN, TITLE, self.colours["ink"], weight="bold")
+        for panel, place in zip(picture.panels, self.layout.places, strict=True):
+            check()
+            self._panel(panel, place)
+        self._bar(self.layout.bar)
+        if self.layout.legend:
+            self._legend()
+        self._write("note", self.layout.notes, self.layout.notes_y, NOTE, self.colours["faint"])
+
+    def _axes(self, place: Place) -> Axes:
+        size = place.width / self.width, place.height / self.height
+        axes: Axes = self.figure.add_axes((place.x / self.width, 1 - place.y / self.height - size[1], *size))
+        return axes
+
+    def _register(self, artist: Text, role: str, text: str, whole: str = "") -> None:
+        """Gives the artist an id, by which the SVG finds the text that it stands for."""
+        self.texts[key := f"{role}-{len(self.texts)}"] = role, text, whole or text
+        artist.set_gid(key)
+
+    def _write(self, role: str, lines: Sequence[str], y: float, size: float, colour: str, **style: Any) -> None:
+        """Lines of text below `y`."""
+        for i, line in enumerate(lines):
+            place = MARGIN / self.width, 1 - (y + (i + 0.8) * size * LINE) / self.height
+            self._register(self.figure.text(*place, drawable(line), fontsize=size * PIXEL, color=colour, **style), role, line)
+
+    def _panel(self, panel: Panel, place: Place) -> None:
+        axes, rows, columns = self._axes(place), panel.rows.cells, panel.columns.cells
+        cell = place.width / columns, place.height / rows
+        values = np.clip(panel.values, self.picture.scale.low, self.picture.scale.high)
+        if self.cells <= MAX_SHAPES:
+            mesh = axes.pcolormesh(values, cmap=self.map, norm=self.norm, snap=True, gid=f"cells-{len(self.figure.axes)}")
+            if min(cell) >= GRIDDED:
+                mesh.set(edgecolor=self.colours["paper"], linewidth=PIXEL)
+        else:
+            extent = (0, columns, rows, 0)
+            axes.imshow(values, cmap=self.map, norm=self.norm, aspect="auto", interpolation="none", extent=extent)
+            if min(cell) >= GRIDDED:
+                axes.vlines(range(1, columns), 0, rows, colors=self.colours["paper"], linewidth=PIXEL)
+                axes.hlines(range(1, rows), 0, columns, colors=self.colours["paper"], linewidth=PIXEL)
+        axes.set(xlim=(0, columns), ylim=(rows, 0), frame_on=False)
+        axes.xaxis.set_visible(place.has_columns)
+        axes.yaxis.set_visible(place.has_rows)
+        if panel.title:
+            self._heading(axes, panel.title, place.width + (GAP - 4 if self.layout.columns > 1 else 0))
+        for _, run in groupby(enumerate(panel.empty), lambda pair: pair[1] - pair[0]):
+            empty = [row for _, row in run]
+            axes.axhspan(empty[0], empty[-1] + 1, facecolor="none", edgecolor=self.colours["hatch"], hatch=HATCH, linewidth=0)
+        for i in range(1, len(panel.columns.groups)):
+            axes.axvline(i * columns / len(panel.columns.groups), color=self.colours["ink"], linewidth=1.2 * PIXEL)
+        self._values(axes, panel, cell)
+        longest = self.layout.longest
+        if place.has_rows:
+            self._ticks(axes.yaxis, "row", row_ticks(panel.rows, place.height, longest), panel.rows.name, place.height)
+        if place.has_columns:
+            self._ticks(axes.xaxis, "column", column_ticks(panel.columns, place.width, longest), panel.columns.name, place.width)
+
+    def _heading(self, axes: Axes, title: str, room: float) -> None:
+        text = cut(printable(title), HEADING, room)
+        self._register(axes.set_title(drawable(text), fontsize=HEADING * PIXEL, pad=6 * PIXEL), "heading", text, title)
+
+    def _ticks(self, axis: Any, role: str, ticks: Ticks, name: str, room: float) -> None:
+        axis.set_ticks(ticks.at, [drawable(text) for text in ticks.texts])
+        axis.set_tick_params(length=0, pad=5 * PIXEL, labelsize=ticks.size * PIXEL)
+        for label, text, whole in zip(axis.get_ticklabels(), ticks.texts, ticks.whole, strict=True):
+            if ticks.upright:
+                label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
+            self._register(label, role, text, whole)
+        shown = cut(name, TEXT, max(room, 60))
+        self._register(axis.set_label_text(shown, fontsize=TEXT * PIXEL), "axis", shown, name)
+
+    def _values(self, axes: Axes, panel: Panel, cell: tuple[float, float]) -> None:
+        """Numbers in the cells where they fit. Raises InvalidRequest where the caller wants them and they do not."""
+        if self.spec.values is False or (self.cells > MAX_VALUES and not self.spec.values):
+            return
+        texts = [[_number(value) for value in row] for row in panel.values[:MAX_VALUES, :MAX_VALUES].tolist()]
+        widest = max(width(text, 1.0) for row in texts for text in row)
+        size = min(max(11.0, 0.16 * min(cell)), 18.0, 0.6 * cell[1], (cell[0] - 6) / (widest or 1.0))
+        if self.cells > MAX_VALUES or (widest and size < SMALLEST_VALUE):
+            if self.spec.values:
+                wanted = f"cells that numbers fit into, at most {MAX_VALUES} in all; a larger width, fewer heads or words, or null"
+                raise InvalidRequest.where("/figure/values", wanted, f"{self.cells} cells of {cell[0]:.0f} x {cell[1]:.0f} pixels")
+            return
+        inks = ink_on(self.map(self.norm(np.clip(panel.values, self.picture.scale.low, self.picture.scale.high))))
+        for i, row in enumerate(texts):
+            for j, text in enumerate(row):
+                if text:
+                    artist = axes.text(j + 0.5, i + 0.5, text, fontsize=size * PIXEL, color=inks[i, j], ha="center", va="center_baseline")
+                    self._register(artist, "value", text)
+
+    def _bar(self, place: Place) -> None:
+        """The colour bar with its numbers and its name."""
+        low, high, ticks = self.picture.scale.low, self.picture.scale.high, None
+        if not self.picture.scale.logarithmic:
+            inner, apart = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high), 0.07 * (high - low)
+            ticks = [low, *(tick for tick in inner if low + apart < tick < high - apart), high]
+        bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(place), format="{x:.3g}", ticks=ticks)
+        bar.outline.set_visible(False)
+        bar.minorticks_off()
+        bar.ax.tick_params(length=4 * PIXEL, pad=3 * PIXEL, labelsize=NOTE * PIXEL)
+        for label in bar.ax.get_yticklabels():
+            self._register(label, "scale", label.get_text())
+        bar.set_label(self.picture.scale.name, fontsize=TEXT * PIXEL)
+        self._register(bar.ax.yaxis.label, "colours", self.picture.scale.name)
+
+    def _legend(self) -> None:
+        """What grey and hatched cells mean."""
+        hatched: dict[str, Any] = {"edgecolor": self.colours["hatch"], "hatch": HATCH, "linewidth": 0}
+        patches = [
+            Patch(facecolor=self.colours["blocked"], label=name, **(hatched if name == NO_KEY else {})) for name in self.layout.legend
+        ]
+        legend = self.figure.legend(
+            handles=patches, ncols=self.layout.legend_columns, bbox_to_anchor=(MARGIN / self.width, 1 - self.layout.foot / self.height),
+            loc="upper left", borderpad=0, borderaxespad=0, handletextpad=0.5, labelspacing=0.4, frameon=False, fontsize=NOTE * PIXEL,
+            labelcolor=self.colours["faint"],
+        )  # fmt: skip
+        for text in legend.get_texts():
+            self._register(text, "legend", text.get_text())
+
+    def png(self) -> bytes:
+        """Raises TooLarge where it would have too many pixels."""
+        pixels = round(self.width * self.height * (self.spec.dpi / 96) ** 2)
+        if pixels > MAX_PIXELS:
+            raise TooLarge.where("/figure/dpi", f"a picture of at most {MAX_PIXELS} pixels", str(pixels))
+        out = io.BytesIO()
+        FigureCanvasAgg(self.figure).print_png(out, metadata={"Software": None, **self.about})  # type: ignore[no-untyped-call]
+        return out.getvalue()
+
+    def svg(self) -> str:
+        """The element `svg` as matplotlib writes it, but with whole words, a title, and no style sheet, so that any page can hold it."""
+        out = io.StringIO()
+        FigureCanvasSVG(self.figure).print_svg(out, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))  # type: ignore[no-untyped-call]
+        self.check()
+        root = ET.fromstring(out.getvalue())
+        root.remove(next(child for child in root if child.find(f"{{{SVG}}}style") is not None))
+        size = {"width": str(self.width), "height": str(self.height), "role": "img", "aria-labelledby": "picture"}
+        root.attrib.update(size | {"font-family": FONTS, "stroke-linejoin": "round"})
+        title, about = ET.Element(f"{{{SVG}}}title", {"id": "picture"}), ET.Element(f"{{{SVG}}}metadata")
+        title.text, about.text = self.about.get("Title", ""), json.dumps(self.about, ensure_ascii=False)
+        root[:0] = [title, about]
+        for group in root.iter(f"{{{SVG}}}g"):
+            if found := self.texts.get(group.get("id", "")):
+                self._restore(group, *found)
+            elif group.get("id", "").startswith("cells"):
+                group.set("shape-rendering", "crispEdges")  # no seams between cells
+        return ET.tostring(root, encoding="unicode")
+
+    def _restore(self, group: ET.Element, role: str, text: str, whole: str) -> None:
+        """Puts a text into its group of the SVG: without boxes for what our font lacks, and with the whole of what was cut as its title."""
+        del group.attrib["id"]
+        for element in group:
+            element.attrib |= {"class": role, "style": element.get("style", "").replace(f"font-family: {FONTS}; ", "")}
+            element.text = text
+            if whole != text:
+                ET.SubElement(element, f"{{{SVG}}}title").text = printable(whole)
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else "0" if value == 0 else f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"

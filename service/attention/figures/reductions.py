@@ -1,0 +1,104 @@
+"""Reductions of attention weights to what a figure shows, over blocks of query rows as they are computed: the weights of a long sequence
+are never held together. Knows no labels and no colours.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from service.attention.call import Rows
+from service.attention.figures.picture import Pool
+
+
+def mean_across(weights: Tensor) -> Tensor:
+    """The mean over heads: [heads, rows, k] -> [1, rows, k]."""
+    return weights.mean(0, keepdim=True)
+
+
+def std_across(weights: Tensor) -> Tensor:
+    """The standard deviation over heads, sqrt(mean_h (w_h - mean_h w)²), divided by their number: [heads, rows, k] -> [1, rows, k]."""
+    return (weights - mean_across(weights)).square().mean(0, keepdim=True).sqrt()  # torch.std takes four times as long
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Pools weights to cells of `query_step` queries by `key_step` keys: the mean or the maximum over the pairs that may attend.
+
+    Returns `pooled`, float64 [heads or 1, cells, cells], NaN in cells where no pair may attend, infinity where a weight is not finite.
+    """
+
+    item: int
+    shape: tuple[int, int]  # queries, keys
+    query_step: int
+    key_step: int
+    pool: Pool = "mean"
+    across: Callable[[Tensor], Tensor] | None = None  # reduces the heads to one before pooling
+
+    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+        pooled = counts = torch.empty(0)
+        cells = -(-self.shape[0] // self.query_step), -(-self.shape[1] // self.key_step)
+        for block, weights, visible in rows:
+            values, seen = _of_item(weights, visible, self.item)
+            if self.across is not None:
+                values, seen = self.across(values), seen.any(0, keepdim=True)
+            if not pooled.numel():
+                pooled = torch.zeros(values.shape[0], *cells, dtype=torch.float64, device=values.device)
+                counts = torch.zeros(seen.shape[0], *cells, dtype=torch.float64, device=values.device)
+            values, number = self._pool_keys(values.double(), self.pool), self._pool_keys(seen.double(), "mean")
+            for cell in range(block.start // self.query_step, (block.stop - 1) // self.query_step + 1):
+                part = slice(max(cell * self.query_step - block.start, 0), (cell + 1) * self.query_step - block.start)
+                counts[:, cell] += number[:, part].sum(1)
+                if self.pool == "max":
+                    pooled[:, cell] = torch.maximum(pooled[:, cell], values[:, part].amax(1))
+                else:
+                    pooled[:, cell] += values[:, part].sum(1)
+        pooled = pooled / counts if self.pool == "mean" else pooled
+        return {"pooled": _nan_to_infinity(pooled).masked_fill(counts == 0, torch.nan)}
+
+    def _pool_keys(self, values: Tensor, pool: Pool) -> Tensor:
+        """[..., k] -> [..., cells]: the sum (for the mean) or the maximum over the keys of each cell."""
+        if self.key_step == 1:
+            return values
+        padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % self.key_step))
+        parts = padded.view(*padded.shape[:-1], -1, self.key_step)
+        return parts.amax(-1) if pool == "max" else parts.sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """Cosines between heads, <A_g, A_h> / (|A_g| |A_h|) over all pairs that may attend: `similarity` [h, h], NaN for a head of zeros."""
+
+    item: int
+
+    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+        products = torch.zeros(())
+        for _, weights, visible in rows:
+            flat = _of_item(weights, visible, self.item)[0].double().flatten(1)
+            products = products.to(flat.device) + flat @ flat.T
+        products = _nan_to_infinity(products)
+        lengths = products.diagonal().sqrt()
+        return {"similarity": (products / (lengths[:, None] * lengths)).clamp(max=1)}
+
+
+def pool_array(values: Tensor, row_step: int, column_step: int, pool: Pool) -> Tensor:
+    """[rows, columns] -> cells: the mean or the maximum of each; values may be negative."""
+    pooling = Pooling(0, (values.shape[0], values.shape[1]), row_step, column_step, pool)
+    shift = values.min() if pool == "max" else values.new_zeros(())  # maxima start at 0
+    return pooling(iter([(slice(0, values.shape[0]), (values - shift)[None, None], None)]))["pooled"][0] + shift
+
+
+def _nan_to_infinity(numbers: Tensor) -> Tensor:
+    """NaN is left to mean a cell without pairs."""
+    return numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _of_item(weights: Tensor, visible: Tensor | None, item: int) -> tuple[Tensor, Tensor]:
+    """One batch item's weights [h, rows, k], 0 where a pair may not attend (fully masked rows may have been filled), and which may."""
+    values = weights[item]
+    if visible is None:
+        return values, torch.ones(1, 1, 1, dtype=torch.bool, device=values.device).expand(1, *values.shape[1:])
+    seen = visible[item if visible.shape[0] > 1 else 0]
+    seen = seen.expand(seen.shape[0], *values.shape[1:])
+    return values.masked_fill(~seen, 0), seen
