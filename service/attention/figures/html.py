@@ -14,8 +14,7 @@ from string import Template
 import numpy as np
 
 from service.attention.figures.labels import printable
-from service.attention.figures.layout import Place
-from service.attention.figures.picture import Axis, Panel
+from service.attention.figures.picture import Axis
 from service.attention.figures.plot import Plot
 
 
@@ -43,22 +42,15 @@ def _asset(path: str) -> str:
 
 def _data(plot: Plot) -> str:
     """What the script knows, as JSON. `<` is escaped, so that nothing in it can end the element it stands in."""
-    panels = [_panel(panel, place) for panel, place in zip(plot.picture.panels, plot.layout.places, strict=True)]
+    panels = []
+    for panel, place in zip(plot.picture.panels, plot.layout.places, strict=True):
+        with np.errstate(over="ignore"):  # what float32 cannot hold is shown as infinity
+            values = b64encode(panel.values.astype("<f4").tobytes()).decode()
+        place_of_cells = [place.x, place.y, place.width, place.height]
+        sides = {"rows": _axis(panel.rows), "columns": _axis(panel.columns)}
+        panels.append({"title": printable(panel.title), "place": place_of_cells, **sides, "empty": panel.empty, "values": values})
     document = {"size": [plot.width, plot.height], "panels": panels}
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _panel(panel: Panel, place: Place) -> Mapping[str, object]:
-    with np.errstate(over="ignore"):  # what float32 cannot hold is shown as infinity
-        values = panel.values.astype("<f4").tobytes()
-    return {
-        "title": printable(panel.title),
-        "place": [place.x, place.y, place.width, place.height],
-        "rows": _axis(panel.rows),
-        "columns": _axis(panel.columns),
-        "empty": panel.empty,
-        "values": b64encode(values).decode(),
-    }
 
 
 def _axis(axis: Axis) -> Mapping[str, object]:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from service.attention.figures.labels import cut, printable, width, wrapped
-from service.attention.figures.picture import Axis, FigureSpec, Picture
+from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture
 from service.errors import InvalidRequest
 
 NARROWEST, WIDEST = 300, 1200  # of a figure whose width the caller leaves open
@@ -61,15 +61,12 @@ def column_ticks(axis: Axis, length: float, longest: float) -> Ticks:
         step = math.ceil((max(width(group, TEXT) for group in axis.groups) + 6) / (each * cell))
         names = axis.groups[::step]
         return Ticks([(step * i + 0.5) * each for i in range(len(names))], names, names, TEXT, TEXT * LINE)
-    if not axis.labels or axis.pooled > 1:
-        ticks = _ticks(axis, (width(str(axis.total), TEXT) + 8) / cell, TEXT, longest)
-        return Ticks(ticks.at, ticks.texts, ticks.whole, TEXT, TEXT * LINE)
-    ticks = _ticks(axis, 1, TEXT, longest)
-    if ticks.room + 6 <= cell:
-        return Ticks(ticks.at, ticks.texts, ticks.whole, TEXT, TEXT * LINE)
+    has_words = axis.labels and axis.pooled == 1
+    level = _ticks(axis, 1 if has_words else (width(str(axis.total), TEXT) + 8) / cell, TEXT, longest)
+    if not has_words or level.room + 6 <= cell:
+        return replace(level, room=TEXT * LINE)
     size = min(TEXT, max(SMALLEST, 0.8 * cell))
-    ticks = _ticks(axis, size * LINE / cell, size, longest)
-    return Ticks(ticks.at, ticks.texts, ticks.whole, size, ticks.room, upright=True)
+    return replace(_ticks(axis, size * LINE / cell, size, longest), upright=True)
 
 
 def _ticks(axis: Axis, least: float, size: float, longest: float) -> Ticks:
@@ -103,45 +100,48 @@ class Layout:
     """The whole figure. Raises InvalidRequest where its width leaves no room for panels beside their labels."""
 
     def __init__(self, picture: Picture, spec: FigureSpec) -> None:
-        panels, wanted = picture.panels, spec.width or WIDEST
-        room = wanted - BAR - 2 * MARGIN
+        panels, self.longest = picture.panels, min(LONGEST_LABEL, max(18.0, ((spec.width or WIDEST) - BAR - 2 * MARGIN) / 3 - 10))
         shared = len({panel.columns for panel in panels}) == 1
-        columns = grid_columns(len(panels), room - 60) if shared else 1
-        self.longest = min(LONGEST_LABEL, max(18.0, room / 3 - 10))
-        # Labels beside the rows: at the largest size that they may have
-        beside = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)
+        self.columns = grid_columns(len(panels), (spec.width or WIDEST) - BAR - 2 * MARGIN - 60) if shared else 1
+        beside = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)  # at the largest size
         left = MARGIN + TEXT * LINE + beside + 10
-        across, down = (max(getattr(panel, side).cells for panel in panels) for side in ("columns", "rows"))
-        wide = (wanted - left - BAR - MARGIN - GAP * (columns - 1)) / columns
-        if wide < 24:
-            raise InvalidRequest.where("/figure/width", "room for panels beside their labels", str(spec.width))
-        if spec.width is None:
-            wide = min(wide, max(min(across * LARGEST_CELL, LARGEST_PANEL if 2 * down >= across else WIDEST), 110))
-        if wide / across >= 7:
-            wide = wide // across * across  # cells of whole pixels
-        high = max(wide * down / across, min(down * 15.0, 0.4 * wide))  # square cells, but neither a thread nor a tower
-        high = max(36.0, min(high, max(1.5 * wide, min(2.0 * down, LARGEST_PANEL)), down * LARGEST_CELL * 2))
-        if high / down >= 7:
-            high = round(high / down) * down
-        self.columns = columns
-        right = left + columns * wide + GAP * (columns - 1)
+        wide, high = self._panel_size(panels, spec, left)
+        right = left + self.columns * wide + GAP * (self.columns - 1)
         self.width = spec.width or max(NARROWEST, math.ceil(right + BAR + MARGIN))
-        self.title = wrapped(printable(picture.title), TITLE, self.width - 2 * MARGIN, 3, bold=True)
-        below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
-        y = MARGIN + TITLE * LINE * len(self.title) + 8
-        self.places: list[Place] = []
-        for start in range(0, len(panels), columns):
-            y += HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
-            lowest = not shared or start + columns >= len(panels)
-            for i in range(start, min(start + columns, len(panels))):
-                place = Place(round(left + (i - start) * (wide + GAP)), round(y), wide, high, i == start, lowest)
-                self.places.append(place)
-            y += high + (below if lowest else GAP)
+        room = self.width - 2 * MARGIN
+        self.title = wrapped(printable(picture.title), TITLE, room, 3, bold=True)
+        self.notes = [line for note in picture.notes for line in wrapped(printable(note), NOTE, room, 4)]
+        self.places, y = self._places(panels, left, wide, high, shared)
         self.bar = Place(round(right) + GAP + 4, self.places[0].y, 14, min(max(high, 120), 320))
         self.foot = max(y, self.bar.y + self.bar.height + TEXT * 2) + 4
         blocked, empty = any(np.isnan(panel.values).any() for panel in panels), any(panel.empty for panel in panels)
         self.legend = ["may not attend"] * blocked + [NO_KEY] * empty
         self.legend_columns = 2 if self.width >= NARROWEST else 1
         self.notes_y = self.foot + 18 * math.ceil(len(self.legend) / self.legend_columns)
-        self.notes = [line for note in picture.notes for line in wrapped(printable(note), NOTE, self.width - 2 * MARGIN, 4)]
         self.height = math.ceil(self.notes_y + NOTE * LINE * len(self.notes) + 0.7 * MARGIN)
+
+    def _panel_size(self, panels: Sequence[Panel], spec: FigureSpec, left: float) -> tuple[float, float]:
+        """Width and height of a panel's cells: squares as far as they go, but neither a thread nor a tower."""
+        rows, columns = (max(getattr(panel, side).cells for panel in panels) for side in ("rows", "columns"))
+        width = ((spec.width or WIDEST) - left - BAR - MARGIN - GAP * (self.columns - 1)) / self.columns
+        if width < 24:
+            raise InvalidRequest.where("/figure/width", "room for panels beside their labels", str(spec.width))
+        if spec.width is None:
+            width = min(width, max(min(columns * LARGEST_CELL, LARGEST_PANEL if 2 * rows >= columns else WIDEST), 110))
+        if width / columns >= 16:
+            width = width // columns * columns  # cells of whole pixels
+        height = max(width * rows / columns, min(rows * 15.0, 0.4 * width))
+        height = max(36.0, min(height, max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)), rows * LARGEST_CELL * 2))
+        return width, round(height / rows) * rows if height / rows >= 7 else height
+
+    def _places(self, panels: Sequence[Panel], left: float, wide: float, high: float, shared: bool) -> tuple[list[Place], float]:
+        """Where the panels stand, and where the last of them ends with its labels. Those of one grid share the labels of the last row."""
+        below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
+        places, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
+        for start in range(0, len(panels), self.columns):
+            y += HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
+            is_lowest = not shared or start + self.columns >= len(panels)
+            for i in range(min(self.columns, len(panels) - start)):
+                places.append(Place(round(left + i * (wide + GAP)), round(y), wide, high, i == 0, is_lowest))
+            y += high + (below if is_lowest else GAP)
+        return places, y

@@ -89,9 +89,10 @@ def settings(theme: Theme) -> Iterator[None]:
         matplotlib.rcdefaults()
         ours: dict[Any, Any] = {
             "svg.fonttype": "none", "svg.hashsalt": "attend", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"],
-            "text.parse_math": False, "text.color": colours["ink"], "axes.labelcolor": colours["faint"], "axes.edgecolor": colours["faint"],
+            "text.parse_math": False, "axes.unicode_minus": False, "hatch.linewidth": PIXEL, "hatch.color": colours["hatch"],
+            "text.color": colours["ink"], "axes.labelcolor": colours["faint"], "axes.edgecolor": colours["faint"],
             "xtick.color": colours["faint"], "ytick.color": colours["faint"], "xtick.labelcolor": colours["ink"],
-            "ytick.labelcolor": colours["ink"], "hatch.linewidth": PIXEL, "hatch.color": colours["hatch"],
+            "ytick.labelcolor": colours["ink"],
         }  # fmt: skip
         matplotlib.rcParams.update(ours)
         yield
