@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from service.attention.figures.labels import cut, printable, width, wrapped
+from service.attention.figures.labels import printable, width, wrapped
 from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture
 from service.errors import InvalidRequest
 
@@ -36,11 +36,10 @@ def resolution(panels: int, spec: FigureSpec, cells: int, widest: float = LARGES
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """Labels of an axis: their positions in cells, the text that fits and the whole text, a font size, and the room they take."""
+    """Labels of an axis: their positions in cells, their whole text, a font size, and the room that they take once they are cut."""
 
     at: Sequence[float]
     texts: Sequence[str]
-    whole: Sequence[str]
     size: float
     room: float
     upright: bool = False
@@ -60,7 +59,7 @@ def column_ticks(axis: Axis, length: float, longest: float) -> Ticks:
         each = axis.cells / len(axis.groups)
         step = math.ceil((max(width(group, TEXT) for group in axis.groups) + 6) / (each * cell))
         names = axis.groups[::step]
-        return Ticks([(step * i + 0.5) * each for i in range(len(names))], names, names, TEXT, TEXT * LINE)
+        return Ticks([(step * i + 0.5) * each for i in range(len(names))], names, TEXT, TEXT * LINE)
     has_words = axis.labels and axis.pooled == 1
     level = _ticks(axis, 1 if has_words else (width(str(axis.total), TEXT) + 8) / cell, TEXT, longest)
     if not has_words or level.room + 6 <= cell:
@@ -73,15 +72,14 @@ def _ticks(axis: Axis, least: float, size: float, longest: float) -> Ticks:
     """Labels at least `least` cells apart; numbers at multiples of 1, 2 or 5 times a power of ten."""
     if axis.labels and axis.pooled == 1:
         chosen = range(0, axis.cells, max(1, math.ceil(least - 1e-9)))
-        whole, at = [printable(axis.labels[cell]) for cell in chosen], [cell + 0.5 for cell in chosen]
+        texts, at = [printable(axis.labels[cell]) for cell in chosen], [cell + 0.5 for cell in chosen]
     else:
         least = max(1.0, least * axis.pooled)
         power = 10 ** math.floor(math.log10(least))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= max(least, axis.pooled) - 1e-9)
-        whole = [str(position) for position in range(0, axis.total, step)]
+        texts = [str(position) for position in range(0, axis.total, step)]
         at = [(position + 0.5 * (axis.pooled == 1)) / axis.pooled for position in range(0, axis.total, step)]
-    texts = [cut(text, size, longest) for text in whole]
-    return Ticks(at, texts, whole, size, max(width(text, size) for text in texts))
+    return Ticks(at, texts, size, min(longest, max(width(text, size) for text in texts)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,9 +176,10 @@ class Plot:
         self._register(axes.set_title(drawable(text), fontsize=HEADING * PIXEL, pad=6 * PIXEL), "heading", text, title)
 
     def _ticks(self, axis: Any, role: str, ticks: Ticks, name: str, room: float) -> None:
-        axis.set_ticks(ticks.at, [drawable(text) for text in ticks.texts])
+        texts = [cut(text, ticks.size, self.layout.longest) for text in ticks.texts]
+        axis.set_ticks(ticks.at, [drawable(text) for text in texts])
         axis.set_tick_params(length=0, pad=5 * PIXEL, labelsize=ticks.size * PIXEL)
-        for label, text, whole in zip(axis.get_ticklabels(), ticks.texts, ticks.whole, strict=True):
+        for label, text, whole in zip(axis.get_ticklabels(), texts, ticks.texts, strict=True):
             if ticks.upright:
                 label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
             self._register(label, role, text, whole)
