@@ -12,10 +12,10 @@ from service.serving.bind import bind, fit
 from service.serving.bound import Bound
 from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.exchange import Asked
+from service.serving.figures import BoundFigure, bind_figure
 from service.serving.loading import Source, given_weights, read_layer_file
 from service.serving.prepared import shape_of
 from service.serving.shards import refusals
-from service.serving.sketch import Sketch, sketch
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.analysis import AnalysisRequest
@@ -113,12 +113,12 @@ class Decoder:
         whole = isinstance(request, AnalysisRequest)  # metrics see all keys of a row at once
         return refusals(request, predicted, self.limits, 0 if whole else self.parts)
 
-    def sketched(self, asked: Asked) -> Sketch:
-        """A picture's call, and how it is to be drawn."""
+    def figure(self, asked: Asked) -> BoundFigure:
+        """A figure's call, and how it is to be drawn."""
         request = validate(FigureRequest, self._parsed(asked, FigureRequest.tensors))
         layer = self.catalogue.find(request.layer)
         fit(request, layer.spec)
-        return sketch(request, layer, asked.reply_form, self.limits)
+        return bind_figure(request, layer, asked.reply_form, self.limits)
 
     def _parsed(self, asked: Asked, kinds: dict[str, Kind], shapes_alone: bool = False) -> dict[str, Any]:
         form, limits = asked.own or FORMS[asked.form], self.wire_limits

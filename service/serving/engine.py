@@ -26,8 +26,8 @@ from service.serving.computing import Execution, Outcome, one_core
 from service.serving.decoding import Decoder, predict
 from service.serving.device import find_device, taken
 from service.serving.door import Door
-from service.serving.easel import Easel
 from service.serving.exchange import Answer, Asked
+from service.serving.figures import FigureRenderer
 from service.serving.folder import LayerFolder
 from service.serving.loading import Source, write_layer_file
 from service.serving.metrics import Metrics, Phases
@@ -79,7 +79,7 @@ class Engine:
         self._sampling: asyncio.TimerHandle | None = None
         self._recovering: asyncio.Task[None] | None = None
         self._codecs = CodecPool(min(2, usable_cores()))  # threads that hold the GIL most of the time
-        self.easel = Easel(self.clock)
+        self.renderer = FigureRenderer(self.clock)
         self.decoder = Decoder(catalogue, wire_limits, limits)
         self.shards: Shards | None = None  # who computes what is too large for this process
 
@@ -181,22 +181,22 @@ class Engine:
     async def figure(self, asked: Asked) -> Answer:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        sketched = await self._aside_for(asked, self.decoder.sketched, asked)
-        bound, phases = sketched.bound, Phases(decode=self.clock() - started)
+        figure = await self._aside_for(asked, self.decoder.figure, asked)
+        bound, phases = figure.bound, Phases(decode=self.clock() - started)
         outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
-        if sketched.spec.format == "png":
+        if figure.spec.format == "png":
             asked.reply_coding = ""  # it is packed as it is
-        picture = await self.easel.draw(sketched, outcome.result, asked.deadline, asked.gone)
+        picture = await self.renderer.draw(figure, outcome.result, asked.deadline, asked.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
         if asked.reply_coding:
             pieces = await self._aside_for(asked, pack, pieces, asked.reply_coding)
         phases.encode = self.clock() - started
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
-        return Answer(pieces, phases, {**about, "figure": sketched.spec.kind, "format": sketched.spec.format}, sketched.media_type)
+        return Answer(pieces, phases, {**about, "figure": figure.spec.kind, "format": figure.spec.format}, figure.media_type)
 
     async def plan(self, asked: Asked) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
@@ -262,7 +262,7 @@ class Engine:
         self.scheduler.close()
         self.statistics.close()
         self.metrics.by_layer.close()
-        self.easel.close()
+        self.renderer.close()
         self._codecs.close()
 
     async def _computed(self, bound: Bound, asked: Asked) -> Outcome:

@@ -4,48 +4,45 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from service.attention.figures import FigureSpec, Picture
-from service.attention.figures.picture import Axis, Panel, Scale
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.easel import WAITING, Easel
+from service.serving.figures import WAITING, FigureRenderer
 
 
 class Held:
-    """A sketch that begins to be drawn, and goes on when the test says so."""
+    """A figure that begins to be drawn, and goes on when the test says so."""
 
     def __init__(self):
         self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
-        self.spec = FigureSpec(format="svg")
 
-    def picture(self, result):
+    def draw(self, result, check):
         self.times += 1
         self.begun.set()
         assert self.go.wait(60)
-        return Picture("", (Panel("", Axis("query", 1), Axis("key", 1), np.ones((1, 1))),), Scale("", 0.0, 1.0))
+        check()
+        return b""
 
 
 @pytest.fixture
-def easel():
-    made = Easel()
+def renderer():
+    made = FigureRenderer()
     yield made
     made.close()
 
 
-async def begin(easel, sketch, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(easel.draw(sketch, SimpleNamespace(), deadline, gone))
+async def begin(renderer, figure, deadline=None, gone=lambda: False):
+    task = asyncio.create_task(renderer.draw(figure, SimpleNamespace(), deadline, gone))
     await asyncio.sleep(0)
     return task
 
 
-def test_what_waits_has_a_bound(easel):
+def test_what_waits_has_a_bound(renderer):
     async def scenario():
         held = Held()
-        tasks = [await begin(easel, held) for _ in range(WAITING)]
+        tasks = [await begin(renderer, held) for _ in range(WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await easel.draw(held, SimpleNamespace(), None, lambda: False)
+            await renderer.draw(held, SimpleNamespace(), None, lambda: False)
         for task in tasks:
             task.cancel()
         held.go.set()
@@ -58,25 +55,25 @@ def test_what_waits_has_a_bound(easel):
     assert refusal.problems[0].got == str(WAITING + 1)
 
 
-def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(easel):
+def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
     async def scenario():
         first, second = Held(), Held()
-        task = await begin(easel, first)
+        task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await easel.draw(second, SimpleNamespace(), easel.clock() + 0.01, lambda: False)
+            await renderer.draw(second, SimpleNamespace(), renderer.clock() + 0.01, lambda: False)
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)
-        easel.close()  # waits for whatever is still to be drawn
+        renderer.close()  # waits for whatever is still to be drawn
         return second.times
 
     assert asyncio.run(scenario()) == 0
 
 
-def test_a_caller_who_has_gone_ends_the_drawing(easel):
+def test_a_caller_who_has_gone_ends_the_drawing(renderer):
     async def scenario():
         held, gone = Held(), threading.Event()
-        task = await begin(easel, held, gone=gone.is_set)
+        task = await begin(renderer, held, gone=gone.is_set)
         await asyncio.to_thread(held.begun.wait)
         gone.set()
         held.go.set()
@@ -91,16 +88,16 @@ def test_a_late_drawing_is_given_up_by_whoever_waits_and_by_the_thread():
 
     async def scenario():
         now = [0.0]
-        easel = Easel(lambda: now[0])
+        renderer = FigureRenderer(lambda: now[0])
         held = Held()
-        task = await begin(easel, held, deadline=5.0)
+        task = await begin(renderer, held, deadline=5.0)
         await asyncio.to_thread(held.begun.wait)
         now[0] = 6.0
         held.go.set()
         with pytest.raises(DeadlinePassed):
             await task
-        seen.append(easel._waiting)
-        easel.close()
+        seen.append(renderer._waiting)
+        renderer.close()
 
     asyncio.run(scenario())
     assert seen == [0]

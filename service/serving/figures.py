@@ -1,0 +1,142 @@
+"""Figures: a valid request and a layer become a bound call, and its result is drawn by one thread.
+
+The weights are not replied but reduced as they are computed, to no more cells than a picture has room for: a figure costs the memory of a
+call that asks for no weights, at any length.
+
+A drawing cannot be stopped from outside, so it checks the clock itself; a caller who waits for it is answered at the deadline.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from service.attention.call import Result
+from service.attention.figures import FigureSpec, Format, compose, draw, reduction_for
+from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
+from service.serving.bind import bind
+from service.serving.bound import Bound
+from service.serving.catalogue import HeldLayer
+from service.serving.cost import ServingLimits, check, predict
+from service.wire.figure import FigureRequest
+from service.wire.negotiation import PICTURES
+
+HEADS = 256  # side by side in one picture
+LONGEST = 30.0  # seconds that a drawing may take, and wait, where its caller sets no earlier deadline
+WAITING = 32  # drawings; each is bounded in cells and pixels, so that their number bounds their cost
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFigure:
+    """A bound call, and the figure that its result will become."""
+
+    bound: Bound
+    spec: FigureSpec
+
+    @property
+    def media_type(self) -> str:
+        return next(media for media, form in PICTURES.items() if form == self.spec.format)
+
+    def draw(self, result: Result, check: Callable[[], None]) -> bytes:
+        """The figure's bytes. Raises what `compose` and `draw` of the figures raise."""
+        layer = self.bound.layer
+        about = {"Source": f"layer {layer.name}", "Fingerprint": layer.fingerprint}
+        return draw(compose(self.spec, result.tensors, about), self.spec, check)
+
+
+def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits: ServingLimits) -> BoundFigure:
+    """The figure of a request that fits the layer; `accepted` is the media type its headers ask for, "" where they ask for none of ours.
+
+    Raises InvalidRequest for a head that the layer does not have, NotAcceptable, and TooLarge.
+    """
+    wanted, num_heads = request.figure, layer.spec.num_heads
+    for i, head in enumerate(wanted.heads or ()):
+        if head >= num_heads:
+            raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
+    many = len(wanted.heads or range(num_heads))
+    if many > HEADS and wanted.kind in ("heads", "similarity"):
+        raise TooLarge.where("/figure/heads", f"at most {HEADS} heads in one picture", str(many))
+    form = wanted.format or PICTURES.get(accepted)
+    if form is None:
+        raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
+    spec = _spec(request, num_heads, form)
+    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if wanted.kind == "concatenation" else []
+    shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
+    cost = predict(shown, layer.spec)
+    check(cost, limits)
+    reduction = reduction_for(spec)
+    call = replace(bind(shown, layer.spec), reduction=reduction, heads=spec.heads if reduction else None)
+    return BoundFigure(Bound(shown, layer, call, cost), spec)
+
+
+def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
+    wanted = request.figure
+    key = request.query if request.key is None else request.key
+    heads = wanted.heads or ([0] if wanted.kind == "head" else range(num_heads))
+    return FigureSpec(
+        kind=wanted.kind,
+        item=wanted.item,
+        queries=request.query.shape[-2],
+        keys=key.shape[-2],
+        heads=tuple(heads),
+        query_labels=request.words("query"),
+        key_labels=request.words("key"),
+        pool=wanted.pool or "mean",
+        title=wanted.title,
+        maximum=wanted.maximum,
+        logarithmic=wanted.scale == "log",
+        theme=wanted.theme,
+        colours=wanted.colours,
+        width=wanted.width,
+        dpi=wanted.dpi,
+        values=wanted.values,
+        format=form,
+    )
+
+
+class FigureRenderer:
+    """Draws one figure at a time, in a thread of its own: matplotlib's settings and fonts belong to the process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawing")  # starts with the first figure
+        self._waiting = 0
+        self._seconds = 0.5  # a moving average of what a figure takes
+
+    async def draw(self, figure: BoundFigure, result: Result, deadline: float | None, gone: Callable[[], bool]) -> bytes:
+        """The figure's bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `BoundFigure.draw` raises."""
+        if self._waiting >= WAITING:
+            wanted = f"at most {WAITING} pictures that wait to be drawn"
+            raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", wanted, str(self._waiting + 1))])
+        latest = self.clock() + LONGEST
+        latest = latest if deadline is None else min(latest, deadline)
+        self._waiting += 1
+        try:
+            drawing = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, figure, result, latest, gone)
+            return await asyncio.wait_for(drawing, max(0.0, latest - self.clock()))
+        except TimeoutError:
+            raise _too_late() from None
+        finally:
+            self._waiting -= 1
+
+    def _draw(self, figure: BoundFigure, result: Result, latest: float, gone: Callable[[], bool]) -> bytes:
+        started = self.clock()
+
+        def check() -> None:
+            if self.clock() > latest:
+                raise _too_late()
+            if gone():
+                raise CallerGone
+
+        drawn = figure.draw(result, check)
+        self._seconds += 0.2 * (self.clock() - started - self._seconds)
+        return drawn
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def _too_late() -> DeadlinePassed:
+    return DeadlinePassed("the deadline passed before the picture was drawn")
