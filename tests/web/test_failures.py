@@ -20,7 +20,7 @@ PLACES: list[tuple[str, str, Any, type, str]] = [  # of each a request, and what
     ("POST", "/attend", QUERY, Decoder, "bound"),
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Decoder, "bound"),
     ("POST", "/attend/plan", QUERY, Decoder, "fitted"),
-    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Decoder, "sketched"),
+    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Decoder, "figure"),
     ("POST", "/words", {"text": "a cat"}, Decoder, "document"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, Catalogue, "make"),
     ("GET", "/layers/default/weights", None, Engine, "export_layer"),
