@@ -62,30 +62,30 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from service.errors import AttendError
-    from service.serving.batches import Entry
-    from service.serving.computing import compute
+    from service.serving.batching import Entry
     from service.serving.cost import ServingLimits
     from service.serving.engine import open_engine
-    from service.serving.exchange import Asked
-    from service.serving.replying import written
+    from service.serving.executor import compute
+    from service.serving.replies import written
+    from service.serving.requests import RawRequest
     from service.spec import LayerSpec
     from service.wire.limits import WireLimits
     from service.wire.negotiation import JSON, SAFETENSORS
 
     torch.set_num_threads(1)
     engine = open_engine("cpu", WireLimits(), ServingLimits())
-    layer = engine.catalogue.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
+    layer = engine.registry.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
     layer.attention.tune()
-    engine.catalogue.put(layer)
+    engine.registry.put(layer)
     media_type = SAFETENSORS if form == "st" else JSON
 
     def answer(body: bytes) -> None:
-        asked = Asked(body, media_type, reply_form=media_type)
-        bound = engine.decoder.bound(asked)
+        raw = RawRequest(body, media_type, reply_form=media_type)
+        bound = engine.decoder.bound(raw)
         [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], engine.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        written(bound, outcome.result, asked)
+        written(bound, outcome.result, raw)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:

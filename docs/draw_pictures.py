@@ -9,7 +9,7 @@ from pathlib import Path
 from service.cli.backend import EngineBackend
 from service.cli.demo import SENTENCE
 from service.client import calls
-from service.serving.words import read_minilm
+from service.serving.embeddings import read_minilm
 from service.settings import Settings
 
 PICTURES = {

@@ -1,4 +1,4 @@
-"""Everything that can be refused or go wrong, as one tree. Floor 1: knows no HTTP; `web/failures.py` maps classes to statuses.
+"""Everything that can be refused or go wrong, as one tree. Floor 1: knows no HTTP; `web/errors.py` maps classes to statuses.
 
     AttendError
     ├── RequestError              the caller can mend it

@@ -15,8 +15,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
-from service.wire.documents import LAYER_NAME
 from service.wire.limits import MIB
+from service.wire.schemas.attend import LAYER_NAME
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins

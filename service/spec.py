@@ -1,6 +1,6 @@
 """LayerSpec: everything that determines a layer, and the fingerprint that names its content. Floor 1.
 
-A spec knows shapes and names of weights, never their values: `attention/initialise.py` draws them, a request or a checkpoint may bring
+A spec knows shapes and names of weights, never their values: `attention/weights.py` draws them, a request or a checkpoint may bring
 them. Fields of `None` are filled in on construction, so that two specs that mean the same are equal and have the same fingerprint.
 """
 

@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import errors
-from service.web.failures import status_of
+from service.web.errors import status_of
 from service.web.grpc.codes import code_of
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

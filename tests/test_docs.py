@@ -19,8 +19,8 @@ from matplotlib.image import imread
 
 from service.settings import Settings, settings_table
 from service.spec import Init
-from service.web.examples import ATTEND, PUT_TINY
-from service.wire.figure import Figure
+from service.web.openapi.examples import ATTEND, PUT_TINY
+from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

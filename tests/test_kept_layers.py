@@ -18,7 +18,7 @@ import pytest
 from live import Server
 from safetensors.numpy import save_file
 
-from service.serving.peers import Claim
+from service.serving.layers.coordination import Claim
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
@@ -167,8 +167,8 @@ WRITER = """
 import os, signal, sys
 from pathlib import Path
 import torch
-import service.serving.folder as folder
-from service.serving.catalogue import Catalogue
+import service.serving.layers.store as folder
+from service.serving.layers.registry import Catalogue
 from service.serving.cost import ServingLimits
 from service.spec import LayerSpec
 

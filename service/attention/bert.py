@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.reference import attend
+from service.attention.reference.forward import attend
 from service.spec import LayerSpec
 from service.tensors import Array
 

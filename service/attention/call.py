@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from service.attention.analysis.question import Question
 from service.attention.masks import Masks
+from service.attention.metrics.query import MetricsQuery
 
 FullyMasked = Literal["zero", "uniform", "error"]
 Rows = Iterator[tuple[slice, Tensor, Tensor | None]]  # query rows, weights [b, heads, rows, k], visible [b|1, heads|1, rows|1, k|1]
@@ -36,7 +36,7 @@ class Call:
     reproducible: bool = False
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
     reduction: Reduction | None = None  # what to take from the weights of `heads` without keeping them; its tensors join the result's
-    question: Question | None = None  # metrics, in place of the outputs
+    metrics_query: MetricsQuery | None = None  # metrics, in place of the outputs
 
     @property
     def selects(self) -> bool:
@@ -56,8 +56,8 @@ class Call:
             if (tensor := getattr(self.masks, name)) is not None
         }
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
-        question = None if self.question is None else self.question.to(device)
-        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), question=question, **others)
+        metrics_query = None if self.metrics_query is None else self.metrics_query.to(device)
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), metrics_query=metrics_query, **others)
 
 
 @dataclass(frozen=True, slots=True)

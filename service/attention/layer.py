@@ -22,13 +22,13 @@ from torch import Tensor
 from service.attention.blocks import Assembly, row_blocks, rows_at_once
 from service.attention.call import Call, Result, Rows
 from service.attention.dropout import DropoutStream
-from service.attention.fused import fused
-from service.attention.initialise import torch_dtype
-from service.attention.products import set_precision
+from service.attention.linear import set_precision
 from service.attention.projections import Projections
 from service.attention.scores import Scores
+from service.attention.sdpa import fused
 from service.attention.selection import narrowed, selection
-from service.attention.softmax import log_sum_exp, softmax, weighted
+from service.attention.softmax import apply_weights, log_sum_exp, softmax
+from service.attention.weights import torch_dtype
 from service.attention.whole import Whole, as_whole
 from service.spec import PROJECTIONS, LayerSpec
 
@@ -188,7 +188,7 @@ class MultiHeadAttention:
                 continue
             weights = self._dropped(call, softmax(call, scores, sinks, _of(empty, rows)), kept, rows)
             if PER_HEAD & wanted:
-                outputs = weighted(weights, value, call.masks)
+                outputs = apply_weights(weights, value, call.masks)
                 made.put("head_outputs", rows, outputs if self.scores.dtype == self.dtype else outputs.to(self.dtype))
             if "attention_weights" in wanted:
                 for name, tensor in selection(weights, call).items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.products import NARROW
+from service.attention.linear import NARROW
 from service.attention.projections import Projections
 from service.attention.single import SCORES, attend
 from service.spec import PROJECTIONS

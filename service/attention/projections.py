@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.initialise import torch_dtype
+from service.attention.linear import Linear, is_batch_invariant, measure
 from service.attention.positions import rotate
-from service.attention.products import Product, is_steady, measure
+from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec
 
 
@@ -21,7 +21,7 @@ class Projections:
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
-        self._products: dict[str, Product] = {}  # by name, made when first needed: each may hold its weight once more
+        self._products: dict[str, Linear] = {}  # by name, made when first needed: each may hold its weight once more
         if spec.projections and spec.d_model == spec.key_dim == spec.value_dim and self._pack("query", "key", "value"):
             self._pack("key", "value", packed_in="query+key+value")
         elif spec.projections and spec.key_dim == spec.value_dim:
@@ -53,7 +53,7 @@ class Projections:
         self.are_steady = self._are_steady()
 
     def _are_steady(self) -> bool:
-        return all(is_steady(self.weights[f"{name}.weight"]) for name in self._names)
+        return all(is_batch_invariant(self.weights[f"{name}.weight"]) for name in self._names)
 
     @property
     def _names(self) -> Iterable[str]:
@@ -125,5 +125,5 @@ class Projections:
     def product(self, x: Tensor, name: str, fixed: bool = False) -> Tensor:
         """[..., in] -> [..., out] by the projection of that name, or by several side by side; `fixed` by torch's own product."""
         if (product := self._products.get(name)) is None:
-            product = self._products[name] = Product(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+            product = self._products[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return product(x, fixed)

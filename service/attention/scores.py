@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.initialise import torch_dtype
 from service.attention.masks import Masks
 from service.attention.positions import alibi, alibi_slopes, relative_bias
+from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
 
 

@@ -27,7 +27,7 @@ def softmax(call: Call, scores: Tensor, sinks: Tensor | None, empty: Tensor | No
     return weights
 
 
-def weighted(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
+def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     """Weights times values, where a weight of 0 means no contribution even from a value of NaN or infinity."""
     batch, heads, rows, keys = weights.shape
     kv = value.shape[1]

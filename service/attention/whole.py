@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
+from service.attention.linear import NARROW
 from service.attention.masks import Masks
 from service.attention.packed import Packed
-from service.attention.products import NARROW
 from service.attention.projections import Projections
 from service.attention.selection import chosen, selection
 from service.attention.single import Single

@@ -21,11 +21,11 @@ from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.documents import LayerDocument
 from service.wire.negotiation import SAFETENSORS
+from service.wire.schemas.attend import LayerDocument
 
 if TYPE_CHECKING:
-    from service.serving.exchange import Answer  # which loads torch
+    from service.serving.requests import EncodedReply  # which loads torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +85,19 @@ class EngineBackend:
         import torch
 
         from service.cli.logs import configure_logs
-        from service.serving.exchange import Asked
+        from service.serving.requests import RawRequest
         from service.web.app import create_engine
 
         torch.set_num_threads(threads)
         configure_logs(settings.log_format, "warning")
         try:
-            self._asked, self._engine = Asked, create_engine(settings)
+            self._asked, self._engine = RawRequest, create_engine(settings)
         except ValueError as error:  # no such device
             raise BadSettings(str(error)) from None
         self._loop = asyncio.Runner()
         try:
             self._loop.run(self._engine.start(settings.all_layers()))
-            self._engine.shelf.leave_peers()
+            self._engine.loader.leave_peers()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and settings.layers_dir is not None:
@@ -112,14 +112,14 @@ class EngineBackend:
     def analyse(self, body: bytes) -> Response:
         return self._written(self._loop.run(self._engine.analyse(self._asked(body))))
 
-    def _written(self, answer: "Answer") -> Response:
+    def _written(self, answer: "EncodedReply") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
     def figure(self, body: bytes) -> bytes:
         return b"".join(self._loop.run(self._engine.figure(self._asked(body))).pieces)
 
     def layers(self) -> list[LayerDocument]:
-        return [layer.document() for layer in self._engine.catalogue.all()]
+        return [layer.document() for layer in self._engine.registry.all()]
 
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
         layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
@@ -128,8 +128,8 @@ class EngineBackend:
     def put_layer_file(
         self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
     ) -> LayerDocument:
-        from service.serving.loading import Source
-        from service.web.layers import demand_name
+        from service.serving.layers.files import Source
+        from service.web.routes.layers import demand_name
 
         demand_name(name)
         source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))

@@ -15,8 +15,8 @@ from rich.table import Table
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import reported
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.cli.modules import check_module, convention
-from service.cli.trials import Worst, try_cases
+from service.cli.module_check import check_module, convention
+from service.cli.server_check import Worst, try_cases
 
 EPILOG = """Examples: attend check --cases 1000
 
@@ -75,7 +75,7 @@ def check(
     with reported("check"), open_backend(url, ca, config, flags) as backend:
         worst = _check_service(backend, seed, range(cases or CASES) if case is None else [case])
     where = (f" --url {url}" if url else "") + (f" --ca {ca}" if url and ca else "")
-    again = f"attend check{where} --seed {seed} --case {worst.trial.number}"
+    again = f"attend check{where} --seed {seed} --case {worst.case.number}"
     if as_json:
         typer.echo(json.dumps(_document(worst, seed, again)))
     else:
@@ -100,9 +100,9 @@ def _check_modules(names: Sequence[str], seed: int, calls: int, options: dict[st
 def _check_service(backend: Backend, seed: int, numbers: Sequence[int]) -> Worst:
     progress = Console(stderr=True)
     worst = Worst()
-    with closing(try_cases(backend, seed, numbers)) as trials:
-        for trial in track(trials, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
-            worst.add(trial)
+    with closing(try_cases(backend, seed, numbers)) as cases:
+        for case in track(cases, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
+            worst.add(case)
     return worst
 
 
@@ -115,9 +115,9 @@ def _document(worst: Worst, seed: int, again: str) -> dict[str, Any]:
             "error": finding.error if math.isfinite(finding.error) else None,
             "allowed": finding.allowed,
             "about": finding.about,
-            "case": trial.number,
+            "case": case.number,
         }
-        for name, (trial, finding) in worst.by_output.items()
+        for name, (case, finding) in worst.by_output.items()
     ]
     document = {"agrees": worst.agrees, "cases": worst.count, "seed": seed, "outputs": outputs}
     return document if worst.agrees else {**document, "wrong": _described(worst), "again": again}
@@ -125,9 +125,9 @@ def _document(worst: Worst, seed: int, again: str) -> dict[str, Any]:
 
 def _show(console: Console, worst: Worst, again: str) -> None:
     table = Table("output", "largest error", "allowed there", "case", "")
-    for name, (trial, finding) in worst.by_output.items():
+    for name, (case, finding) in worst.by_output.items():
         error = f"{finding.error:.2g}" if not finding.about else finding.about
-        table.add_row(name, error, f"{finding.allowed:.2g}", str(trial.number), "agrees" if finding.agrees else "[bold red]WRONG")
+        table.add_row(name, error, f"{finding.allowed:.2g}", str(case.number), "agrees" if finding.agrees else "[bold red]WRONG")
     console.print(table)
     if worst.agrees:
         console.print(f"{worst.count} cases agree with the reference", highlight=False)
@@ -138,9 +138,9 @@ def _show(console: Console, worst: Worst, again: str) -> None:
 
 def _described(worst: Worst) -> str:
     """The worst case in one line: what is wrong, the layer, the request."""
-    trial, finding = worst.trial, worst.finding
-    spec = trial.case.spec
+    case, finding = worst.case, worst.finding
+    spec = case.case.spec
     error = finding.about or f"off by {finding.error:.3g}, allowed {finding.allowed:.3g}"
-    fields = (f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in trial.case.request.items())
+    fields = (f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in case.case.request.items())
     layer = f"d_model {spec.d_model}, {spec.num_heads} heads, {spec.init}, {spec.dtype}"
-    return f"{finding.name} {error}, in case {trial.number} ({layer}): {', '.join(fields)}"
+    return f"{finding.name} {error}, in case {case.number} ({layer}): {', '.join(fields)}"

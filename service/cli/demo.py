@@ -21,7 +21,7 @@ from service.cli.flags import AsJson
 from service.cli.infer import headline
 from service.cli.links import linked, links_table
 from service.client import AttendResult, Client, calls
-from service.serving.words import NoModel, Sentence, hash_words, read_minilm
+from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
 
 EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"

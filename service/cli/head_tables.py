@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from service.tensors import Array
-from service.wire.analysis import SHAPES
+from service.wire.schemas.analysis import SHAPES
 
 COLUMN = 12  # characters of a column with a metric's name above it
 CELL = 6  # of one whose head is a number

@@ -14,7 +14,7 @@ from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.head_tables import is_batched, tables
 from service.cli.infer import read_file
 from service.client.result import read_metrics
-from service.wire.analysis import METRICS
+from service.wire.schemas.analysis import METRICS
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import complain, reported
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.wire.documents import LayerDocument, Layers
+from service.wire.schemas.attend import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 
@@ -91,14 +91,14 @@ def export(
     except OSError as error:
         complain("layers export", f"cannot write {output}: {error.strerror}")
         raise typer.Exit(1) from None
-    _tell({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
+    _log_request({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
 
 
 def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
     with _opened("remove", url, ca, layers_dir) as backend:
         backend.delete_layer(name)
-    _tell({"removed": name}, f"{name} is gone", as_json)
+    _log_request({"removed": name}, f"{name} is gone", as_json)
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
@@ -137,7 +137,7 @@ def _object(text: str | None) -> Mapping[str, Any] | None:
     return value
 
 
-def _tell(document: Mapping[str, Any], words: str, as_json: bool) -> None:
+def _log_request(document: Mapping[str, Any], words: str, as_json: bool) -> None:
     typer.echo(json.dumps(document) if as_json else words)
 
 

@@ -231,13 +231,13 @@ def _forget_gauges(pid: int | None) -> None:
 def answers(worker: Process, called_away: Callable[[], bool], timeout: float = 5) -> bool:
     """Whether the worker answers in time. One that dies over the question is noticed at once: uvicorn would wait for it all that time.
     Whoever is called away meanwhile takes the worker at its word."""
-    asked = time.monotonic()
+    raw = time.monotonic()
     try:
         worker.parent_conn.send(b"ping")
         while not (came := wait([worker.parent_conn, worker.process.sentinel], LOOK)):
             if called_away():
                 return True
-            if time.monotonic() > asked + timeout:
+            if time.monotonic() > raw + timeout:
                 return False
         if worker.parent_conn not in came:
             return False
@@ -315,7 +315,7 @@ def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
 
     def stop(frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(partial(log.info, "stopping"))
-        loop.call_soon_threadsafe(engine.close_door)
+        loop.call_soon_threadsafe(engine.stop_admitting)
         close(signal.SIGTERM, frame)
 
     def drain(number: int, frame: FrameType | None) -> None:
@@ -341,7 +341,7 @@ def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
             stop(frame)
 
     def leave(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(engine.close_door)
+        loop.call_soon_threadsafe(engine.stop_admitting)
         interrupt(number, frame)
 
     signal.signal(signal.SIGTERM, drain)

@@ -21,8 +21,8 @@ from service.client.retries import Outcome, Retries, as_retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.documents import LayerDocument, Plan
-from service.wire.safetensors_form import read_tensors
+from service.wire.safetensors import read_tensors
+from service.wire.schemas.attend import LayerDocument, Plan
 
 T = TypeVar("T")
 
@@ -105,8 +105,8 @@ class AsyncClient:
         **fields: Any,
     ) -> bytes:
         """As `Client.figure`."""
-        asked = {"kind": kind, "format": format, **(figure or {})}
-        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked), timeout)
+        raw = {"kind": kind, "format": format, **(figure or {})}
+        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
 
     async def layers(self, *, timeout: Timeout = CLIENTS) -> list[LayerDocument]:
         """As `Client.layers`."""

@@ -21,8 +21,8 @@ from service.client.retries import Outcome, Retries, as_retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.documents import LayerDocument, Plan
-from service.wire.safetensors_form import read_tensors
+from service.wire.safetensors import read_tensors
+from service.wire.schemas.attend import LayerDocument, Plan
 
 T = TypeVar("T")
 
@@ -137,8 +137,8 @@ class Client:
         `kind` is heads, head, mean, std, similarity or concatenation; `figure` takes what else a picture can be told, such as
         `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` are its words.
         """
-        asked = {"kind": kind, "format": format, **(figure or {})}
-        return self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, asked), timeout)
+        raw = {"kind": kind, "format": format, **(figure or {})}
+        return self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
 
     def layers(self, *, timeout: Timeout = CLIENTS) -> list[LayerDocument]:
         """The layers that the server holds."""

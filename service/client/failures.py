@@ -24,8 +24,8 @@ from service.errors import (
     Untrusted,
 )
 from service.wire.answer import decode_document
-from service.wire.documents import ProblemDocument
-from service.wire.refusals import validate
+from service.wire.problems import validate
+from service.wire.schemas.attend import ProblemDocument
 
 SHOWN = 200  # characters of a page that is no problem document
 LATER = {429, 503, 504, 507}

@@ -23,7 +23,7 @@ from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
 from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
-from service.wire.documents import LayerDocument
+from service.wire.schemas.attend import LayerDocument
 
 SEEDS = 2**32  # of dropout
 WHERE = "the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
@@ -180,8 +180,8 @@ class _Attend(torch.autograd.Function):
             return None, None, None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
         names = ("query_gradient", "key_gradient", "value_gradient")
         needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
-        asked = {**ctx.fields, "outputs": [name for name in names if needed[name]], "output_gradient": gradient}
-        result = ctx.client.attend(*ctx.saved_tensors, **asked)
+        raw = {**ctx.fields, "outputs": [name for name in names if needed[name]], "output_gradient": gradient}
+        result = ctx.client.attend(*ctx.saved_tensors, **raw)
         if result.layer != ctx.layer:
             raise LayerConflict(f'the layer "{ctx.layer.name}" was replaced between the call and its gradients')
         made = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))

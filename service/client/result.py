@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from service.tensors import Array
 from service.wire.answer import decode_binary_reply, decode_metrics, decode_reply
-from service.wire.documents import LayerReference
 from service.wire.negotiation import SAFETENSORS
+from service.wire.schemas.attend import LayerReference
 
 _PHASE = re.compile(r"([\w-]+);dur=([0-9.]+)")
 

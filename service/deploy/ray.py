@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.attention.call import Call, Result
 from service.cli.logs import configure_logs
 from service.errors import AttendError, CapacityError, NotReady
-from service.serving.catalogue import HeldLayer
 from service.serving.cost import Cost
+from service.serving.layers.registry import HeldLayer
 from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
 from service.web.app import create_app, create_engine
@@ -46,7 +46,7 @@ class Attend:
         return _Pickled(self._app)
 
     async def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica that raises."""
+        """RawRequest by Ray, which replaces a replica that raises."""
         if not await self._engine.answers():
             raise NotReady("the layers could not be loaded, or the device does not answer")
 
@@ -59,7 +59,7 @@ class Shard:
         _prepare(settings)
         self._engine = create_engine(settings)
         await self._engine.start(settings.all_layers())
-        self._layers = ShardLayers(self._engine.catalogue)
+        self._layers = ShardLayers(self._engine.registry)
 
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
         """The result of a part. Raises LayerNotFound; LayerConflict where the layer of that name is another one here."""

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.attention.analysis.measure import OVERFLOWED
-from service.attention.analysis.question import Question
 from service.attention.call import Call, Result
 from service.attention.masks import open_keys
+from service.attention.metrics.compute import OVERFLOWED
+from service.attention.metrics.query import MetricsQuery
 from service.errors import InvalidRequest
-from service.serving.bind import cast
-from service.serving.catalogue import HeldLayer, numpy_of
+from service.serving.binding import cast
 from service.serving.cost import Cost, reply_bytes
+from service.serving.layers.registry import HeldLayer, numpy_of
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
-from service.wire.analysis import POSITIONAL, SHAPES, WHOLE, WORDED, AnalysisRequest
 from service.wire.reply import Reply
+from service.wire.schemas.analysis import POSITIONAL, SHAPES, WHOLE, WORDED, AnalysisRequest
 
 PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
 SORTED = {"keys_for_mass"}
@@ -71,7 +71,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
         direction = direction if request.batched else direction[None]
-    question = Question(
+    metrics_query = MetricsQuery(
         metrics,
         options.local_window,
         options.top_links,
@@ -81,7 +81,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
         words.get("key"),
         direction,
     )
-    return replace(call, question=question, heads=None, queries=None)  # what is selected of the weights is not asked for here
+    return replace(call, metrics_query=metrics_query, heads=None, queries=None)  # what is selected of the weights is not asked for here
 
 
 def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from service.errors import Problem, TooLarge
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES
-from service.wire.documents import AttendRequest
 from service.wire.limits import MIB
+from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # bytes that one number takes in JSON, by bytes of its datatype; measured on normal variates
 LARGEST_BATCH = 2**31 - 1  # that is ever told

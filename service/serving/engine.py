@@ -18,33 +18,33 @@ import torch
 from service.errors import DeadlinePassed
 from service.serving import cost
 from service.serving.admission import ByteBudget
-from service.serving.batches import limits_on
-from service.serving.bound import Bound
-from service.serving.catalogue import Catalogue, HeldLayer
+from service.serving.batching import limits_on
+from service.serving.bound_call import BoundCall
 from service.serving.codec_pool import CodecPool, size_of
-from service.serving.computing import Execution, Outcome, one_core
 from service.serving.decoding import Decoder, predict
 from service.serving.device import find_device, taken
-from service.serving.door import Door
-from service.serving.exchange import Answer, Asked
+from service.serving.executor import Execution, Outcome, one_core
 from service.serving.figures import FigureRenderer
-from service.serving.folder import LayerFolder
-from service.serving.loading import Source, write_layer_file
+from service.serving.layers.files import Source, write_layer_file
+from service.serving.layers.loader import LayerLoader
+from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.store import LayerStore
+from service.serving.lifecycle import ShutdownGate
 from service.serving.metrics import Metrics, Phases
-from service.serving.pulse import Pulse
-from service.serving.replying import plan_of, predicted_bytes, refuse_empty, written
+from service.serving.probe import Probe
+from service.serving.replies import plan_of, predicted_bytes, refuse_empty, written
+from service.serving.requests import EncodedReply, RawRequest
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
-from service.serving.shelf import Shelf
 from service.serving.statistics import Counter
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.analysis import AnalysisRequest
 from service.wire.compression import pack
-from service.wire.documents import AttendRequest, Document, Plan
 from service.wire.limits import WireLimits
 from service.wire.reply import Buffer
+from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.attend import AttendRequest, Document, Plan
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
@@ -57,21 +57,21 @@ class Engine:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        registry: LayerRegistry,
         scheduler: Scheduler,
         metrics: Metrics,
         wire_limits: WireLimits,
         limits: cost.ServingLimits,
-        folder: LayerFolder | None = None,
+        folder: LayerStore | None = None,
     ) -> None:
-        self.catalogue, self.scheduler, self.metrics = catalogue, scheduler, metrics
-        self.pulse = Pulse(scheduler)
-        self.statistics = Counter(metrics.folder, holds=catalogue.__contains__)
-        self.shelf = Shelf(catalogue, self.pulse, metrics, folder, self.statistics.forget, wire_limits.layer_bytes)
+        self.registry, self.scheduler, self.metrics = registry, scheduler, metrics
+        self.probe = Probe(scheduler)
+        self.statistics = Counter(metrics.folder, holds=registry.__contains__)
+        self.loader = LayerLoader(registry, self.probe, metrics, folder, self.statistics.forget, wire_limits.layer_bytes)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.retiring = False  # another process takes over: connections are ended, but the server as a whole stays ready
-        self.door = Door()
+        self.door = ShutdownGate()
         self.compress = False  # whether replies are compressed for everyone who accepts it
         self.timeout: float | None = None  # seconds for requests that set no deadline
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
@@ -80,7 +80,7 @@ class Engine:
         self._recovering: asyncio.Task[None] | None = None
         self._codecs = CodecPool(min(2, usable_cores()))  # threads that hold the GIL most of the time
         self.renderer = FigureRenderer(self.clock)
-        self.decoder = Decoder(catalogue, wire_limits, limits)
+        self.decoder = Decoder(registry, wire_limits, limits)
         self.shards: Shards | None = None  # who computes what is too large for this process
 
     @property
@@ -90,23 +90,23 @@ class Engine:
 
     async def answers(self) -> bool:
         """Whether calls are welcome and the device really computes; without layers there is nothing to ask it."""
-        layers = self.catalogue.all()
+        layers = self.registry.all()
         if not self.started or self.draining or not layers:
             return self.ready
-        return await self.pulse.beats(layers[0]) and self.ready
+        return await self.probe.responds(layers[0]) and self.ready
 
     async def serves(self) -> bool:
         """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
-        return len(self.catalogue) > 0 and await self.answers()
+        return len(self.registry) > 0 and await self.answers()
 
-    def close_door(self) -> None:
+    def stop_admitting(self) -> None:
         """No more calls are let in; those that are in are answered."""
         self.draining = True
         self.door.close()
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
-        self.metrics.sample(self.scheduler.load, self.budget.held, taken(self.catalogue.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.held, taken(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Once a second where others may be asked how this process is; where it is asked itself, it samples then."""
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def device(self) -> str:
-        return str(self.catalogue.device)
+        return str(self.registry.device)
 
     def begin(self, specs: dict[str, LayerSpec]) -> "asyncio.Task[None]":
         """Starts in the background, on the running loop; the task ends when it has, well or not."""
@@ -134,39 +134,39 @@ class Engine:
         except Exception as error:
             log.error("not ready", error=str(error))
         else:
-            log.info("ready", layers=[layer.name for layer in self.catalogue.all()], device=self.device, threads=self.threads)
+            log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:
         """Makes and warms the configured layers; ready afterwards."""
-        await self.shelf.start(specs)
-        if len(self.catalogue):
-            await self.pulse.measure(self.catalogue.all()[0])
+        await self.loader.start(specs)
+        if len(self.registry):
+            await self.probe.measure(self.registry.all()[0])
         gc.collect()
         gc.freeze()  # what is here stays: going through torch's modules again would stop everything for tens of milliseconds
         self.started = True
-        self._recovering = asyncio.get_running_loop().create_task(self.pulse.recover(self.catalogue.all))
+        self._recovering = asyncio.get_running_loop().create_task(self.probe.recover(self.registry.all))
         self._keep_sampling()
 
-    async def attend(self, asked: Asked) -> Answer:
+    async def attend(self, raw: RawRequest) -> EncodedReply:
         """POST /attend."""
-        return await self._answer(asked, AttendRequest)
+        return await self._answer(raw, AttendRequest)
 
-    async def analyse(self, asked: Asked) -> Answer:
+    async def analyse(self, raw: RawRequest) -> EncodedReply:
         """POST /attend/analysis: the same line, with the metrics in place of the outputs."""
-        return await self._answer(asked, AnalysisRequest)
+        return await self._answer(raw, AnalysisRequest)
 
-    async def _answer(self, asked: Asked, document: type[AttendRequest]) -> Answer:
+    async def _answer(self, raw: RawRequest, document: type[AttendRequest]) -> EncodedReply:
         started = self.clock()
-        large = len(asked.body) > ON_THE_LOOP or bool(asked.coding)
-        bound = await self._aside_for(asked, self.decoder.bound, asked, document) if large else self.decoder.bound(asked, document)
+        large = len(raw.body) > ON_THE_LOOP or bool(raw.coding)
+        bound = await self._aside_for(raw, self.decoder.bound, raw, document) if large else self.decoder.bound(raw, document)
         phases = Phases(decode=self.clock() - started)
         try:
-            asked.reserve(predicted_bytes(bound, asked))
-            outcome = await self._computed(bound, asked)
+            raw.reserve(predicted_bytes(bound, raw))
+            outcome = await self._computed(bound, raw)
             phases.queue, phases.compute = outcome.queue, outcome.compute
             encoding = self.clock()
             large = bound.cost.reply_bytes > ON_THE_LOOP
-            pieces = await self._aside_for(asked, written, bound, outcome.result, asked) if large else written(bound, outcome.result, asked)
+            pieces = await self._aside_for(raw, written, bound, outcome.result, raw) if large else written(bound, outcome.result, raw)
         except BaseException:  # a caller who has gone among them
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
@@ -174,58 +174,56 @@ class Engine:
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
         request = bound.request
         self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution)
-        wanted = request.outputs if bound.call.question is None else bound.call.question.metrics
+        wanted = request.outputs if bound.call.metrics_query is None else bound.call.metrics_query.metrics
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
-        return Answer(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
+        return EncodedReply(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
-    async def figure(self, asked: Asked) -> Answer:
+    async def figure(self, raw: RawRequest) -> EncodedReply:
         """POST /attend/figure: the same line with one more step. Computed reproducibly, so that a picture is always the same."""
         started = self.clock()
-        figure = await self._aside_for(asked, self.decoder.figure, asked)
+        figure = await self._aside_for(raw, self.decoder.figure, raw)
         bound, phases = figure.bound, Phases(decode=self.clock() - started)
-        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
+        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
         if figure.spec.format == "png":
-            asked.reply_coding = ""  # it is packed as it is
-        picture = await self.renderer.draw(figure, outcome.result, asked.deadline, asked.gone)
+            raw.reply_coding = ""  # it is packed as it is
+        picture = await self.renderer.draw(figure, outcome.result, raw.deadline, raw.gone)
         about = {"layer": bound.layer.name, "query": bound.request.query.shape, "keys": bound.call.masks.num_keys}
         pieces: list[Buffer] = [picture]
-        if asked.reply_coding:
-            pieces = await self._aside_for(asked, pack, pieces, asked.reply_coding)
+        if raw.reply_coding:
+            pieces = await self._aside_for(raw, pack, pieces, raw.reply_coding)
         phases.encode = self.clock() - started
         self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
-        return Answer(pieces, phases, {**about, "figure": figure.spec.kind, "format": figure.spec.format}, figure.media_type)
+        return EncodedReply(pieces, phases, {**about, "figure": figure.spec.kind, "format": figure.spec.format}, figure.media_type)
 
-    async def plan(self, asked: Asked) -> Plan:
+    async def plan(self, raw: RawRequest) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
-        request, layer = await self._aside_for(asked, self.decoder.fitted, asked, None, True)
+        request, layer = await self._aside_for(raw, self.decoder.fitted, raw, None, True)
         predicted = predict(request, layer.spec)
         problems, _ = self.decoder.refusals(request, predicted)
         return plan_of(request, layer, predicted, problems)
 
-    async def put_layer(self, name: str, asked: Asked, source: Source | None = None) -> tuple[HeldLayer, bool]:
+    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[HeldLayer, bool]:
         """PUT /layers/{name}: the layer, and whether the name is new. It serves when this returns."""
-        return await self.shelf.put(
-            name, partial(self._unless_abandoned, asked, self.decoder.layer, asked, source or Source()), asked.deadline
-        )
+        return await self.loader.put(name, partial(self._unless_abandoned, raw, self.decoder.layer, raw, source or Source()), raw.deadline)
 
-    async def read(self, asked: Asked, model: type[D]) -> D:
+    async def read(self, raw: RawRequest, model: type[D]) -> D:
         """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
-        return await self._aside_for(asked, self.decoder.document, asked, model)
+        return await self._aside_for(raw, self.decoder.document, raw, model)
 
-    async def read_object(self, asked: Asked, largest: int) -> dict[str, Any]:
+    async def read_object(self, raw: RawRequest, largest: int) -> dict[str, Any]:
         """The body as a JSON object that unpacks to at most so many bytes; an empty one where there is no body."""
-        return await self._aside(self.decoder.plain_object, asked, largest)
+        return await self._run_in_thread(self.decoder.plain_object, raw, largest)
 
     async def hold(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> tuple[HeldLayer, bool]:
         """Makes, warms and holds a layer; and whether the name is new. Raises TooLarge, or InvalidRequest for weights that do not fit."""
-        return await self.shelf.put(name, lambda: (spec, weights))
+        return await self.loader.put(name, lambda: (spec, weights))
 
     async def delete_layer(self, name: str, deadline: float | None = None) -> None:
         """DELETE /layers/{name}."""
-        await self.shelf.remove(name, deadline)
+        await self.loader.remove(name, deadline)
 
     def until(self, deadline: float | None) -> asyncio.Timeout:
         """A block that ends in TimeoutError at the deadline, where there is one."""
@@ -233,19 +231,19 @@ class Engine:
 
     async def join(self, pieces: list[bytes]) -> bytes:
         """The body that came in these pieces. Joining bytes leaves the interpreter to others."""
-        return await self._aside(b"".join, pieces)
+        return await self._run_in_thread(b"".join, pieces)
 
     async def unload_layer(self, name: str) -> None:
         """The repository's unload: the layer is kept, and answers no calls until it is loaded."""
-        await self.shelf.unload(name)
+        await self.loader.unload(name)
 
     async def load_layer(self, name: str) -> None:
         """The repository's load of a layer that is there."""
-        await self.shelf.load(name)
+        await self.loader.load(name)
 
     async def export_layer(self, name: str) -> list[Buffer]:
         """GET /layers/{name}/weights: safetensors that PUT takes back."""
-        return await self._aside(write_layer_file, self.catalogue.find(name))
+        return await self._run_in_thread(write_layer_file, self.registry.find(name))
 
     def cut_among(self, shards: Shards) -> None:
         """From now on calls that are too large for this process are cut, and computed there."""
@@ -258,37 +256,37 @@ class Engine:
             self._sampling.cancel()
         if self._recovering is not None:
             self._recovering.cancel()
-        self.shelf.close()
+        self.loader.close()
         self.scheduler.close()
         self.statistics.close()
         self.metrics.by_layer.close()
         self.renderer.close()
         self._codecs.close()
 
-    async def _computed(self, bound: Bound, asked: Asked) -> Outcome:
+    async def _computed(self, bound: BoundCall, raw: RawRequest) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
         if self.shards is None or not bound.in_parts:
-            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, asked.deadline, asked.gone, asked.caller)
+            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
         started, parts = self.clock(), cut(bound.call, self.shards.count)
         try:
-            async with asyncio.timeout(None if asked.deadline is None else asked.deadline - started):
+            async with asyncio.timeout(None if raw.deadline is None else raw.deadline - started):
                 results = await self.shards.compute(bound.layer, parts, share(bound.cost, len(parts)))
         except TimeoutError:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer") from None
-        result = await self._aside(join, bound.layer.attention, bound.call, results)
+        result = await self._run_in_thread(join, bound.layer.attention, bound.call, results)
         return Outcome(result, 0.0, self.clock() - started, 1, Execution(bound.call.query.shape[0]))
 
-    async def _aside(self, function: Callable[..., T], *args: Any) -> T:
+    async def _run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""
-        caller = next((one.caller for one in args if isinstance(one, Asked)), "")
+        caller = next((one.caller for one in args if isinstance(one, RawRequest)), "")
         return await self._codecs.run(partial(function, *args), size_of(args), caller)
 
-    async def _aside_for(self, asked: Asked, function: Callable[..., T], *args: Any) -> T:
+    async def _aside_for(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
         """The same, unless nobody waits for it any more when a thread is free. Raises CallerGone or DeadlinePassed then."""
-        return await self._aside(self._unless_abandoned, asked, function, *args)
+        return await self._run_in_thread(self._unless_abandoned, raw, function, *args)
 
-    def _unless_abandoned(self, asked: Asked, function: Callable[..., T], *args: Any) -> T:
-        asked.demand_waiting(self.clock())
+    def _unless_abandoned(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
+        raw.demand_waiting(self.clock())
         return function(*args)
 
 
@@ -307,6 +305,6 @@ def open_engine(
     where = find_device(device)
     one_core()  # before there are other threads: see there
     metrics = Metrics()
-    folder = None if layers_dir is None else LayerFolder(layers_dir, wire_limits.layer_bytes)
+    folder = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
     scheduler = Scheduler(where, metrics, queue, limits_on(where, batch_calls))
-    return Engine(Catalogue(where, limits), scheduler, metrics, wire_limits, limits, folder)
+    return Engine(LayerRegistry(where, limits), scheduler, metrics, wire_limits, limits, folder)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, reduction_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.bind import bind
-from service.serving.bound import Bound
-from service.serving.catalogue import HeldLayer
+from service.serving.binding import bind
+from service.serving.bound_call import BoundCall
 from service.serving.cost import ServingLimits, check, predict
-from service.wire.figure import FigureRequest
+from service.serving.layers.registry import HeldLayer
 from service.wire.negotiation import PICTURES
+from service.wire.schemas.figure import FigureRequest
 
 HEADS = 256  # side by side in one picture
 LONGEST = 30.0  # seconds that a drawing may take, and wait, where its caller sets no earlier deadline
@@ -32,7 +32,7 @@ WAITING = 32  # drawings; each is bounded in cells and pixels, so that their num
 class BoundFigure:
     """A bound call, and the figure that its result will become."""
 
-    bound: Bound
+    bound: BoundCall
     spec: FigureSpec
 
     @property
@@ -68,7 +68,7 @@ def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits:
     check(cost, limits)
     reduction = reduction_for(spec)
     call = replace(bind(shown, layer.spec), reduction=reduction, heads=spec.heads if reduction else None)
-    return BoundFigure(Bound(shown, layer, call, cost), spec)
+    return BoundFigure(BoundCall(shown, layer, call, cost), spec)
 
 
 def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:

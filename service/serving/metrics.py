@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from service.serving.ledger import Ledger
+from service.serving.shared_counters import SharedCounters
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
 
@@ -42,7 +42,7 @@ class LayerCounters(Collector):
 
     def __init__(self, folder: Path | None) -> None:
         self._counts: dict[str, tuple[int, int]] = {}  # of this process: calls, operations
-        self._ledger = None if folder is None else Ledger(folder, width=2, prefix="layers-")
+        self._ledger = None if folder is None else SharedCounters(folder, width=2, prefix="layers-")
 
     def hold(self, layer: str) -> None:
         """From now on calls to the layer are counted."""

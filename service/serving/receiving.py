@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 from service.serving.admission import ByteBudget, Lease
-from service.serving.door import Door
+from service.serving.lifecycle import ShutdownGate
 
 MOST_READERS = 64
 Receive = Callable[[], Awaitable[Any]]  # the next message, or anything but bytes where there are no more
@@ -93,7 +93,9 @@ async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator
         yield message
 
 
-async def answer_stream(receive: Receive, answer: Callable[[bytes, Turn], Awaitable[None]], door: Door, most: int, seconds: float) -> None:
+async def answer_stream(
+    receive: Receive, answer: Callable[[bytes, Turn], Awaitable[None]], door: ShutdownGate, most: int, seconds: float
+) -> None:
     """Answers a stream's messages until there are no more, or the door closes: at most `most` at once, and no more are read before.
 
     `answer` awaits its turn before it sends a reply; turns come in the order of the messages. Raises DeadlinePassed where no message comes

@@ -23,11 +23,11 @@ import torch
 
 from service.attention.call import Call
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem
-from service.serving.batches import BatchLimits, Entry, take
-from service.serving.catalogue import HeldLayer
-from service.serving.computing import Execution, Outcome, Settled, compute, failure
+from service.serving.batching import BatchLimits, Entry, take
 from service.serving.cost import Cost
+from service.serving.executor import Execution, Outcome, Settled, compute, failure
 from service.serving.fair_queue import FairQueue
+from service.serving.layers.registry import HeldLayer
 from service.serving.metrics import Metrics
 from service.serving.occupancy import Flow, Occupancy
 from service.serving.throughput import LIGHT, Throughput, size_class
@@ -164,7 +164,7 @@ class Scheduler:
 
     def _queue_of(self, entry: Entry) -> FairQueue[Entry]:
         """Light calls of a CPU go to the event loop. Metrics are many small steps, and a delay is for all calls."""
-        light = entry.cost.operations <= INLINE_OPERATIONS and entry.call.question is None
+        light = entry.cost.operations <= INLINE_OPERATIONS and entry.call.metrics_query is None
         return self._light if light and self.device.type == "cpu" and not self.limits.delay else self._heavy
 
     def _admit(self, entry: Entry) -> None:

@@ -19,10 +19,10 @@ from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import selection
 from service.errors import LayerConflict, Problem
-from service.serving.catalogue import Catalogue, HeldLayer
 from service.serving.cost import Cost, ServingLimits, admit
+from service.serving.layers.registry import HeldLayer, LayerRegistry
 from service.spec import PROJECTIONS
-from service.wire.documents import AttendRequest
+from service.wire.schemas.attend import AttendRequest
 
 MERGED = {"output", "concatenated", "head_outputs"}
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
@@ -83,8 +83,8 @@ def without_sinks(attention: MultiHeadAttention) -> MultiHeadAttention:
 class ShardLayers:
     """A catalogue's layers as parts have to compute them. Of a layer that is replaced or removed nothing is held any longer."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
+    def __init__(self, registry: LayerRegistry) -> None:
+        self._catalogue = registry
         self._without_sinks: WeakKeyDictionary[MultiHeadAttention, HeldLayer] = WeakKeyDictionary()
 
     def find(self, name: str, fingerprint: str) -> HeldLayer:

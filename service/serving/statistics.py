@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from service.serving.computing import Execution
-from service.serving.ledger import Ledger
+from service.serving.executor import Execution
 from service.serving.metrics import Phases
+from service.serving.shared_counters import SharedCounters
 
 FAILED, OTHERS = -1, -2  # in the place of a batch size: calls that were not answered, and those of sizes that have no row of their own
 SIZES = 256  # of one layer that have one; callers choose them
@@ -115,7 +115,7 @@ class Counter:
     ) -> None:
         """`holds` says of a layer's name whether it is still held: calls that outlive their layer are not counted."""
         self.wall, self.holds = wall, holds
-        self.ledger = None if folder is None else Ledger(folder, len(FIELDS))
+        self.ledger = None if folder is None else SharedCounters(folder, len(FIELDS))
         self._layers: dict[str, Statistics] = {}
 
     def answered(self, layer: str, phases: Phases, items: int, execution: Execution) -> None:

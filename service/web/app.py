@@ -16,18 +16,20 @@ from service.serving.cost import ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
 from service.settings import Settings
-from service.web import attend, documentation, failures, figure, health, layers, playground, words
-from service.web.access import Access, Traces
-from service.web.guard import Guard
+from service.web import errors
 from service.web.keys import Keyring
-from service.web.telemetry import Telemetry, open_telemetry
+from service.web.middleware.access import Access, Traces
+from service.web.middleware.guard import Guard
+from service.web.middleware.telemetry import Telemetry, open_telemetry
+from service.web.openapi import document
+from service.web.routes import attend, figure, health, layers, page, text
 from service.web.v2 import infer, repository, routes
 from service.web.v2.description import Offer
 from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/access.py`."""
+    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/middleware/access.py`."""
 
     def surround(self, engine: Engine, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
         own = {"/attend": attend.Attend(engine, engine.attend), "/attend/analysis": attend.Attend(engine, engine.analyse)}
@@ -46,7 +48,7 @@ class Application(FastAPI):
     async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Under /v2 a path means the same with a slash at its end: the protocol is written both ways."""
         path = scope.get("path", "")
-        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{failures.V2}/"):
+        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2}/"):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
             await run_in_threadpool(self.openapi)  # made once, which takes a few hundred milliseconds
@@ -79,14 +81,14 @@ def create_app(settings: Settings) -> FastAPI:
     attend.install(app, engine)
     figure.install(app, engine)
     layers.install(app, engine, offer.why_not_writable)
-    words.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
+    text.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
     routes.install(app, engine, offer)
     repository.install(app, engine, offer)
-    playground.install(app, engine, _about(settings, engine))
+    page.install(app, engine, _about(settings, engine))
     health.install(app, engine)
     app.state.engine = engine
-    documentation.install(app)
-    failures.install(app)
+    document.install(app)
+    errors.install(app)
     app.surround(engine, settings, _guard(settings, keyring), traces)
     return app
 
@@ -114,7 +116,7 @@ def create_engine(settings: Settings) -> Engine:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     engine = open_engine(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
-    engine.pulse.timeout = settings.ready_timeout
+    engine.probe.timeout = settings.ready_timeout
     return engine
 
 

@@ -18,7 +18,7 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
-from service.web.failures import PROBLEM_JSON, problem
+from service.web.errors import PROBLEM_JSON, problem
 
 log = structlog.get_logger("attend")
 EXTENSION = "attend.connection"  # under which a connection stands in the `extensions` of ASGI's scope

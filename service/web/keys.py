@@ -1,4 +1,4 @@
-"""Keys with scopes: a file of digests, read again whenever it changes. Knows no request; what a scope opens is `web/guard.py`'s business.
+"""API keys with scopes: a file of digests, read again whenever it changes. `web/middleware/guard.py` says what each scope allows.
 
 A line is `name scope,scope sha256-of-the-key`. Keys are made here, of 256 random bits, so that a plain digest is as good as a slow one:
 nobody guesses them. Every line is compared, in constant time, whatever the ones before it said.

@@ -13,10 +13,10 @@ import orjson
 
 from service.errors import MalformedBody
 from service.tensors import DATATYPES, Array, datatype_of
-from service.wire.analysis import WHOLE
-from service.wire.refusals import pointer
+from service.wire.problems import pointer
 from service.wire.reply import Reply
-from service.wire.safetensors_form import read_tensors
+from service.wire.safetensors import read_tensors
+from service.wire.schemas.analysis import WHOLE
 
 HEAD = ("layer", "fully_masked_rows")
 

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 from service.errors import InvalidRequest
 from service.spec import disagreement
 from service.tensors import BY_NUMPY, DATATYPES, Array, Datatype
-from service.wire.refusals import shown
+from service.wire.problems import shown
 
 Kind = Literal["number", "bias", "mask", "count"]
 MAX_RANK = 4

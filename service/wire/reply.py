@@ -14,7 +14,7 @@ import orjson
 
 from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, DATATYPES, Array, raw
-from service.wire.documents import ReplyOptions
+from service.wire.schemas.attend import ReplyOptions
 
 Buffer: TypeAlias = bytes | memoryview  # a piece of a reply; its len() is its bytes
 MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})

@@ -16,8 +16,8 @@ import orjson
 from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, DATATYPES, Array, little_endian, raw
 from service.wire.arrays import Kind
-from service.wire.refusals import pointer
-from service.wire.safetensors_form import write_tensors
+from service.wire.problems import pointer
+from service.wire.safetensors import write_tensors
 
 READABLE = 4096  # bytes of a tensor up to which it goes as nested lists
 

@@ -1,7 +1,7 @@
 """What the fields of one request must agree on, checked before any layer is looked at. Pure shapes: the values of masks do not matter.
 
 Letters as everywhere: b batch, h heads, q queries, k keys. An unbatched request drops b in every field. What depends on the layer
-(h, the widths) is left to `serving/bind.py`.
+(h, the widths) is left to `serving/binding.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from service.tensors import Array
 from service.wire.arrays import element, first_index, there
 
 if TYPE_CHECKING:
-    from service.wire.documents import AttendRequest
+    from service.wire.schemas.attend import AttendRequest
 
 PAIRS = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
@@ -119,10 +119,10 @@ def _selection(request: "AttendRequest", q: int) -> None:
 
 
 def _gradients(request: "AttendRequest") -> None:
-    asked = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
-    if asked and request.output_gradient is None:
-        raise disagreement("/output_gradient", f"a gradient of the output, since {asked[0]} is asked for", "nothing")
-    if request.output_gradient is not None and not asked:
+    raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    if raw and request.output_gradient is None:
+        raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is asked for", "nothing")
+    if request.output_gradient is not None and not raw:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from service.attention.case_layers import LAYER_FEATURES, settle
-from service.attention.cases import FEATURES, REQUEST_FEATURES, random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend
+from service.attention.random_cases import FEATURES, REQUEST_FEATURES, random_case
+from service.attention.random_layers import LAYER_FEATURES, settle
+from service.attention.reference.forward import attend
+from service.attention.weights import draw_weights
 from service.spec import PROJECTIONS, Biases, LayerSpec
 
 

@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.attention import blocks
-from service.attention.analysis.links import StrongestLinks, largest
-from service.attention.analysis.measure import OF_WEIGHTS, measure
-from service.attention.analysis.question import Question
 from service.attention.call import Call
-from service.attention.initialise import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
+from service.attention.metrics.compute import OF_WEIGHTS, measure
+from service.attention.metrics.query import MetricsQuery
+from service.attention.metrics.strongest_links import StrongestLinks, largest
+from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
 N = 7
@@ -28,7 +28,7 @@ def layer_of(**spec: Any) -> MultiHeadAttention:
     return MultiHeadAttention(made, {name: torch.from_numpy(w) for name, w in draw_weights(made).items()}, torch.device("cpu"))
 
 
-def metrics_of(weights: np.ndarray[Any, Any], *names: str, **question: Any) -> dict[str, torch.Tensor]:
+def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any) -> dict[str, torch.Tensor]:
     """Of attention weights [h, n, n], by a layer without projections that is given them through the bias."""
     heads, n, _ = weights.shape
     layer = layer_of(d_model=heads * 2, num_heads=heads, projections=False, dtype="float64")
@@ -36,8 +36,8 @@ def metrics_of(weights: np.ndarray[Any, Any], *names: str, **question: Any) -> d
     with np.errstate(divide="ignore"):
         bias = torch.from_numpy(np.log(weights))[None]
     masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
-    asked = Question(tuple(names), query_words=WORDS, key_words=WORDS, **question)
-    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset(), question=asked)).tensors
+    asked = MetricsQuery(tuple(names), query_words=WORDS, key_words=WORDS, **metrics_query)
+    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset(), metrics_query=asked)).tensors
 
 
 UNIFORM = np.full((N, N), 1 / N)
@@ -142,8 +142,8 @@ def test_a_long_sequence_is_read_in_blocks() -> None:
     words = torch.arange(n)[None] % 50
     names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
     others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
-    question = Question((*names, *others), query_words=words, key_words=words)
-    call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset(), question=question)
+    metrics_query = MetricsQuery((*names, *others), query_words=words, key_words=words)
+    call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset(), metrics_query=metrics_query)
 
     with Largest() as watched:
         result = measure(layer, call)
@@ -160,7 +160,7 @@ def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     x = torch.from_numpy(rng.standard_normal((2, N, 12)))
     masks = Masks(torch.arange(N)[None], N, lengths=torch.tensor([[N], [4]]), right=1, aligned=True)
     names = (*OF_WEIGHTS, "zero_ablation")
-    call = Call(x, x, x, masks, 2**-0.5, frozenset(), question=Question(names, query_words=WORDS, key_words=WORDS))
+    call = Call(x, x, x, masks, 2**-0.5, frozenset(), metrics_query=MetricsQuery(names, query_words=WORDS, key_words=WORDS))
     whole = measure(layer, call).tensors
 
     monkeypatch.setattr(blocks, "BLOCK", 1)
@@ -186,8 +186,8 @@ def test_gradient_importance_is_the_gradient() -> None:
         loss = (output.square() / 2).sum() if toward is None else (output * toward).sum()
         (gradient,) = torch.autograd.grad(loss, factor)
 
-        question = Question(("contribution", "gradient_importance"), direction=toward)
-        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset(), question=question)).tensors
+        metrics_query = MetricsQuery(("contribution", "gradient_importance"), direction=toward)
+        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset(), metrics_query=metrics_query)).tensors
 
         gradient = gradient[..., 0, 0]
         np.testing.assert_allclose(made["contribution"], gradient, rtol=1e-10)

@@ -10,7 +10,7 @@ from test_whole import TOLERANCE, call_of, make
 
 from service.attention import packed, whole
 from service.attention.call import Call, Result
-from service.attention.products import Product
+from service.attention.linear import Linear
 from service.attention.whole import OUTPUTS, ROWS
 
 
@@ -66,13 +66,13 @@ def test_scores_of_any_size(size: float, monkeypatch: pytest.MonkeyPatch) -> Non
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many rows each product is from here on."""
     seen: list[int] = []
-    product = Product.__call__
+    product = Linear.__call__
 
-    def counted(self: Product, x: torch.Tensor, fixed: bool = False) -> torch.Tensor:
+    def counted(self: Linear, x: torch.Tensor, fixed: bool = False) -> torch.Tensor:
         seen.append(x.numel() // x.shape[-1])
         return product(self, x, fixed)
 
-    monkeypatch.setattr(Product, "__call__", counted)
+    monkeypatch.setattr(Linear, "__call__", counted)
     return seen
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.cases import random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend, softmax
+from service.attention.random_cases import random_case
+from service.attention.reference.forward import attend, softmax
+from service.attention.weights import draw_weights
 from service.spec import PROJECTIONS, LayerSpec
 
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")  # output = weighted mean of the values themselves
@@ -416,5 +416,5 @@ def test_causal_is_torchs_causal(seed):
 
 
 def test_it_needs_no_torch():
-    program = "import sys; import service.attention.reference_gradients, service.attention.cases; assert 'torch' not in sys.modules"
+    program = "import sys; import service.attention.reference.gradients, service.attention.random_cases; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.cases import FEATURES, random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend
-from service.attention.reference_gradients import gradients
+from service.attention.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.reference.gradients import gradients
+from service.attention.weights import draw_weights
 from service.spec import PROJECTIONS, LayerSpec
 
 NAMES = ("query", "key", "value")

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.cases import random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend, normalise, softmax
+from service.attention.random_cases import random_case
+from service.attention.reference.forward import attend, normalise, softmax
+from service.attention.weights import draw_weights
 from service.spec import LayerSpec, QKNorm
 
 

@@ -10,9 +10,9 @@ import math
 import numpy as np
 import pytest
 
-from service.attention.cases import FEATURES, random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend
+from service.attention.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.weights import draw_weights
 
 
 @pytest.mark.parametrize("seed", range(60))

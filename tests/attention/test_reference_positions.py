@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from service.attention.cases import FEATURES, random_case
-from service.attention.initialise import draw_weights
-from service.attention.reference import attend
-from service.attention.reference_positions import alibi_slopes, frequencies, relative_buckets, rotate
+from service.attention.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
+from service.attention.weights import draw_weights
 from service.spec import LayerSpec, RelativeBias, Rope, RopeScaling
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.attention.call import Call
-from service.attention.initialise import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
+from service.attention.weights import draw_weights
 from service.attention.whole import OUTPUTS, ROWS
 from service.spec import LayerSpec
 

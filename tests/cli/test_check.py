@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from command import run_attend
 
-from service.attention.reference import attend
-from service.cli.rounding import OUTPUTS, finding, findings
-from service.cli.trials import draw
+from service.attention.reference.forward import attend
+from service.cli.server_check import draw
+from service.cli.tolerances import OUTPUTS, finding, findings
 from service.wire.answer import decode_reply
-from service.wire.documents import ReplyOptions
 from service.wire.reply import Reply, encode_json
+from service.wire.schemas.attend import ReplyOptions
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -135,7 +135,7 @@ def test_every_output_is_judged(dtype):
     """The reference itself agrees; a step beyond what is allowed, in any output, does not, nor does NaN, nor another shape."""
     number = next(n for n in range(100) if draw(0, n).spec.dtype == dtype)
     case = draw(0, number)
-    from service.attention.initialise import draw_weights
+    from service.attention.weights import draw_weights
 
     reference = attend(case.spec, draw_weights(case.spec), **case.request)
     right = {name: getattr(reference, name) for name in OUTPUTS}

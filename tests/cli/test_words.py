@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from service.attention.reference import attend
+from service.attention.reference.forward import attend
 from service.cli.links import labels, strongest
-from service.serving.words import PACKAGE, NoModel, hash_vector, hash_words, read_minilm
+from service.serving.embeddings import PACKAGE, NoModel, hash_vector, hash_words, read_minilm
 from service.spec import LayerSpec
 
 SPEC = LayerSpec(d_model=8, num_heads=2)

@@ -22,7 +22,7 @@ from service import errors
 from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, calls
 from service.client.failures import CLASSES
 from service.spec import LayerSpec
-from service.web.failures import STATUSES, problem
+from service.web.errors import STATUSES, problem
 
 SPEC = {"d_model": 6, "num_heads": 2, "seed": 3}
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 from service.client import AsyncClient, Client, Retries, Unreachable, calls
 from service.client.retries import Attempts, retry_after
 from service.errors import AttendError, NotReady, Overloaded, ServiceFault
-from service.web.failures import problem
+from service.web.errors import problem
 
 QUERY = np.ones((2, 3, 6), np.float32)
 ATTEND, PUT, DELETE = calls.attend({"query": QUERY}), calls.put_layer("x", {"d_model": 6, "num_heads": 2}, None), calls.delete_layer("x")

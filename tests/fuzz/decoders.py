@@ -15,12 +15,13 @@ from safetensors.numpy import load
 from service.errors import RequestError
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
-from service.wire import json_form, safetensors_form
+from service.wire import safetensors
 from service.wire.compression import unpack
-from service.wire.documents import AttendRequest, PutLayer
+from service.wire.json import reader as json_reader
+from service.wire.json.strict import parse_slowly
 from service.wire.limits import WireLimits
-from service.wire.refusals import validate
-from service.wire.scan import parse_slowly
+from service.wire.problems import validate
+from service.wire.schemas.attend import AttendRequest, PutLayer
 from service.wire.v2.exchange import Exchange
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
@@ -80,7 +81,7 @@ def hold_layer(body: bytes) -> None:
 
 def _document(body: bytes, model: Any) -> None:
     with suppress(RequestError):
-        members = json_form.parse(body, model.tensors, LIMITS)
+        members = json_reader.parse(body, model.tensors, LIMITS)
         slowly = parse_slowly(body)
         assert set(members) == set(slowly)
         for name, value in members.items():
@@ -91,12 +92,12 @@ def _document(body: bytes, model: Any) -> None:
 
 def hold_safetensors(body: bytes) -> None:
     with suppress(RequestError):
-        tensors, _ = safetensors_form.read_tensors(body)
+        tensors, _ = safetensors.read_tensors(body)
         with suppress(SafetensorError, KeyError, AttributeError, TypeError):  # dtypes that the library has no NumPy name for
             for name, array in load(body).items():
                 assert array.shape == tensors[name].shape
                 assert array.tobytes() == tensors[name].tobytes()
-        validate(AttendRequest, safetensors_form.parse(body, AttendRequest.tensors, LIMITS))
+        validate(AttendRequest, safetensors.parse(body, AttendRequest.tensors, LIMITS))
 
 
 def hold_v2(body: bytes) -> None:

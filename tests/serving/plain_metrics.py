@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.reference import Reference
+from service.attention.reference.forward import Reference
 from service.tensors import Array
 
 

@@ -11,10 +11,10 @@ from test_scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.admission import SHARE, ByteBudget
-from service.serving.exchange import Asked
+from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
-from service.web.reading import network_of
+from service.web.request_reader import network_of
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096
@@ -225,7 +225,7 @@ def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: typ
 
     async def test() -> None:
         async with serving() as app:
-            asked = Asked(b"no JSON".ljust(1 << 20), **knobs)
+            asked = RawRequest(b"no JSON".ljust(1 << 20), **knobs)
             call = getattr(app.state.engine, method)
             with pytest.raises(kind):
                 await (call("new", asked) if method == "put_layer" else call(asked))

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.attention import reference
-from service.attention.cases import REQUEST_FEATURES, Case, random_case
-from service.attention.reference import Reference
-from service.cli.rounding import largest_score
+from service.attention.random_cases import REQUEST_FEATURES, Case, random_case
+from service.attention.reference import forward
+from service.attention.reference.forward import Reference
+from service.cli.tolerances import largest_score
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
@@ -71,7 +71,7 @@ def make(http: httpx.Client, case: Case) -> Reference:
     """The case's layer on the server, and the case's answer by the reference."""
     made = http.put("/layers/random", json={"spec": case.spec.model_dump(mode="json")})
     assert made.status_code in (200, 201), made.text
-    return reference.attend(case.spec, draw(case.spec), **case.request)
+    return forward.attend(case.spec, draw(case.spec), **case.request)
 
 
 def ask(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def unpack(value: Any) -> Any:
     return np.frombuffer(base64.b64decode(value["base64"]), NUMPY[value["datatype"]]).reshape(value["shape"])
 
 
-def largest_sum(case: Case, reference: Reference) -> float:
+def largest_sum(case: Case, forward: Reference) -> float:
     """max of the sum over |query_i key_i|, times the scale: the largest score if nothing cancelled out."""
-    sizes = replace(reference, query_projection=abs(reference.query_projection), key_projection=abs(reference.key_projection))
+    sizes = replace(forward, query_projection=abs(forward.query_projection), key_projection=abs(forward.key_projection))
     return largest_score(case, sizes)
 
 
-def hold(name: str, ours: Any, exact: Any, case: Case, reference: Reference) -> None:
+def hold(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> None:
     """Asserts the ask: float64 to 1e-10, float32 to 1e-5 * max(1, max|scores|), each times max|output|.
 
     max|scores| is taken before anything is capped or blocked: that is where rounding happens. Where a sum's terms cancel out it is theirs
@@ -108,9 +108,9 @@ def hold(name: str, ours: Any, exact: Any, case: Case, reference: Reference) -> 
     there = np.isfinite(exact)
     largest = np.abs(exact[there]).max(initial=0.0)
     if name in ("scores", "log_sum_exp"):
-        largest = max(largest, largest_sum(case, reference))
+        largest = max(largest, largest_sum(case, forward))
     exact_dtype = case.spec.dtype == "float64"
-    tolerance = 1e-10 * max(1.0, largest) if exact_dtype else 1e-5 * max(1.0, largest_score(case, reference)) * largest
+    tolerance = 1e-10 * max(1.0, largest) if exact_dtype else 1e-5 * max(1.0, largest_score(case, forward)) * largest
     np.testing.assert_allclose(ours[there], exact[there], rtol=0, atol=tolerance, err_msg=f"{name} of {case.spec!r}")
 
 
@@ -242,7 +242,7 @@ def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope
     case = Case(spec, request)
     made = http.put("/layers/random", json={"spec": spec.model_dump(mode="json")})
     assert made.status_code in (200, 201), made.text
-    exact = reference.attend(spec, {}, **request)
+    exact = forward.attend(spec, {}, **request)
 
     reply = ask(http, case, outputs=("query_projection", "key_projection", "scores"))
 

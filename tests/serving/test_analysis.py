@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 from safetensors.numpy import load
 
-from service.attention import reference
-from service.attention.analysis.measure import measure
 from service.attention.call import Call, Result
-from service.attention.cases import FEATURES, Case, random_case
-from service.attention.initialise import draw_weights, in_dtype
 from service.attention.layer import MultiHeadAttention
-from service.attention.reference import Reference
-from service.attention.reference_masks import blocked_by_keys, place_queries
+from service.attention.metrics.compute import measure
+from service.attention.random_cases import FEATURES, Case, random_case
+from service.attention.reference import forward
+from service.attention.reference.forward import Reference
+from service.attention.reference.masks import blocked_by_keys, place_queries
+from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
-from service.serving import computing
+from service.serving import executor
 from service.serving.cost import ServingLimits
 from service.serving.engine import open_engine
-from service.serving.exchange import Asked
+from service.serving.requests import RawRequest
 from service.spec import LayerSpec
-from service.wire.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
 from service.wire.limits import WireLimits
+from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
 
 WORDLESS = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
@@ -54,7 +54,7 @@ def batched(ref: Reference, case: Case) -> Reference:
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions worked out from the request alone."""
     request = case.request
-    ref = batched(reference.attend(case.spec, weights, **request), case)
+    ref = batched(forward.attend(case.spec, weights, **request), case)
     b, h, q, k = ref.attention_weights.shape
     unbatched = np.ndim(request["query"]) == 2
     masks = [
@@ -395,9 +395,9 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> bytes:
         await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await engine.analyse(Asked(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
-    monkeypatch.setattr(computing, "measure", watched)
+    monkeypatch.setattr(executor, "measure", watched)
     engine = open_engine("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))

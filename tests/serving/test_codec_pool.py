@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from test_scheduler import PATIENCE, REAL, request, run, turns
 
-from service.serving.bound import Bound
+from service.serving.bound_call import BoundCall
 from service.serving.codec_pool import HEAVY, CodecPool, size_of
 from service.serving.cost import Cost, ServingLimits
 from service.serving.engine import open_engine
-from service.serving.exchange import Asked
-from service.wire.documents import AttendRequest
+from service.serving.requests import RawRequest
 from service.wire.limits import WireLimits
+from service.wire.schemas.attend import AttendRequest
 
 
 class Work:
@@ -132,10 +132,10 @@ def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
 def test_the_size_is_that_of_the_body_or_of_the_reply() -> None:
     """A compressed body is larger than it looks; what is neither counts for nothing."""
     call, document = request(1), AttendRequest.model_construct()
-    bound = Bound(document, REAL, call, Cost({}, 1, 0, 1, 5000))
-    assert size_of([Asked(b"x" * 30), AttendRequest]) == 30
-    assert size_of([Asked(b"x" * 30, coding="gzip")]) > 100
-    assert size_of([bound, None, Asked(b"")]) == 5000
+    bound = BoundCall(document, REAL, call, Cost({}, 1, 0, 1, 5000))
+    assert size_of([RawRequest(b"x" * 30), AttendRequest]) == 30
+    assert size_of([RawRequest(b"x" * 30, coding="gzip")]) > 100
+    assert size_of([bound, None, RawRequest(b"")]) == 5000
     assert size_of(["text", 1]) == 0
 
 
@@ -145,19 +145,19 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
 
     async def test() -> None:
         engine = open_engine("cpu", WireLimits(), ServingLimits())
-        engine.catalogue.put(replace(REAL, name="layer"))
+        engine.registry.put(replace(REAL, name="layer"))
         decode = engine.decoder.bound
 
-        def bound(asked: Asked, *more: Any) -> Bound:
+        def bound(asked: RawRequest, *more: Any) -> BoundCall:
             if len(asked.body) >= HEAVY:
                 work.of("large")()
             return decode(asked, *more)
 
         monkeypatch.setattr(engine.decoder, "bound", bound)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(engine.attend(Asked(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
+        large = [asyncio.create_task(engine.attend(RawRequest(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
         await work.until_entered()
-        assert (await engine.attend(Asked(text.ljust(HEAVY // 2), caller="a"))).pieces
+        assert (await engine.attend(RawRequest(text.ljust(HEAVY // 2), caller="a"))).pieces
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.attention import reference
-from service.attention.cases import Case, random_case
-from service.attention.initialise import draw_weights, in_dtype
-from service.attention.reference_gradients import gradients
-from service.cli.rounding import OUTPUTS, findings
+from service.attention.random_cases import Case, random_case
+from service.attention.reference import forward
+from service.attention.reference.gradients import gradients
+from service.attention.weights import draw_weights, in_dtype
+from service.cli.tolerances import OUTPUTS, findings
 from service.client import Client
 
 GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
@@ -35,7 +35,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     """Every output of a random call to a random layer."""
     case = random_case(np.random.default_rng(seed), rate=0.4)
     client.put_layer("operator", case.spec, case.weights)
-    exact = reference.attend(case.spec, weights_of(case), **case.request)
+    exact = forward.attend(case.spec, weights_of(case), **case.request)
 
     result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
 

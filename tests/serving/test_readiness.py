@@ -8,7 +8,7 @@ import torch
 from test_scheduler import ASIDE, Attention, Clock, held, request, run, turns
 
 from service.errors import Overloaded, ServiceFault
-from service.serving.batches import BatchLimits
+from service.serving.batching import BatchLimits
 from service.serving.cost import Cost, ServingLimits
 from service.serving.engine import Engine, open_engine
 from service.serving.metrics import Metrics
@@ -24,7 +24,7 @@ async def opened(attention: Attention) -> tuple[Engine, Clock]:
     engine, clock = open_engine("cpu", WireLimits(), ServingLimits()), Clock()
     await engine.start({})
     engine.clock = engine.scheduler.clock = clock
-    engine.catalogue.put(held(attention))
+    engine.registry.put(held(attention))
     return engine, clock
 
 
@@ -43,7 +43,7 @@ def test_an_idle_device_is_given_a_tiny_call() -> None:
         assert attention.sizes == [1]
         assert await engine.answers()
         assert attention.sizes == [1]
-        clock.now += 10 * engine.pulse.timeout
+        clock.now += 10 * engine.probe.timeout
         assert await engine.answers()
         assert attention.sizes == [1, 1]
         engine.close()
@@ -57,7 +57,7 @@ def test_a_hung_device_is_not_ready_and_comes_back() -> None:
     async def test() -> None:
         attention = Attention()
         engine, clock = await opened(attention)
-        engine.pulse.timeout = SOON
+        engine.probe.timeout = SOON
         attention.door.clear()
         hung = occupy(engine, attention)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
@@ -80,7 +80,7 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
     async def test() -> None:
         attention = Attention()
         engine, clock = await opened(attention)
-        engine.pulse.timeout = EVER
+        engine.probe.timeout = EVER
         attention.door.clear()
         busy = [occupy(engine, attention) for _ in range(3)]
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
@@ -102,7 +102,7 @@ def test_a_long_call_does_not_make_the_server_unready() -> None:
     async def test() -> None:
         attention = Attention()
         engine, clock = await opened(attention)
-        engine.pulse.timeout = SOON
+        engine.probe.timeout = SOON
         engine.scheduler.learn(10**8, 0.01)
         attention.door.clear()
         call = engine.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
@@ -149,7 +149,7 @@ def test_when_the_device_is_not_asked() -> None:
     async def test() -> None:
         attention = Attention()
         engine, _ = await opened(attention)
-        engine.catalogue.remove("layer")
+        engine.registry.remove("layer")
         assert await engine.answers()
         engine.draining = True
         assert not await engine.answers()

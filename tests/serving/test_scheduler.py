@@ -22,28 +22,28 @@ import uvicorn
 
 from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
-from service.serving import batches, computing, pulse, scheduler
-from service.serving.batches import BatchLimits
-from service.serving.bind import bind, fit
-from service.serving.catalogue import Catalogue, HeldLayer
-from service.serving.computing import Execution, Outcome
+from service.serving import batching, executor, probe, scheduler
+from service.serving.batching import BatchLimits
+from service.serving.binding import bind, fit
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.engine import open_engine
-from service.serving.exchange import Asked
+from service.serving.executor import Execution, Outcome
+from service.serving.layers.registry import HeldLayer, LayerRegistry
 from service.serving.metrics import Metrics
+from service.serving.requests import RawRequest
 from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, QueueLimits, Scheduler
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.wire.documents import AttendRequest
-from service.wire.forms import FORMS
+from service.wire.codec import CODECS
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
-from service.wire.refusals import validate
+from service.wire.problems import validate
+from service.wire.schemas.attend import AttendRequest
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
-CATALOGUE = Catalogue(torch.device("cpu"), ServingLimits())
+CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = CATALOGUE.make("layer", SPEC)
 ASIDE = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
 PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
@@ -210,8 +210,8 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
     async def test() -> None:
         engine = open_engine("cpu", WireLimits(), ServingLimits())
         attention = Attention()
-        engine.catalogue.put(held(attention))
-        good = Asked(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
+        engine.registry.put(held(attention))
+        good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.door.clear()
         busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
@@ -220,7 +220,7 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
 
         before = list(engine.scheduler.waiting)
         with pytest.raises(AttendError):
-            await engine.attend(Asked(body))
+            await engine.attend(RawRequest(body))
         assert list(engine.scheduler.waiting) == before
         assert len(before) == 1
 
@@ -297,7 +297,7 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
         engine, attention = app.state.engine, Attention()
         while not engine.started:
             await asyncio.sleep(0.001)
-        engine.catalogue.put(held(attention))
+        engine.registry.put(held(attention))
         attention.door.clear()
         busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
@@ -404,7 +404,7 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, operations:
             monkeypatch.setattr(bench.metrics, "batched", Once(bench.metrics.batched))
         else:
             name = {"sizing": "take", "stacking": "stack", "splitting": "split"}[stage]
-            monkeypatch.setattr(scheduler if name == "take" else computing, name, Once(getattr(batches, name)))
+            monkeypatch.setattr(scheduler if name == "take" else executor, name, Once(getattr(batching, name)))
         calls = [request(b, seed=b) for b in (1, 2, 3)]
 
         outcomes = await settled(*(bench.start(call, operations) for call in calls))
@@ -1011,10 +1011,10 @@ def test_law_9_splitting_can_be_what_runs_out() -> None:
         def stack(calls: list[Call]) -> Call:
             if len(calls) > 1:
                 raise MemoryError
-            return batches.stack(calls)
+            return batching.stack(calls)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(computing, "stack", stack)
+            patch.setattr(executor, "stack", stack)
             bench.attention.door.set()
             outcomes = await settled(busy, *tasks)
         assert_answers(outcomes[1:], [request(2)] * 4)
@@ -1057,7 +1057,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
     async def test() -> None:
         engine = open_engine("cpu", WireLimits(), ServingLimits())
         await engine.start({})
-        engine.catalogue.put(REAL)
+        engine.registry.put(REAL)
         attention = Attention()
         attention.fault = beyond(1, MemoryError)
         layer = held(attention)
@@ -1112,9 +1112,9 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             while not engine.started:
                 await asyncio.sleep(0.001)
-            for layer in engine.catalogue.all():
-                engine.catalogue.remove(layer.name)
-            engine.catalogue.put(held(attention))
+            for layer in engine.registry.all():
+                engine.registry.remove(layer.name)
+            engine.registry.put(held(attention))
 
             async def fall() -> None:
                 attention.fault = beyond(0, MemoryError)
@@ -1136,7 +1136,7 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
             assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pulse, "RECOVERY", 0.001)
+        patch.setattr(probe, "RECOVERY", 0.001)
         run(test())
 
 
@@ -1277,7 +1277,7 @@ def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[
 def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is what there is to parse, not how well it was compressed on the way."""
     threads: list[int] = []
-    real = FORMS[JSON]
+    real = CODECS[JSON]
 
     def parse(*args: Any) -> dict[str, Any]:
         threads.append(threading.get_ident())
@@ -1285,14 +1285,14 @@ def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: p
 
     async def test() -> None:
         engine = open_engine("cpu", WireLimits(), ServingLimits())
-        engine.catalogue.put(REAL)
-        monkeypatch.setitem(FORMS, JSON, replace(real, parse=parse))
+        engine.registry.put(REAL)
+        monkeypatch.setitem(CODECS, JSON, replace(real, parse=parse))
         row = b"[0,0,0,0,0,0],"
         for rows in (10, 400_000):
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await engine.attend(Asked(packed, coding="gzip"))
+            await engine.attend(RawRequest(packed, coding="gzip"))
         engine.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()

@@ -14,22 +14,22 @@ import orjson
 import pytest
 import torch
 
-from service.attention.cases import FEATURES, random_case
+from service.attention.random_cases import FEATURES, random_case
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
-from service.serving.bind import bind
-from service.serving.catalogue import Catalogue
+from service.serving.binding import bind
 from service.serving.cost import ServingLimits, predict
 from service.serving.engine import open_engine
-from service.serving.exchange import Asked
+from service.serving.layers.registry import LayerRegistry
+from service.serving.requests import RawRequest
 from service.serving.shards import ShardLayers, cut, join, refusals, share, without_sinks
 from service.spec import LayerSpec
-from service.wire.documents import AttendRequest, Select
 from service.wire.limits import WireLimits
+from service.wire.schemas.attend import AttendRequest, Select
 
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
 OUTPUTS += ["head_outputs", "concatenated"]
 WHOLE = [feature for feature in FEATURES if feature != "dropout"]
-CATALOGUE = Catalogue(torch.device("cpu"), ServingLimits())
+CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
 SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
 
 
@@ -92,13 +92,13 @@ def test_a_part_travels_without_the_keys_of_the_others():
 
 @pytest.mark.parametrize("sinks", [True, False])
 def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
-    catalogue, seen = Catalogue(torch.device("cpu"), ServingLimits()), []
-    layers = ShardLayers(catalogue)
+    registry, seen = LayerRegistry(torch.device("cpu"), ServingLimits()), []
+    layers = ShardLayers(registry)
 
     def put(seed):
-        layer = catalogue.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
+        layer = registry.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
         layer.attention.tune()
-        catalogue.put(layer)
+        registry.put(layer)
         found = layers.find("x", layer.fingerprint)
         assert layers.find("x", layer.fingerprint) is found, "made once"
         assert not found.spec.sinks
@@ -110,7 +110,7 @@ def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
     assert [ref() is None for ref in seen] == [True, True, False, False]
     with pytest.raises(LayerConflict):
         layers.find("x", first)
-    catalogue.remove("x")
+    registry.remove("x")
     gc.collect()
     assert all(ref() is None for ref in seen)
     with pytest.raises(LayerNotFound):
@@ -148,8 +148,8 @@ def ask(shards, limits=None, deadline=None, **fields):
                 engine.cut_among(shards)
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else engine.clock() + deadline
-            answer = await engine.attend(Asked(body, deadline=until))
-            plan = await engine.plan(Asked(body))
+            answer = await engine.attend(RawRequest(body, deadline=until))
+            plan = await engine.plan(RawRequest(body))
             return orjson.loads(b"".join(answer.pieces)), plan
         finally:
             engine.close()

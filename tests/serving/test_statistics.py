@@ -3,9 +3,9 @@
 import multiprocessing
 from pathlib import Path
 
-from service.serving.computing import Execution
-from service.serving.ledger import Ledger
+from service.serving.executor import Execution
 from service.serving.metrics import Phases
+from service.serving.shared_counters import SharedCounters
 from service.serving.statistics import SIZES, Counter
 
 PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
@@ -63,7 +63,7 @@ def test_counters_of_one_folder_tell_the_sum_and_outlive_their_closing(tmp_path:
 
 def test_places_of_forgotten_layers_are_taken_again(tmp_path: Path) -> None:
     """Whoever makes and removes layers does not fill the folder."""
-    ledger = Ledger(tmp_path, 1)
+    ledger = SharedCounters(tmp_path, 1)
     (file,) = tmp_path.iterdir()
     for turn in range(50):
         for key in range(4):

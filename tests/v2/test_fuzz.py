@@ -20,9 +20,9 @@ from live import Server
 from protocol import in_bytes, in_json, read, refused
 
 from service.errors import RequestError
-from service.wire.documents import AttendRequest
 from service.wire.limits import WireLimits
-from service.wire.refusals import validate
+from service.wire.problems import validate
+from service.wire.schemas.attend import AttendRequest
 from service.wire.v2.exchange import Exchange
 
 QUERY = np.random.default_rng(41).standard_normal((2, 3, 6)).astype(np.float32)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from protocol import described, in_bytes
 
 from service.errors import MalformedBody, RequestError
-from service.wire import json_cuts
-from service.wire.documents import AttendRequest
+from service.wire.json import cuts as json_cuts
 from service.wire.limits import WireLimits
+from service.wire.schemas.attend import AttendRequest
 from service.wire.v2 import header, lists, reading
 from service.wire.v2.exchange import Exchange
-from service.wire.v2.frame import LONGEST, frame_of
+from service.wire.v2.header_template import LONGEST, frame_of
 
 QUERY = np.random.default_rng(47).standard_normal((2, 3, 5)).astype(np.float32)
 LENGTHS = np.array([[3], [2]])

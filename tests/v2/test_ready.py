@@ -86,15 +86,15 @@ def test_watchers_are_told_of_a_drain_and_do_not_hold_the_exit(start: Callable[.
 def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Server]) -> None:
     """One stream stays open without a question; the other has ended well before."""
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
-    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    metrics_query = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(address_of(server)) as channel:
         stub, staying = reflection_pb2_grpc.ServerReflectionStub(channel), threading.Event()
 
         def questions() -> Iterator[Any]:
-            yield from (question, question)
+            yield from (metrics_query, metrics_query)
             staying.wait(PATIENCE)
 
-        ended = list(stub.ServerReflectionInfo(iter([question])))
+        ended = list(stub.ServerReflectionInfo(iter([metrics_query])))
         open_stream = stub.ServerReflectionInfo(questions(), timeout=PATIENCE)
         answers = [next(open_stream), next(open_stream), *ended]
         for answer in answers:
@@ -160,7 +160,7 @@ def test_a_device_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPa
         paths = ("/health/ready", "/v2/health/ready", "/v2/models/default/ready", "/v2/health/live")
         assert [client.get(path).status_code for path in paths] == [200, 200, 200, 200]
 
-        monkeypatch.setattr(engine.pulse, "beats", silent)
+        monkeypatch.setattr(engine.probe, "beats", silent)
 
         assert [client.get(path).status_code for path in paths] == [503, 503, 503, 200]
         assert client.get("/v2/health/ready").json() == {"live": True, "ready": False, "error": "not ready"}

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.serving.catalogue import Catalogue
 from service.serving.decoding import Decoder
 from service.serving.engine import Engine
+from service.serving.layers.registry import LayerRegistry
 from service.settings import Settings
 from service.web.app import create_app
 
@@ -22,10 +22,10 @@ PLACES: list[tuple[str, str, Any, type, str]] = [  # of each a request, and what
     ("POST", "/attend/plan", QUERY, Decoder, "fitted"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Decoder, "figure"),
     ("POST", "/words", {"text": "a cat"}, Decoder, "document"),
-    ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, Catalogue, "make"),
+    ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, Engine, "export_layer"),
     ("POST", "/v2/models/default/infer", V2, Decoder, "bound"),
-    ("POST", "/v2/repository/models/new/load", LOAD, Catalogue, "make"),
+    ("POST", "/v2/repository/models/new/load", LOAD, LayerRegistry, "make"),
 ]
 
 

@@ -24,8 +24,8 @@ from typer.testing import CliRunner, Result
 from service.cli import keys
 from service.settings import Settings
 from service.web.app import create_app
-from service.web.guard import hostname, scopes_for
 from service.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
+from service.web.middleware.guard import hostname, scopes_for
 
 SCOPES = ("infer", "admin", "metrics")
 INJECTED = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "10.0.0.7", "ATTEND_SERVICE_HOST": "10.0.0.7"}

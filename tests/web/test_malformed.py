@@ -197,7 +197,7 @@ TENSORS = [
     Bad("bias-beyond-float32", 422, "/bias/0/1", "a finite float32", "-1e+39", tiny(bias=[[0, -1e39, 0], [0, 0, 0], [0, 0, 0]])),
 ]
 
-FORMS = [
+CODECS = [
     Bad("base64-characters", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", "????")),
     Bad("base64-line-breaks", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4")[:8] + "\n")),
     Bad("base64-padding", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4").rstrip("="))),
@@ -723,7 +723,7 @@ HTTP = [
     ),
 ]
 
-TABLE = [*SYNTAX, *TENSORS, *FORMS, *FIELDS, *MASKS, *REPLIES, *LAYERS, *HTTP]
+TABLE = [*SYNTAX, *TENSORS, *CODECS, *FIELDS, *MASKS, *REPLIES, *LAYERS, *HTTP]
 
 
 def hold(bad: Bad, answer: httpx.Response) -> None:

@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from service.attention.reference import attend
-from service.serving.dictionary import _installed
-from service.serving.words import MOST_WORDS, hash_vector
+from service.attention.reference.forward import attend
+from service.serving.embeddings import MOST_WORDS, hash_vector
+from service.serving.text import _installed
 from service.spec import LayerSpec
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -148,7 +148,7 @@ def test_the_models_layers_are_made_when_they_are_named(start: Any) -> None:
         assert names[3] in [layer["name"] for layer in client.get("/layers").json()["layers"]]
         answer = client.post("/attend", json={"layer": names[3], "query": reply.json()["vectors"]}).json()
 
-        from service.serving.words import read_minilm
+        from service.serving.embeddings import read_minilm
 
         read = read_minilm(SENTENCE, 3)
         expected = attend(read.spec, read.weights, query=read.vectors).attention_weights

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.errors import AttendError, InvalidRequest, TooLarge
-from service.wire import json_cuts, json_pieces
-from service.wire.documents import AttendRequest
+from service.wire.json import cuts as json_cuts
+from service.wire.json import pieces as json_pieces
 from service.wire.limits import WireLimits
+from service.wire.schemas.attend import AttendRequest
 
 WHOLE = 1 << 60
 LIMITS = WireLimits()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import NotAcceptable, UnsupportedMediaType
-from service.wire.forms import FORMS
+from service.wire.codec import CODECS
 from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, form_of_body, form_of_reply
 
 ST = SAFETENSORS
@@ -15,9 +15,9 @@ ST = SAFETENSORS
 
 def test_every_form_can_be_asked_for() -> None:
     """What is negotiated is what there is."""
-    assert set(SUPPORTED) == set(FORMS)
+    assert set(SUPPORTED) == set(CODECS)
     assert SUPPORTED[0] == JSON
-    for name, form in FORMS.items():
+    for name, form in CODECS.items():
         assert form.media_type == name == form_of_body(name) == form_of_reply(name)
 
 

@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 from service.errors import InvalidRequest
 from service.wire import reply as reply_module
 from service.wire.answer import decode_reply
-from service.wire.documents import ReplyOptions
 from service.wire.reply import Reply, encode_json
+from service.wire.schemas.attend import ReplyOptions
 
 DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64)}
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4)

@@ -17,15 +17,15 @@ from google.protobuf.message_factory import GetMessageClass
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
 from service.serving.engine import Engine
 from service.serving.receiving import Cap, Turn, answer_stream, readers_within
-from service.web.access import milliseconds, request_id
 from service.web.grpc.admission import CALLS, STREAMS, address_of
 from service.web.grpc.codes import code_of
 from service.web.grpc.exchange import Exchange
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import Heard, Method, Methods
-from service.web.guard import ADMIN, ANY, demand_key
 from service.web.keys import Keyring
-from service.web.telemetry import Telemetry, Told
+from service.web.middleware.access import milliseconds, request_id
+from service.web.middleware.guard import ADMIN, ANY, demand_key
+from service.web.middleware.telemetry import Telemetry, Told
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # of the keys that open a method, where not any does

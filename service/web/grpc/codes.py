@@ -1,4 +1,4 @@
-"""The one table from errors to gRPC codes. A class without a row takes its nearest ancestor's, as in `web/failures.py`."""
+"""The one table from errors to gRPC codes. A class without a row takes its nearest ancestor's, as in `web/errors.py`."""
 
 import grpc
 

@@ -16,12 +16,13 @@ from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
 from service.web.grpc.wire_format import RAW_OUTPUTS, length_prefixed, split, varints
 from service.wire.arrays import Kind, array_over, demand_exact
-from service.wire.documents import ReplyOptions
-from service.wire.json_form import shape_of
+from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
-from service.wire.refusals import shown
+from service.wire.problems import shown
 from service.wire.reply import Buffer, Reply, wire_array
-from service.wire.v2.members import (
+from service.wire.schemas.attend import ReplyOptions
+from service.wire.v2.error_paths import Places, Sent
+from service.wire.v2.parameters import (
     FINAL,
     IGNORED,
     VERSION,
@@ -35,7 +36,6 @@ from service.wire.v2.members import (
     refuse_decimals,
     seconds_of,
 )
-from service.wire.v2.places import Places, Sent
 
 CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "BOOL": "bool_contents",

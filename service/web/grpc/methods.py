@@ -14,15 +14,15 @@ from google.protobuf.message import Message
 from service.errors import LayerNotFound, NotReady, RequestError
 from service.serving.admission import Lease
 from service.serving.engine import Engine
-from service.serving.exchange import Asked
 from service.serving.metrics import Phases
-from service.web.attend import demand_started
+from service.serving.requests import RawRequest
 from service.web.grpc import inference_pb2 as messages
 from service.web.grpc.exchange import Exchange, demand_version, values_of
+from service.web.routes.attend import demand_started
 from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
-from service.wire.forms import Form
-from service.wire.v2.places import placed
+from service.wire.codec import Codec
+from service.wire.v2.error_paths import placed
 
 
 @dataclass(slots=True)
@@ -74,11 +74,11 @@ class Methods:
     async def model_statistics(self, request: Any, heard: Heard) -> Any:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
-        layers = [self._layer(request)] if request.name else self.engine.catalogue.all()
+        layers = [self._layer(request)] if request.name else self.engine.registry.all()
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
 
     async def repository_index(self, request: Any, heard: Heard) -> Any:
-        models = [entry.model_dump() for entry in index_of(self.engine.catalogue.documents(), request.ready)]
+        models = [entry.model_dump() for entry in index_of(self.engine.registry.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
     async def repository_model_load(self, request: Any, heard: Heard) -> Any:
@@ -96,18 +96,18 @@ class Methods:
         demand_started(self.engine)
         exchange, arrived = exchange or Exchange(), self.engine.clock()
         patience = [seconds for seconds in (heard.seconds_left, self.engine.timeout) if seconds is not None]
-        asked = Asked(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller, lease=heard.lease)
+        raw = RawRequest(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller, lease=heard.lease)
         del body  # the engine lets go of it once there are arrays
 
         def parse(*args: Any) -> dict[str, Any]:
             members = exchange.parse(*args)
             if exchange.timeout is not None:
-                asked.deadline = min(asked.deadline or math.inf, arrived + exchange.timeout)
+                raw.deadline = min(raw.deadline or math.inf, arrived + exchange.timeout)
             return members
 
-        asked.own = Form("", parse, exchange.encode, ("max_grpc_bytes", self.largest))
+        raw.own = Codec("", parse, exchange.encode, ("max_grpc_bytes", self.largest))
         try:
-            answer = await self.engine.attend(asked)
+            answer = await self.engine.attend(raw)
         except RequestError as refusal:
             raise placed(refusal, exchange.places) from None
         heard.phases, heard.about = answer.phases, answer.about
@@ -117,7 +117,7 @@ class Methods:
 
     def _layer(self, request: Any) -> Any:
         demand_version(request.version)
-        return self.engine.catalogue.find(request.name, at="/name")
+        return self.engine.registry.find(request.name, at="/name")
 
 
 def _filled(message: Message, document: Any) -> Message:

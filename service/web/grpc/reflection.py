@@ -6,7 +6,7 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError
-from service.serving.door import Door
+from service.serving.lifecycle import ShutdownGate
 from service.serving.receiving import Cap, in_time
 from service.web.grpc.admission import KEYLESS, address_of
 from service.web.grpc.codes import code_of
@@ -17,7 +17,7 @@ NAME = reflection.SERVICE_NAME
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
     """The library's own, beside a door. `seconds` is how long a question may take to come."""
 
-    def __init__(self, door: Door, names: tuple[str, ...], seconds: float) -> None:
+    def __init__(self, door: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
         super().__init__(names)
         self.door, self.seconds, self._streams = door, seconds, Cap(KEYLESS, "reflection streams")
 

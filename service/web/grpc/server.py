@@ -56,5 +56,5 @@ async def serving(engine: Engine, offer: Offer, address: str, terms: Terms, surr
     try:
         yield
     finally:
-        engine.close_door()
+        engine.stop_admitting()
         await engine.door.closed()

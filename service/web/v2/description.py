@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import __version__
-from service.serving.catalogue import HeldLayer
 from service.serving.cost import largest_batch
 from service.serving.engine import Engine
+from service.serving.layers.registry import HeldLayer
 from service.serving.statistics import Row, Tally
 from service.serving.statistics import Statistics as Counted
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
-from service.wire.documents import LayerDocument
-from service.wire.v2.documents import (
+from service.wire.schemas.attend import LayerDocument
+from service.wire.v2.parameters import BY_DEFAULT, VERSION
+from service.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,
     Duration,
@@ -32,7 +33,6 @@ from service.wire.v2.documents import (
     Statistics,
     TensorMetadata,
 )
-from service.wire.v2.members import BY_DEFAULT, VERSION
 
 PLATFORM = "pytorch_attention"
 EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]

@@ -13,15 +13,15 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import LayerNotFound, MalformedBody, RequestError
 from service.serving.engine import Engine
-from service.serving.exchange import Asked
-from service.web.attend import demand_started, send_answer
-from service.web.reading import read_as
-from service.wire.forms import Form
+from service.serving.requests import RawRequest
+from service.web.request_reader import read_as
+from service.web.routes.attend import demand_started, send_answer
+from service.wire.codec import Codec
 from service.wire.negotiation import JSON
-from service.wire.refusals import shown
+from service.wire.problems import shown
+from service.wire.v2.error_paths import placed
 from service.wire.v2.exchange import Exchange
-from service.wire.v2.members import VERSION
-from service.wire.v2.places import placed
+from service.wire.v2.parameters import VERSION
 
 PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
 BYTES = "application/octet-stream"
@@ -39,30 +39,30 @@ class Infer:
         found = PATH.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
         assert found is not None, "called for such paths alone"
         model = found[1]
-        self.engine.catalogue.find(model, at="")
+        self.engine.registry.find(model, at="")
         demand_version(found[2])
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         exchange = Exchange(model, _header_length(headers, scope))
-        asked = await read_as(JSON, JSON, headers, scope, receive, self.engine)
-        asked.own = Form(JSON, self._timed(exchange, asked), exchange.encode)
+        raw = await read_as(JSON, JSON, headers, scope, receive, self.engine)
+        raw.own = Codec(JSON, self._timed(exchange, raw), exchange.encode)
         try:
-            answer = await self.engine.attend(asked)
+            answer = await self.engine.attend(raw)
         except RequestError as refusal:
             raise placed(refusal, exchange.places) from None
         length = exchange.reply_header_length
         start = [(b"content-type", JSON.encode() if length is None else BYTES.encode())]
         if length is not None:
             start.append((LENGTH, str(length).encode()))
-        await send_answer(answer, asked, start, scope, send)
+        await send_answer(answer, raw, start, scope, send)
 
-    def _timed(self, exchange: Exchange, asked: Asked) -> Callable[..., dict[str, Any]]:
+    def _timed(self, exchange: Exchange, raw: RawRequest) -> Callable[..., dict[str, Any]]:
         """`exchange.parse`, which also sets the deadline that the body may hold. The earlier one counts."""
         arrived = self.engine.clock()
 
         def parse(*args: Any) -> dict[str, Any]:
             members = exchange.parse(*args)
             if exchange.timeout is not None:
-                asked.deadline = min(asked.deadline or math.inf, arrived + exchange.timeout)
+                raw.deadline = min(raw.deadline or math.inf, arrived + exchange.timeout)
             return members
 
         return parse

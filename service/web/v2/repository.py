@@ -9,18 +9,18 @@ from starlette.concurrency import run_in_threadpool
 
 from service.errors import InvalidRequest, LayerNotFound, RequestError
 from service.serving.engine import Engine
-from service.serving.exchange import Asked
-from service.web.attend import demand_started, takes
-from service.web.examples import LOAD
-from service.web.layers import NewName, demand_name
-from service.web.reading import read_as
+from service.serving.requests import RawRequest
+from service.web.openapi.examples import LOAD
+from service.web.request_reader import read_as
+from service.web.routes.attend import demand_started, takes
+from service.web.routes.layers import NewName, demand_name
 from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
 from service.wire.negotiation import JSON
-from service.wire.refusals import shown
-from service.wire.v2.documents import RepositoryModel
-from service.wire.v2.members import demand_known, read_nested
-from service.wire.v2.places import Places, placed
+from service.wire.problems import shown
+from service.wire.v2.error_paths import Places, placed
+from service.wire.v2.parameters import demand_known, read_nested
+from service.wire.v2.schemas import RepositoryModel
 
 LARGEST = 1 << 16  # bytes of a body, as it came and unpacked: a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
@@ -42,7 +42,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         demand_known(document, ("ready",), "")
         if not isinstance(ready := document.get("ready", False), bool):
             raise InvalidRequest.where("/ready", "true or false", shown(ready))
-        return index_of(engine.catalogue.documents(), ready)
+        return index_of(engine.registry.documents(), ready)
 
     @app.post(
         f"{MODEL}/load",
@@ -85,7 +85,7 @@ async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -
     demand_name(name)
     await run_in_threadpool(read_nested, config, "/parameters/config")  # one document, not the middle of another
     try:
-        await engine.put_layer(name, Asked(b'{"spec": %b}' % config.encode()))
+        await engine.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
         raise _of_config(refusal) from None
 
@@ -110,8 +110,8 @@ def _of_config(refusal: RequestError) -> RequestError:
 async def _document(request: Request, engine: Engine) -> dict[str, Any]:
     """The JSON object that the body is; an empty one where there is none."""
     headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
-    asked = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, largest=LARGEST)
-    return await engine.read_object(asked, LARGEST)
+    raw = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, largest=LARGEST)
+    return await engine.read_object(raw, LARGEST)
 
 
 async def _parameters(request: Request, engine: Engine) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from service.serving.engine import Engine
-from service.web.attend import refusals_as, schema, takes
-from service.web.examples import INFER
+from service.web.openapi.examples import INFER
+from service.web.routes.attend import refusals_as, schema, takes
 from service.web.v2.description import Offer, config_of, metadata_of, statistics_of
 from service.web.v2.infer import demand_version
 from service.wire.negotiation import JSON
-from service.wire.v2.documents import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
+from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
 MODEL = "/v2/models/{name}"
 VERSIONED = MODEL + "/versions/{version}"
@@ -46,7 +46,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get("/v2/health/live", **V2, response_model=Health)
     async def live() -> Health:
         """The process answers. `ready` is without asking the device."""
-        return health_of(engine.ready and len(engine.catalogue) > 0)
+        return health_of(engine.ready and len(engine.registry) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
@@ -59,7 +59,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def all_statistics() -> Response:
         """Statistics of every model."""
         offer.demand_statistics()
-        layers = engine.catalogue.all()
+        layers = engine.registry.all()
         text = await run_in_threadpool(lambda: statistics_of(engine, layers, offer.workers).model_dump_json())  # long, for many layers
         return Response(text, media_type=JSON)
 
@@ -67,15 +67,15 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404, 503))
     async def model(name: str) -> ModelMetadata:
         """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
-        return metadata_of(engine.catalogue.find(name, at=""))
+        return metadata_of(engine.registry.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether a model answers: it is held, not unloaded, and the server answers."""
-        unloaded = engine.catalogue.unloaded(name) is not None
+        unloaded = engine.registry.unloaded(name) is not None
         if not unloaded:
-            engine.catalogue.find(name, at="")
+            engine.registry.find(name, at="")
         good = not unloaded and await engine.answers()
         response.status_code = 200 if good else 503
         return ModelReady(name=name, ready=good)
@@ -84,14 +84,14 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404, 503))
     async def config(name: str) -> ModelConfig:
         """What Triton's clients want to know before they call."""
-        return config_of(engine.catalogue.find(name, at=""), engine, engine.wire_limits.body_bytes)
+        return config_of(engine.registry.find(name, at=""), engine, engine.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409, 503))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         offer.demand_statistics()
-        return statistics_of(engine, [engine.catalogue.find(name, at="")], offer.workers)
+        return statistics_of(engine, [engine.registry.find(name, at="")], offer.workers)
 
     @app.post(
         f"{MODEL}/infer",

@@ -11,11 +11,11 @@ from typing import Any
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
-from service.wire.documents import ReplyOptions
 from service.wire.limits import WireLimits
 from service.wire.reply import Buffer, Reply, text_of, wire_array, write_json
-from service.wire.v2.members import VERSION, arrays_asked, drop_columns
-from service.wire.v2.places import Places
+from service.wire.schemas.attend import ReplyOptions
+from service.wire.v2.error_paths import Places
+from service.wire.v2.parameters import VERSION, arrays_asked, drop_columns
 from service.wire.v2.reading import read
 from service.wire.v2.told import Told
 

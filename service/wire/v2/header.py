@@ -8,12 +8,12 @@ from typing import Any
 import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.wire.json_cuts import CutList, Cuts
-from service.wire.json_form import Reader, parse_object
-from service.wire.json_pieces import WORTHWHILE
+from service.wire.json.cuts import CutList, Cuts
+from service.wire.json.pieces import WORTHWHILE
+from service.wire.json.reader import Reader, parse_object
 from service.wire.limits import WireLimits
-from service.wire.refusals import pointer, shown
-from service.wire.v2.members import demand_known
+from service.wire.problems import pointer, shown
+from service.wire.v2.parameters import demand_known
 
 INPUT = ("name", "shape", "datatype", "parameters", "data")
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many

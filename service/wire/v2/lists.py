@@ -10,7 +10,7 @@ import numpy as np
 
 from service.tensors import Array, Datatype
 from service.wire.arrays import Kind, beyond_float64, held_exactly
-from service.wire.json_rows import parse_numbers, parse_rows
+from service.wire.json.rows import parse_numbers, parse_rows
 from service.wire.limits import WireLimits
 
 PIECE = 1 << 17  # bytes

@@ -11,8 +11,8 @@ from typing import Any
 from service.errors import RequestError
 from service.tensors import Array
 from service.wire.limits import WireLimits
-from service.wire.v2.frame import frame_of
 from service.wire.v2.header import read_header
+from service.wire.v2.header_template import frame_of
 from service.wire.v2.lists import array_of_list
 from service.wire.v2.told import Told, told_again, told_by
 

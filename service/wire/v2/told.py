@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import Array, Datatype
 from service.wire.arrays import Kind, array_over
-from service.wire.json_form import shape_of
-from service.wire.refusals import HALF, is_unicode, shown
-from service.wire.scan import parse_slowly
+from service.wire.json.reader import shape_of
+from service.wire.json.strict import parse_slowly
+from service.wire.problems import HALF, is_unicode, shown
+from service.wire.v2.error_paths import Places, Sent
 from service.wire.v2.header import INPUT, has_lists
-from service.wire.v2.members import (
+from service.wire.v2.parameters import (
     BY_DEFAULT,
     IGNORED,
     KEYS,
@@ -29,7 +30,6 @@ from service.wire.v2.members import (
     refuse_decimals,
     seconds_of,
 )
-from service.wire.v2.places import Places, Sent
 
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 OUTPUT = ("name", "parameters")

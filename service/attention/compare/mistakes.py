@@ -1,0 +1,207 @@
+"""Why a wrong answer is wrong: the mistakes that people make in attention, each one as a way to compute it.
+
+A mistake is named only if making it on purpose gives the very numbers that came, within the tolerance of the trial; first each alone, then
+two at once. It knows no target: only the trial, the weights and the answer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
+
+from service.attention.compare.cases import CheckCase
+from service.attention.reference.forward import merge_heads, project, softmax, split_heads
+from service.spec import LayerSpec
+from service.tensors import BY_TORCH, Array
+
+Changes = dict[str, Any]
+SOFTMAX_AXES = {"queries": 2, "heads": 1, "batch": 0}
+
+
+def reshape_split(x: Array, heads: int) -> Array:
+    b, n, width = x.shape
+    return x.reshape(b, heads, n, width // heads)
+
+
+def reshape_merge(x: Array) -> Array:
+    b, h, n, d = x.shape
+    return x.reshape(b, n, h * d)
+
+
+def interleave_split(x: Array, heads: int) -> Array:
+    b, n, width = x.shape
+    return x.reshape(b, n, width // heads, heads).transpose(0, 3, 1, 2)
+
+
+def interleave_merge(x: Array) -> Array:
+    b, h, n, d = x.shape
+    return x.transpose(0, 2, 3, 1).reshape(b, n, h * d)
+
+
+def forget_transpose(x: Array, heads: int) -> Array:
+    b, n, width = x.shape
+    return x.reshape(b, n, heads, width // heads)
+
+
+def take_sequence_first(x: Array, heads: int) -> Array:
+    b, n, width = x.shape
+    return x.reshape(b, n, heads, width // heads).transpose(1, 2, 0, 3)
+
+
+def give_sequence_first(x: Array) -> Array:
+    n, h, b, d = x.shape
+    return x.transpose(2, 0, 1, 3).reshape(b, n, h * d)
+
+
+# What comes out …
+MISTAKES: tuple[tuple[str, Changes], ...] = (
+    ("when the scores are not divided by sqrt(head_dim)", {"scale": lambda spec: 1.0}),
+    ("when the scores are divided by sqrt(d_model) and not by sqrt(head_dim)", {"scale": lambda spec: spec.d_model**-0.5}),
+    (
+        "when the scores are divided by head_dim and not by its square root (or by the root twice)",
+        {"scale": lambda spec: 1 / spec.head_dim},
+    ),
+    ("when the scores are multiplied by sqrt(head_dim) and not divided", {"scale": lambda spec: spec.head_dim**0.5}),
+    ("when the mask is inverted: it blocks what it should let through (see mask_means)", {"see": lambda told, seen: ~told}),
+    ("when the mask is ignored", {"see": lambda told, seen: np.ones_like(told)}),
+    ("when it is causal without being asked (see causal)", {"see": lambda told, seen: np.tril(told)}),
+    ("when the mask is transposed", {"see": lambda told, seen: told.swapaxes(1, 2) if told.shape[1] == told.shape[2] else seen}),
+    ("when each query also sees the key after its last one (a causal mask off by one)", {"see": lambda told, seen: seen | _later(seen)}),
+    ("when blocked scores are set to about 0 and not to -inf", {"fill": "zero"}),
+    ("when the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1", {"fill": "after"}),
+    ("when the mask's ones (1 = attend) are added to the scores", {"fill": "add"}),
+    ("when the mask's ones (1 = blocked) are added to the scores", {"fill": "add_blocked"}),
+    ("when heads are split by a reshape without a transpose", {"split": reshape_split}),
+    ("when heads are merged by a reshape without a transpose", {"merge": reshape_merge}),
+    ("when heads are both split and merged by a reshape without a transpose", {"split": reshape_split, "merge": reshape_merge}),
+    ("when heads are split with the head as the fastest axis", {"split": interleave_split}),
+    ("when heads are merged with the head as the fastest axis", {"merge": interleave_merge}),
+    ("when heads are split and merged with the head as the fastest axis", {"split": interleave_split, "merge": interleave_merge}),
+    (
+        "when heads attend to each other at every position, because the transpose after the split is missing (see layout)",
+        {"split": forget_transpose, "merge": lambda x: x.reshape(*x.shape[:2], -1)},
+    ),
+    (
+        "when the first axis is taken for the sequence and the second for the batch (see batch_first)",
+        {"split": take_sequence_first, "merge": give_sequence_first},
+    ),
+    ("when there is only one head", {"split": lambda x, heads: x[:, None], "scale": lambda spec: spec.d_model**-0.5}),
+    *((f"when the softmax runs over the {name} and not over the keys", {"axis": axis}) for name, axis in SOFTMAX_AXES.items()),
+    ("when exp overflows, because the largest score of the row is not subtracted first", {"overflow": True}),
+    ("when the scores are returned and not the weights", {"returns": "scores"}),
+    ("when every matrix is applied the other way round (x @ W against x @ W.T, see orientation)", {"flip": True}),
+    ("when the biases are left out", {"biases": False}),
+    ("when the output projection is left out", {"projects_output": False}),
+    ("when the query is added to the output (a residual connection)", {"residual": True}),
+    ("when key and value are exchanged", {"swap": True}),
+    *(
+        (f"when the matrices of query, key, value are taken to be those of {', '.join(order)}", {"order": order})
+        for order in permutations(("query", "key", "value"))
+        if order != ("query", "key", "value")
+    ),
+)
+
+
+def explain(
+    spec: LayerSpec, weights: Mapping[str, Array], case: CheckCase, answer: Mapping[str, tuple[Array, float]], dtype: str
+) -> str | None:
+    """What the answer comes from, None where no known mistake gives these very numbers.
+
+    `answer` holds "output" and, where it came, "attention_weights", each with its tolerance; `dtype` is the target's, in which exp
+    overflows at another place than in ours.
+    """
+    for hints, changes in _combinations():
+        try:
+            wrong, rows = attend_wrongly(spec, weights, case, dtype, **changes)
+        except ValueError:  # shapes for which this mistake cannot be made
+            continue
+        if rows.any() and all(_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in answer.items()):
+            return "this is what comes out " + ", and ".join(hints)
+    return None
+
+
+def attend_wrongly(
+    spec: LayerSpec,
+    weights: Mapping[str, Array],
+    case: CheckCase,
+    dtype: str = "float64",
+    *,
+    scale: Callable[[LayerSpec], float] | None = None,
+    see: Callable[[Array, Array], Array] | None = None,
+    fill: str = "-inf",
+    split: Callable[[Array, int], Array] = split_heads,
+    merge: Callable[[Array], Array] = merge_heads,
+    axis: int = -1,
+    overflow: bool = False,
+    returns: str = "weights",
+    flip: bool = False,
+    biases: bool = True,
+    projects_output: bool = True,
+    residual: bool = False,
+    swap: bool = False,
+    order: tuple[str, str, str] = ("query", "key", "value"),
+) -> tuple[dict[str, Array], Array]:
+    """The trial's output and weights with these mistakes made, and which rows [b, q] say something.
+
+    A row without a key says nothing: what comes of it differs between libraries.
+    """
+    used = {name: w for name, w in weights.items() if biases or not name.endswith(".bias")}
+    used = {name: w.T if flip and w.ndim == 2 else w for name, w in used.items()}
+    inputs = (case.query, case.value, case.key) if swap else (case.query, case.key, case.value)
+    q, k, v = (split(project(x, used, name), spec.num_heads) for x, name in zip(inputs, order, strict=True))
+    seen = case.seen if see is None else see(case.told, case.seen)
+    with np.errstate(all="ignore"):
+        raw = (spec.scale if scale is None else scale(spec)) * (q @ k.swapaxes(-1, -2))
+        scores = fill_scores(raw, seen[:, None], fill)
+        exponentials = np.exp(scores.astype(BY_TORCH[dtype].numpy)).astype(np.float64)
+        attended = (
+            exponentials / exponentials.sum(axis=axis, keepdims=True)
+            if overflow
+            else np.moveaxis(softmax(np.moveaxis(scores, axis, -1))[0], -1, axis)
+        )
+        attended = attended * seen[:, None] if fill == "after" else attended
+        output = merge(attended @ v)
+        if projects_output:
+            output = project(output, used, "output")
+    outputs = {"output": output + case.query if residual else output, "attention_weights": scores if returns == "scores" else attended}
+    return outputs, np.asarray(seen.any(axis=-1))
+
+
+def fill_scores(raw: Array, seen: Array, fill: str) -> Array:
+    """Scores [b, h, q, k] after a mask [b, 1, q, k], used in one of the ways in which people use it."""
+    if seen.all():
+        return raw
+    match fill:
+        case "after":
+            return raw
+        case "add":
+            return raw + seen
+        case "add_blocked":
+            return raw + ~seen
+    return np.where(seen, raw, 0.0 if fill == "zero" else -np.inf)
+
+
+def _combinations() -> Iterator[tuple[list[str], Changes]]:
+    for count in (1, 2):
+        for mistakes in combinations(MISTAKES, count):
+            names = [name for _, changes in mistakes for name in changes]
+            if len(names) == len(set(names)):
+                yield [hint for hint, _ in mistakes], {name: change for _, changes in mistakes for name, change in changes.items()}
+
+
+def _later(seen: Array) -> Array:
+    """The key after the last one that each query sees: [b, q, k]."""
+    last = seen.shape[-1] - 1 - np.argmax(seen[..., ::-1], axis=-1)
+    later: Array = np.arange(seen.shape[-1]) == last[..., None] + 1
+    return later
+
+
+def _same(got: Array, wrong: Array, rows: Array, tolerance: float) -> bool:
+    if got.shape != wrong.shape:
+        return False
+    if not rows.all():
+        if got.ndim == 4:  # [b, h, q, k] -> [b, q, h, k]
+            got, wrong = got.swapaxes(1, 2), wrong.swapaxes(1, 2)
+        got, wrong = got[rows], wrong[rows]
+    return np.allclose(got, wrong, rtol=0, atol=tolerance, equal_nan=True)

@@ -1,0 +1,122 @@
+"""The weights of someone's own attention, read from the live object by the names people give them, under our canonical names.
+
+It looks and never writes. Of a `torch.nn.Linear` it is known how a matrix is applied, and of torch's and GPT-2's packed matrices how they
+are cut; of a bare matrix or any other packed one it is not, and `Convention` has to say it. (Files are another matter: they have no objects
+to ask.)
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.attention.compare.convention import Convention
+from service.attention.compare.weight_names import BARE, parse_name
+from service.spec import PROJECTIONS, LayerSpec
+from service.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    path: str
+    role: str  # query, key, value, output; qkv, or in_proj where the order of the three is known
+    kind: str  # weight or bias
+    array: Array  # a weight as [out, in]
+
+
+def read_weights(owner: Any, is_module: bool, heads: int, convention: Convention) -> dict[str, Array]:
+    """Canonical name -> float64 array; empty where the object has no weights at all. Without an output projection it is the identity.
+
+    ValueError: a parameter whose name tells nothing, one projection missing or there twice, an order or orientation that must be told.
+    """
+    if convention.weights is not None:
+        return {name: np.asarray(array, np.float64) for name, array in convention.weights.items()}
+    found = list(_of_module(owner, convention) if is_module else _of_attributes(owner, convention))
+    if not found:
+        return {}
+    weights: dict[str, Array] = {}
+    for role, kind in {(x.role, x.kind): None for x in found}:
+        same = [x for x in found if (x.role, x.kind) == (role, kind)]
+        if len({re.sub(r"\d+", "#", x.path) for x in same}) > 1:
+            raise ValueError(f"cannot tell which is the {kind} of {role}: {', '.join(x.path for x in same)}; pass weights={{…}}")
+        whole = np.concatenate([x.array for x in same], axis=1 if (role, kind) == ("output", "weight") else 0)  # one per head
+        if role in ("qkv", "in_proj"):
+            order = "q,k,v" if role == "in_proj" else convention.fused
+            weights |= {f"{name}.{kind}": part for name, part in zip(PROJECTIONS, _cut(same[0].path, whole, heads, order), strict=False)}
+        else:
+            weights[f"{role}.{kind}"] = whole
+    if missing := [name for name in PROJECTIONS[:3] if f"{name}.weight" not in weights]:
+        raise ValueError(f"found no weight of {', '.join(missing)} among {', '.join(x.path for x in found)}: pass weights={{…}}")
+    weights.setdefault("output.weight", np.eye(len(weights["query.weight"])))
+    return weights
+
+
+def fit_spec(weights: Mapping[str, Array], heads: int) -> LayerSpec:
+    """The spec of these weights. ValueError: they are no layer that the reference computes."""
+    d_model = weights["query.weight"].shape[1]
+    if d_model % heads:
+        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=…")
+    widths = {"key_dim": weights["key.weight"].shape[1], "value_dim": weights["value.weight"].shape[1]}
+    bias = any(name.endswith(".bias") for name in weights)
+    spec = LayerSpec.model_validate({"d_model": d_model, "num_heads": heads, "bias": bias, "dtype": "float64"} | widths)
+    for name, array in weights.items():
+        expected = spec.weight_shapes().get(name)
+        if array.shape != expected:
+            raise ValueError(f"expected {name} {expected}, got {array.shape}: pass weights={{…}}, num_heads=… or orientation=…")
+    return spec
+
+
+def _of_module(module: Any, convention: Convention) -> Iterator[_Found]:
+    import torch
+
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        owner = module.get_submodule(path.rpartition(".")[0])
+        name = parse_name(path)
+        if name is None:
+            raise ValueError(f"cannot tell what parameter {path!r} {tuple(parameter.shape)} is: pass the attention alone, or weights={{…}}")
+        array = parameter.detach().cpu().double().numpy()
+        if isinstance(owner, torch.nn.Linear | torch.nn.MultiheadAttention):
+            orientation: str | None = "out,in"
+        else:
+            orientation = "in,out" if type(owner).__name__ == "Conv1D" else convention.orientation
+        yield _found(path, *name, array, orientation)
+
+
+def _of_attributes(owner: Any, convention: Convention) -> Iterator[_Found]:
+    attributes: dict[str, Any] = {}
+    for name, held in getattr(owner, "__dict__", {}).items():
+        attributes |= held if isinstance(held, dict) else {name: held}
+    for name, held in attributes.items():
+        array = held
+        if isinstance(held, list | tuple) and held and all(isinstance(x, np.ndarray) and x.ndim for x in held):
+            array = np.stack(held)  # one per head
+        # A bare `q` or `output` is what a class keeps of its last call.
+        if isinstance(array, np.ndarray) and (parsed := parse_name(str(name))) and str(name).lower() not in BARE:
+            yield _found(str(name), *parsed, array.astype(np.float64), convention.orientation or "in,out")
+
+
+def _found(path: str, role: str, kind: str, array: Array, orientation: str | None) -> _Found:
+    if kind == "bias":
+        return _Found(path, role, kind, array.reshape(-1))
+    if array.ndim not in (2, 3):
+        raise ValueError(f"expected the weight {path!r} to be a matrix, or one per head, got {array.shape}: pass weights={{…}}")
+    if orientation is None:
+        raise ValueError(f'cannot tell how the matrix {path!r} is applied: pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+    matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
+    if matrices.ndim == 3:  # one per head: their outputs are concatenated, or their inputs where they make the output
+        matrices = np.concatenate(list(matrices), axis=1 if role == "output" else 0)
+    return _Found(path, role, kind, matrices)
+
+
+def _cut(path: str, whole: Array, heads: int, order: str | None) -> list[Array]:
+    """Query, key and value out of one packed weight [3*d, in] or bias [3*d]."""
+    if order is None:
+        raise ValueError(f'cannot tell how {path!r} is cut: pass fused="q,k,v" for rows [3, h, d] or fused="per_head" for [h, 3, d]')
+    if whole.shape[0] % (3 * heads):
+        raise ValueError(f"expected {path!r} to have 3 x {heads} x head_dim rows, got {whole.shape[0]}: pass num_heads=… or weights={{…}}")
+    if order == "q,k,v":
+        return list(np.split(whole, 3))
+    per_head = whole.reshape(heads, 3, -1, *whole.shape[1:])
+    return [per_head[:, i].reshape(-1, *whole.shape[1:]) for i in range(3)]

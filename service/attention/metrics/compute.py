@@ -1,0 +1,170 @@
+"""A call and its question -> metrics: the layer's own line with one more step.
+
+The weights come a block of query rows at a time and pass every metric that reads them; head outputs, where a metric needs them, come from
+the layer itself, which may make them without weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from service.attention.blocks import row_blocks
+from service.attention.call import Call, Result
+from service.attention.layer import MultiHeadAttention
+from service.attention.masks import open_keys
+from service.attention.metrics import importance, similarity, value_norms
+from service.attention.metrics.per_row import ROW_METRICS, Block, read_block
+from service.attention.metrics.single_head import SingleHead, merged
+from service.attention.metrics.strongest_links import StrongestLinks
+
+Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
+PER_QUERY = "_per_query"
+OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
+OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
+OVERFLOWED = "overflowed"  # tensor of a result, a single bool: whether any of what the metrics are made of is not finite
+OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
+
+
+@torch.inference_mode()
+def measure(layer: MultiHeadAttention, call: Call) -> Result:
+    """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
+
+    The call selects no weights and drops none. `overflowed` among them tells that numbers are left out, or NaN, which are no numbers.
+    """
+    assert call.metrics_query is not None
+    metrics_query = call.metrics_query
+    query, key, value = layer.project(call)
+    empty = layer.empty_rows(call)
+    real = open_keys(call.masks, call.key.shape[0])
+    made: dict[str, Tensor] = {}
+    norms, overflowed = None, [torch.zeros((), dtype=torch.bool, device=query.device)]
+    if metrics_query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
+        overflowed.append((~torch.isfinite(value).all(-1) & real[:, None]).any())
+    if metrics_query.asks("value_norms", "value_norm_weights"):
+        norms = value_norms.value_norms(value, layer.weights.get("output.weight"), layer.groups, real)
+        norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
+        made["value_norms"] = norms
+    if OF_WEIGHTS & set(metrics_query.metrics):
+        made |= _read_weights(layer, call, (query, key, value), empty, real, norms)
+        overflowed.append(made[OVERFLOWED])
+    if metrics_query.asks("subspace_disagreement"):
+        made["subspace_disagreement"] = similarity.disagreement(value_norms.subspace_products(value, real))
+    if metrics_query.asks("output_disagreement", *OF_PRODUCTS):
+        made |= _read_outputs(layer, call, empty)
+        overflowed.append(made[OVERFLOWED])
+    wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in metrics_query.metrics}
+    return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, empty)
+
+
+def _read_weights(
+    layer: MultiHeadAttention,
+    call: Call,
+    projected: Projected,
+    empty: Tensor | None,
+    real: Tensor,
+    norms: Tensor | None,
+) -> dict[str, Tensor]:
+    """Every metric that is made of weights, in one pass over the query rows."""
+    metrics_query = call.metrics_query
+    assert metrics_query is not None
+    rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if metrics_query.asks(name, name + PER_QUERY)}
+    links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), similarity.CosineSimilarity(), similarity.JensenShannon()
+    likened = metrics_query.asks("cosine_similarity", "position_disagreement")
+    raw = ((links, metrics_query.asks("strongest_links")), (likeness, likened), (jensen_shannon, metrics_query.asks("jensen_shannon")))
+    readers = [reader for reader, wanted in raw if wanted]
+    deviations: list[Tensor] = []
+    apply_weights: list[Tensor] = []
+    overflowed: list[Tensor] = []
+    for block in _blocks(layer, call, projected, empty, real):
+        overflowed.append(block.overflowed.any())
+        for name, parts in rows.items():
+            parts.append(block.of_counted(ROW_METRICS[name](block, metrics_query)))
+        for reader in readers:
+            reader.read(block)
+        if metrics_query.asks("deviation_across_heads"):
+            deviations.append(similarity.deviation(block))
+        if norms is not None and metrics_query.asks("value_norm_weights"):
+            sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
+            apply_weights.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
+    made = {name + PER_QUERY: torch.cat(parts, -1) for name, parts in rows.items()}
+    made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows} | {OVERFLOWED: torch.stack(overflowed).any()}
+    if links in readers:
+        made |= {f"strongest_links.{part}": tensor for part, tensor in links.parts().items()}
+    if likened:
+        made["cosine_similarity"] = likeness.cosine_similarity()
+        made["position_disagreement"] = likeness.position_disagreement()
+    if jensen_shannon in readers:
+        made["jensen_shannon"] = jensen_shannon.mean()
+    if deviations:
+        made["deviation_across_heads"] = torch.cat(deviations, -1)
+    if apply_weights:
+        made["value_norm_weights"] = torch.cat(apply_weights, 2)
+    if metrics_query.asks("single_head"):
+        made |= _compare_single(layer, call, projected, empty, real)
+    return made
+
+
+def _blocks(
+    layer: MultiHeadAttention,
+    call: Call,
+    projected: Projected,
+    empty: Tensor | None,
+    real: Tensor,
+    rows: Iterable[slice] | None = None,
+) -> Iterator[Block]:
+    assert call.metrics_query is not None
+    first_key = real.to(torch.int8).argmax(-1)  # the first that is open
+    for some, weights, visible in layer.weigh(call, projected[0], projected[1], empty, rows):
+        yield read_block(some, weights, visible, call.masks.positions, empty, first_key, call.metrics_query)
+
+
+def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> dict[str, Tensor]:
+    """The one-head layer beside the layer itself; blocks of both hold the same rows."""
+    alone, *one = merged(call, *projected)
+    none = None if empty is None else empty.all(1, keepdim=True)
+    single = SingleHead()
+    wide = (one[0], one[1], one[2])
+    batch, heads, num_queries, _ = projected[0].shape
+    rows = tuple(row_blocks(batch * heads * call.masks.num_keys, num_queries))
+    many = _blocks(layer, call, projected, empty, real, rows)
+    for block, of_many in zip(_blocks(layer, alone, wide, none, real, rows), many, strict=True):
+        single.read(block, of_many, one[2])
+    plain = replace(call, outputs=frozenset({"output"}), metrics_query=None)
+    output = layer(plain).tensors["output"]
+    alike = layer.project_back(single.outputs.to(layer.dtype), call)
+    counts = _counts(call, none, 1)[:, 0]
+    return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
+
+
+def _read_outputs(layer: MultiHeadAttention, call: Call, empty: Tensor | None) -> dict[str, Tensor]:
+    """Every metric that is made of head outputs."""
+    metrics_query = call.metrics_query
+    assert metrics_query is not None
+    heads = layer(replace(call, outputs=frozenset({"head_outputs"}), metrics_query=None)).tensors["head_outputs"]
+    counts = _counts(call, empty, heads.shape[1])
+    made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
+    if metrics_query.asks("output_disagreement"):
+        made["output_disagreement"] = similarity.disagreement(value_norms.output_products(heads, counts))
+    if metrics_query.asks(*OF_PRODUCTS):
+        weights = layer.weights
+        found = importance.products(heads, counts, weights.get("output.weight"), weights.get("output.bias"), metrics_query.direction)
+        made["contribution"] = found.to_direction
+        made["gradient_importance"] = importance.gradient_importance(found.to_direction)
+        for name, parts in (
+            ("zero_ablation", importance.zero_ablation(found)),
+            ("mean_ablation", importance.mean_ablation(found)),
+            ("pruning_order", importance.pruning_order(found) if metrics_query.asks("pruning_order") else {}),
+        ):
+            made |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    return made
+
+
+def _counts(call: Call, empty: Tensor | None, heads: int) -> Tensor:
+    """bool [b, h, q]: the rows that have a key and are not padding."""
+    assert call.metrics_query is not None
+    counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
+    if empty is not None:
+        counts &= ~empty
+    return counts if call.metrics_query.queries is None else counts & call.metrics_query.queries[:, None]

@@ -1,0 +1,206 @@
+"""Multi-head attention in NumPy float64, as plainly as it can be written: what every faster way is held against.
+
+It knows neither torch nor requests, and shares no line with the layer that serves: the two can only agree by both being right.
+So clarity beats speed here. Everything of shape [batch, heads, queries, keys] is formed at once, and one step follows the other in
+the order the service promises: project, norm, RoPE, then scale, softcap, everything added, everything blocked, softmax, dropout.
+
+Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
+    Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
+    MultiHead(Q, K, V) = Concat(head_1, …, head_h) W^O   where head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from service.attention.reference.masks import blocked_by_keys, blocked_by_masks, blocked_by_position, place_queries, spread
+from service.attention.reference.positions import position_bias, rotate
+from service.spec import LayerSpec, QKNorm
+from service.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Every output of one call in float64; a call without a batch drops the leading b of each."""
+
+    output: Array  # [b, q, output_dim]; without projections, concatenated
+    attention_weights: Array  # [b, h, q, k], after dropout
+    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax
+    log_sum_exp: Array  # [b, h, q], of the scores and the sink
+    query_projection: Array  # [b, h, q, d], after the norm and RoPE
+    key_projection: Array  # [b, kv heads, k, d], likewise
+    value_projection: Array  # [b, kv heads, k, dv]
+    head_outputs: Array  # [b, h, q, dv], after head_scale
+    concatenated: Array  # [b, q, h*dv]
+    fully_masked: Array  # [b, h, q], true where no key is left
+
+    @property
+    def fully_masked_rows(self) -> int:
+        return int(self.fully_masked.sum())
+
+
+@np.errstate(invalid="ignore", over="ignore")  # a blocked key may hold NaN or infinity: it is computed with, and then left out
+def attend(
+    spec: LayerSpec,
+    weights: Mapping[str, Array],
+    *,
+    query: ArrayLike,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    attend_mask: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    attend_keys: ArrayLike | None = None,
+    block_keys: ArrayLike | None = None,
+    valid_lens: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | Literal["end"] | None = None,
+    causal: bool = False,
+    window: Mapping[str, int | None] | None = None,
+    fully_masked: Literal["zero", "uniform", "error"] = "zero",
+    head_scale: ArrayLike | None = None,
+    dropout: Mapping[str, Any] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Reference:
+    """What the layer `spec` with these canonical weights answers. Arguments are named and shaped as the fields of a request.
+
+    query [b, q, query_dim], key [b, k, key_dim], value [b, k, value_dim]; masks and bias [q, k], [b, q, k] or [b, h, q, k], axes of 1
+    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; head_scale [h] or [b, h].
+    A query [q, query_dim] is a call without a batch: every argument then drops its b.
+
+    ValueError: a value without a key; anything that depends on positions with q != k and no offset; rows without a key under
+    fully_masked="error".
+    """
+    if value is not None and key is None:
+        raise ValueError("expected a key beside the value, got a value alone")
+    batched = np.ndim(query) == 3
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = (enter(spec, weights, name, as_batch(x, batched)) for name, x in (("query", query), ("key", key), ("value", value)))
+    shape = (*q.shape[:3], k.shape[2])  # [b, h, q, k]
+
+    unreal = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys)))
+    placed = place_queries(query_offset, unreal, needed=causal or window is not None or bool(spec.positional))
+    ahead = np.arange(shape[-1]) - placed[:, None, :, None]  # [b, 1, q, k], how far key j lies ahead of query i
+    if spec.rope:
+        q, k = rotate(q, placed, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
+
+    # What is added to the scores, and which keys each query may not see.
+    added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
+    windows = (spec.window.model_dump() if spec.window else {}, window or {})
+    by_position = blocked_by_position(ahead, causal, windows)
+    blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | unreal | by_position
+    empty = np.all(blocked, axis=-1)  # [b, h, q]
+    if fully_masked == "error" and empty.any():
+        raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
+
+    scores = (spec.scale if scale is None else scale) * (q @ share(k, spec.num_heads).swapaxes(-1, -2))
+    if cap := spec.softcap if softcap is None else softcap:
+        scores = cap * np.tanh(scores / cap)
+    scores = np.where(blocked, -np.inf, scores + added)
+    attention_weights, log_sum_exp = softmax(scores, np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None)
+    if fully_masked == "uniform":
+        attention_weights[empty] = 1 / max(shape[-1], 1)
+    if dropout is not None:
+        attention_weights = attention_weights * kept(dropout, shape)
+
+    heads = average_values(attention_weights, share(v, spec.num_heads))
+    if head_scale is not None:
+        heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
+    concatenated = merge_heads(heads)
+    outputs: dict[str, Array] = {
+        "output": project(concatenated, weights, "output") if spec.projections else concatenated,
+        "attention_weights": attention_weights,
+        "scores": scores,
+        "log_sum_exp": log_sum_exp,
+        "query_projection": q,
+        "key_projection": k,
+        "value_projection": v,
+        "head_outputs": heads,
+        "concatenated": concatenated,
+        "fully_masked": empty,
+    }
+    return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def as_batch(x: ArrayLike | None, batched: bool) -> Any:
+    """An argument with its leading b, which a call without a batch has dropped."""
+    return x if x is None else np.asarray(x) if batched else np.asarray(x)[None]
+
+
+def enter(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    """A query, key or value as heads, [b, n, in] -> [b, heads, n, d]: projected unless it comes so, and normed if the layer does that."""
+    heads = spec.num_heads if name == "query" else spec.num_kv_heads
+    width = spec.value_head_dim if name == "value" else spec.head_dim
+    projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
+    if projected.shape[-1] != heads * width:
+        raise ValueError(f"expected a {name} of {heads} heads of {width} numbers, got {projected.shape[-1]} numbers")
+    split = split_heads(projected, heads)
+    return normalise(split, weights[f"{name}_norm.weight"], spec.qk_norm) if spec.qk_norm and name != "value" else split
+
+
+def project(x: ArrayLike, weights: Mapping[str, Array], name: str) -> Array:
+    """x Wᵀ + b, with W [out, in] as `torch.nn.Linear` keeps it: [b, n, in] -> [b, n, out]. No `name.bias` means none."""
+    projected = np.asarray(x, np.float64) @ np.asarray(weights[f"{name}.weight"], np.float64).T
+    return projected + np.asarray(weights.get(f"{name}.bias", 0.0), np.float64)
+
+
+def split_heads(x: Array, heads: int) -> Array:
+    """[b, n, h*d] -> [b, h, n, d]: head i is columns i*d to (i+1)*d of every row."""
+    b, n, width = x.shape
+    return x.reshape(b, n, heads, width // heads).transpose(0, 2, 1, 3)
+
+
+def share(x: Array, heads: int) -> Array:
+    """The heads of keys or values, one for each query head, [b, kv heads, n, d] -> [b, h, n, d]: neighbours among the queries share one."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def merge_heads(x: Array) -> Array:
+    """[b, h, n, d] -> [b, n, h*d], the way back from `split_heads`."""
+    b, h, n, d = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(b, n, h * d)
+
+
+def normalise(x: Array, weight: ArrayLike, norm: QKNorm) -> Array:
+    """x / √(mean x² + eps) · w over the last axis (RMS norm, Zhang and Sennrich 2019); the layer norm subtracts the mean of x first."""
+    if norm.kind == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    normed: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps) * np.asarray(weight, np.float64)
+    return normed
+
+
+def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
+    """exp(s_j - m) / Σ exp(s_j - m) over the last axis with m = max s, and log Σ exp(s_j): [..., k] -> [..., k], [...].
+
+    Subtracting m changes nothing but keeps exp from overflowing. A sink, one for each row or broadcast to them, is one score more whose
+    weight is then dropped. A row of -inf alone has weights 0 and the logarithm -inf, sink or no sink.
+    """
+    empty = np.isneginf(scores).all(axis=-1, keepdims=True)
+    sink = -np.inf if sinks is None else sinks[..., None]
+    highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    highest = np.where(empty, 0.0, highest)
+    exponentials = np.exp(scores - highest)
+    total = exponentials.sum(axis=-1, keepdims=True) + np.where(empty, 0.0, np.exp(sink - highest))
+    with np.errstate(divide="ignore"):
+        log_sum_exp = (highest + np.log(total))[..., 0]
+    return exponentials / np.where(total == 0, 1.0, total), log_sum_exp
+
+
+def average_values(weights: Array, values: Array) -> Array:
+    """Σ_j w_ij v_j: [b, h, q, k], [b, h, k, d] -> [b, h, q, d]. A weight of 0 counts for nothing, even where 0·v is NaN."""
+    if np.isfinite(values).all():
+        return weights @ values
+    seen = np.where(weights[..., None] == 0, 0.0, values[:, :, None])  # [b, h, q, k, d]
+    result: Array = (weights[..., None] * seen).sum(axis=3)
+    return result
+
+
+def kept(dropout: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+    """1/(1-p) for a weight that is kept and 0 for one that is not (inverted dropout, Srivastava et al. 2014): [b, h, q, k]."""
+    drawn = np.random.RandomState(dropout["seed"]).random_sample(shape)
+    multiplier: Array = (drawn >= dropout["p"]) / (1 - dropout["p"])
+    return multiplier

@@ -1,0 +1,187 @@
+"""A valid request and a layer -> a bound call. The last place where a caller can be wrong; nothing invalid gets past it.
+
+`fit` looks at shapes alone, so that admission can be decided before any array is made; `bind` then casts every array once, to the layer's
+dtype, and checks there that all numbers are finite.
+"""
+
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from service.attention.call import Call
+from service.attention.masks import Masks, last_keys
+from service.errors import InvalidRequest, Problem
+from service.spec import LayerSpec
+from service.tensors import BY_TORCH, Array
+from service.wire.arrays import first_index
+from service.wire.schemas.attend import AttendRequest
+
+with warnings.catch_warnings():  # torch says once a process that it will not keep anyone from writing to a body's memory; nobody does
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
+
+
+def fit(request: AttendRequest, spec: LayerSpec) -> None:
+    """Raises InvalidRequest where the request's shapes do not fit the layer it names."""
+    layer = f'for layer "{request.layer}"'
+    key = request.query if request.key is None else request.key
+    value = key if request.value is None else request.value
+    parts = (("query", request.query, spec.query_dim), ("key", key, spec.key_dim), ("value", value, spec.value_dim))
+    for name, array, width in parts:
+        if array.shape[-1] != width:
+            source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
+            raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
+    q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
+    if spec.positional and request.query_offset is None and q != k:
+        expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries meet {k} keys'
+        raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if request.output_gradient is not None:
+        wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
+        if request.output_gradient.shape != wanted:
+            raise InvalidRequest.where("/output_gradient", f"shape {list(wanted)} {layer}", f"shape {list(request.output_gradient.shape)}")
+    for name in ("attend_mask", "block_mask", "bias"):
+        array = getattr(request, name)
+        if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] not in (1, h):
+            raise InvalidRequest.where(f"/{name}", f"{h} heads (or 1) {layer}", str(array.shape[-3]))
+    if request.head_scale is not None and request.head_scale.shape[-1] != h:
+        raise InvalidRequest.where("/head_scale", f"{h} factors {layer}", str(request.head_scale.shape[-1]))
+    if request.select and request.select.heads:
+        for i, head in enumerate(request.select.heads):
+            if head >= h:
+                raise InvalidRequest.where(f"/select/heads/{i}", f"a head below {h} {layer}", str(head))
+
+
+def bind(request: AttendRequest, spec: LayerSpec) -> Call:
+    """The call, on the CPU. Raises InvalidRequest where a number is not finite in the layer's dtype."""
+    query, key, value = sequences(request.query, request.key, request.value, spec)
+    select = request.select
+    head_scale = None
+    if request.head_scale is not None:
+        head_scale = _numbers("head_scale", request.head_scale, spec, True)
+        head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
+    gradient = request.output_gradient
+    softcap = spec.softcap if request.softcap is None else request.softcap
+    return Call(
+        query=query,
+        key=key,
+        value=value,
+        masks=_masks(request, spec, query.shape[0], query.shape[1], key.shape[1]),
+        scale=spec.scale if request.scale is None else request.scale,
+        outputs=frozenset(request.outputs),
+        softcap=softcap or None,
+        fully_masked=request.fully_masked,
+        head_scale=head_scale,
+        dropout=None if request.dropout is None else (request.dropout.p, request.dropout.seed),
+        heads=tuple(select.heads) if select and select.heads else None,
+        queries=tuple(select.queries) if select and select.queries else None,
+        average=bool(select and select.average),
+        top_k=select.top_k if select else None,
+        reproducible=request.reproducible,
+        output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
+    )
+
+
+def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value as a call has them, batched; a key left out is the query itself, a value the key."""
+    batched = query.ndim == 3
+    queries = _numbers("query", query, spec, batched)
+    keys = queries if key is None else _numbers("key", key, spec, batched)
+    return queries, keys, keys if value is None else _numbers("value", value, spec, batched)
+
+
+def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
+    """The array in a torch dtype. Raises InvalidRequest at the first number that is not finite there; `infinite` allows -inf."""
+    target = BY_TORCH[dtype].numpy
+    numbers = array
+    if array.dtype != target:
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = array.astype(target)
+    if not numbers.flags.c_contiguous:
+        numbers = np.ascontiguousarray(numbers)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
+        if wrong.any():
+            at = first_index(wrong)
+            came = float(array[tuple(int(i) for i in at.split("/")[1:])])
+            raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", f"{came:g}" if np.isfinite(came) else f"{came}")
+    if dtype == "bfloat16":
+        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(numbers)
+
+
+def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.Tensor:
+    tensor = cast(name, array, spec.dtype)
+    return tensor if batched else tensor.unsqueeze(0)
+
+
+def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:
+    allowed = _allowed(request.attend_mask, request.block_mask)
+    keys = _allowed(request.attend_keys, request.block_keys)
+    bias = None
+    if request.bias is not None:
+        bias = _pairwise(cast("bias", request.bias, spec.dtype, infinite=True), request.batched)
+    windows = [w for w in (request.window, spec.window) if w is not None]
+    left = min((n for w in windows if (n := _bound(w.left)) is not None), default=None)
+    right = min((n for w in windows if (n := _bound(w.right)) is not None), default=None)
+    masks = Masks(
+        positions=_positions(q),
+        num_keys=k,
+        pairs=None if allowed is None else _pairwise(torch.from_numpy(allowed), request.batched),
+        keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
+        lengths=_lengths(request.valid_lens, request.batched),
+        bias=bias,
+        bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
+        left=left,
+        right=right if not request.causal else min(0, 0 if right is None else right),
+        aligned=q == k and request.query_offset in (None, 0),
+    )
+    offset = request.query_offset or 0
+    if not offset:
+        return masks
+    if offset == "end":
+        shift = last_keys(masks, b)[:, None] - q
+    else:
+        shift = torch.tensor(offset if isinstance(offset, list) else [offset]).view(-1, 1)
+    return replace(masks, positions=masks.positions + shift)
+
+
+@lru_cache(256)
+def _positions(q: int) -> torch.Tensor:
+    return torch.arange(q)[None]
+
+
+def _bound(keys: int | None) -> int | None:
+    """A side of a window; none where it is wider than any sequence."""
+    return None if keys is None or keys >= 2**40 else keys
+
+
+def _allowed(attend: Array | None, block: Array | None) -> Array | None:
+    """One mask in which true means "may attend"."""
+    array = attend if block is None else ~block
+    return None if array is None else np.array(array)
+
+
+def _pairwise(array: torch.Tensor, batched: bool) -> torch.Tensor:
+    """[q,k], [b,q,k], [b,h,q,k] (or without b: [q,k], [h,q,k]) as [b|1, h|1, q|1, k|1]."""
+    if array.ndim == 3 and batched:
+        return array[:, None]
+    return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
+
+
+def _lengths(lens: Array | None, batched: bool) -> torch.Tensor | None:
+    """[b] or [b,q] (or without b: a number or [q]) as [b, q|1]."""
+    if lens is None:
+        return None
+    array: Any = lens if batched else lens[None]
+    return torch.from_numpy(np.array(array[:, None] if array.ndim == 1 else array))
+
+
+def masked_rows(first: Any) -> InvalidRequest:
+    """The refusal for rows that have no key where the caller asked for an error."""
+    rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
+    return InvalidRequest(problems=[Problem("/fully_masked", "a key to attend to for every row", f"none for {rows}")])

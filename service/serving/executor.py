@@ -1,0 +1,132 @@
+"""A batch -> what every call of it gets: stacked, computed on the device, split. Knows no queue and no event loop.
+
+An exception anywhere on that way reaches every call of the batch. Out of memory splits the batch and tries the halves.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from service.attention.call import Call, Result
+from service.attention.metrics.compute import measure
+from service.errors import AttendError, OutOfMemory, ServiceFault
+from service.serving.batching import Entry, halves, split, stack, stacks
+from service.serving.layers.registry import HeldLayer
+
+NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # as torch, Python and the linker say it
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """What the calls of one batch share: how many batch items they had together, and whether it has been counted yet."""
+
+    items: int
+    counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result, the seconds it waited and took, how many calls it was computed with, and that in which they were."""
+
+    result: Result
+    queue: float
+    compute: float
+    batch: int
+    execution: Execution
+
+
+Settled = Sequence[tuple[Entry, Outcome | AttendError]]
+
+
+def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
+    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch.
+
+    `splitting` is told of each batch that did not fit into memory and is tried in halves.
+    """
+    started = clock()
+    try:
+        results = _results(batch)
+    except Exception as error:
+        failed, results = failure(error), None
+    if results is not None:
+        took, together = clock() - started, len(batch)
+        execution = Execution(sum(entry.call.query.shape[0] for entry in batch))
+        return [(entry, Outcome(result, started - entry.arrived, took, together, execution)) for entry, result in results]
+    if isinstance(failed, OutOfMemory) and len(batch) > 1:
+        splitting()
+        return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
+    return [(entry, failed) for entry in batch]
+
+
+def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
+    """Every entry with its own, those of one stack after another."""
+    stacked = list(stacks(batch))
+    results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked])
+    pairs: list[tuple[Entry, Result]] = []
+    for entries, result in zip(stacked, results, strict=True):
+        pairs += zip(entries, split(_on_cpu(result), [entry.call.query.shape[0] for entry in entries]), strict=True)
+    return pairs
+
+
+def run(layer: HeldLayer, calls: Sequence[Call]) -> Sequence[Result]:
+    """The calls through their layer, together, or the only one's metrics."""
+    calls = [call.to(layer.attention.device) for call in calls]
+    return [_alone(layer, calls[0])] if len(calls) == 1 else layer.attention.together(calls)
+
+
+def _alone(layer: HeldLayer, call: Call) -> Result:
+    """The result of one call; of a reproducible one by one thread of arithmetic, however many the server was given."""
+    if not call.reproducible:
+        return _answer(layer, call)
+    return one_core().submit(_answer, layer, call).result()
+
+
+@cache
+def one_core() -> ThreadPoolExecutor:
+    """A thread whose arithmetic takes one core, made when first needed: an engine does so before it serves.
+
+    `torch.set_num_threads` sets the number for the thread that calls it, and besides the default for all threads that start to compute
+    later. So it is called once in the new thread, and that default is then set back; calling it around each reproducible call would let
+    whatever thread starts at that moment have one core for ever.
+    """
+    default = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
+    thread.submit(_take_one_core).result()
+    torch.set_num_threads(default)
+    return thread
+
+
+def _take_one_core() -> None:
+    torch.get_num_threads()  # a thread takes the default when it first asks: later, it would undo the next line
+    torch.set_num_threads(1)
+
+
+def _answer(layer: HeldLayer, call: Call) -> Result:
+    return layer.attention(call) if call.metrics_query is None else measure(layer.attention, call)
+
+
+def _on_cpu(result: Result) -> Result:
+    if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
+        return result
+    empty = None if result.empty is None else result.empty.cpu()
+    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was wanted that was not there, of the processor or of the device."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+def failure(error: Exception) -> AttendError:
+    """What is told of an error to every call of its batch."""
+    if is_out_of_memory(error):
+        return OutOfMemory("the call passed admission, but the memory for it was not there")
+    fault = ServiceFault("computing failed")
+    fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much
+    return fault

@@ -1,0 +1,87 @@
+"""safetensors bytes <-> a layer: ours, with the spec in the metadata entry `spec`, or one layer out of anyone's checkpoint.
+
+Where the wire's reading (bytes -> named arrays, refused unless they are exactly what the header says) meets attention's (names -> canonical
+weights). Arrays still view the bytes they came in: nothing is allocated for weights before the catalogue has admitted the spec.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.checkpoints import read_layer
+from service.errors import InvalidRequest, Problem, RequestError, TooLarge
+from service.serving.layers.registry import HeldLayer
+from service.spec import LayerSpec
+from service.tensors import Array
+from service.wire.json import reader as json_reader
+from service.wire.limits import JSON_TEXT_BYTES, WireLimits
+from service.wire.problems import validate
+from service.wire.reply import Buffer
+from service.wire.safetensors import read_tensors, write_tensors
+
+SPEC, FINGERPRINT = "spec", "fingerprint"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which layer of a checkpoint is meant, and what its tensors cannot tell: the query of PUT /layers/{name}. `spec` is JSON."""
+
+    layout: str | None = None
+    prefix: str | None = None
+    spec: str | None = None
+
+
+def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, Array]]:
+    """Spec and weights, over the body's memory. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
+    tensors, metadata = read_tensors(body)
+    if SPEC not in metadata:
+        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}", "/spec"))
+        return given_weights(validate(LayerSpec, fields, "/spec")), weights
+    if source.layout not in (None, "attend"):
+        raise InvalidRequest.where(
+            "/layout", "none, or attend: the file is of this service, with its spec in the metadata", source.layout or ""
+        )
+    for name in ("prefix", "spec"):
+        if getattr(source, name):
+            raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
+    return given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors
+
+
+def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
+    """Spec, weights and fingerprint of a file that this service keeps; "" where it names none. Raises as `read_layer_file` does."""
+    tensors, metadata = read_tensors(body)
+    if SPEC not in metadata:
+        raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
+    return validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"), tensors, metadata.get(FINGERPRINT, "")
+
+
+def given_weights(spec: LayerSpec) -> LayerSpec:
+    """The spec of a layer whose weights were not drawn: without an init, and so without a seed."""
+    return spec.model_copy(update={"init": None, "seed": None})
+
+
+def stored_pieces(layer: HeldLayer) -> list[Buffer]:
+    """What stands in the file of a layer that this service keeps."""
+    return write_layer_file(layer, fingerprint=layer.fingerprint)
+
+
+def demand_storable(layer: HeldLayer, largest: int) -> None:
+    """Raises TooLarge where the layer's file would have more bytes than are read: it could be written, and never come back."""
+    size = sum(memoryview(piece).nbytes for piece in stored_pieces(layer))
+    if size > largest:
+        raise TooLarge.where("/spec", f"a layer whose file has at most {largest} bytes (max_layer_bytes)", str(size))
+
+
+def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
+    """The layer as safetensors, in pieces: canonical names, its spec and `more` in the metadata."""
+    return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
+
+
+def _object(text: str, at: str) -> Mapping[str, Any]:
+    """A JSON object that stands at that pointer. Raises MalformedBody or InvalidRequest."""
+    if len(text) > JSON_TEXT_BYTES:
+        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
+    try:
+        return json_reader.parse(text.encode(errors="replace"), {}, WireLimits())
+    except RequestError as error:
+        raise type(error)(problems=[Problem(at + problem.at, problem.expected, problem.got) for problem in error.problems]) from None

@@ -1,0 +1,202 @@
+"""The layers a process holds. A layer is immutable: replacing one leaves the old one to the calls that were bound to it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from service.attention.layer import MultiHeadAttention
+from service.attention.weights import draw_weights
+from service.errors import InvalidRequest, LayerConflict, LayerNotFound, NotReady, Problem, TooLarge
+from service.serving.binding import cast
+from service.serving.cost import ServingLimits
+from service.serving.validation_cache import ValidationCache
+from service.spec import LayerSpec, fingerprint
+from service.tensors import BY_TORCH, Array
+from service.wire.problems import pointer, shown
+from service.wire.schemas.attend import LayerDocument
+
+NAMED = 8  # layers in a refusal
+MOST_UNLOADED = 1000  # layers: who makes and unloads them must not fill the memory
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLayer:
+    """A layer with its name and identity, ready to compute."""
+
+    name: str
+    spec: LayerSpec
+    fingerprint: str
+    attention: MultiHeadAttention
+    gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
+    prepared: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
+
+    def arrays(self) -> dict[str, Array]:
+        """Its weights by canonical name, on the CPU."""
+        return {name: numpy_of(self.attention.weights[name].cpu()) for name in self.spec.weight_shapes()}
+
+    def document(self) -> LayerDocument:
+        return LayerDocument(
+            name=self.name,
+            spec=self.spec,
+            fingerprint=self.fingerprint,
+            parameters=self.spec.num_parameters,
+            device=str(self.attention.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedLayer:
+    """What is kept of a layer that was unloaded. `weights` are None where its spec draws them, or a folder has them."""
+
+    name: str
+    spec: LayerSpec
+    fingerprint: str
+    weights: Mapping[str, Array] | None = None
+
+    def document(self, device: torch.device) -> LayerDocument:
+        parameters = self.spec.num_parameters
+        return LayerDocument(
+            name=self.name, state="unloaded", spec=self.spec, fingerprint=self.fingerprint, parameters=parameters, device=str(device)
+        )
+
+
+class LayerRegistry:
+    """Name -> layer. Mutated on one thread; `make` is slow, touches nothing shared, and may run on any."""
+
+    def __init__(self, device: torch.device, limits: ServingLimits) -> None:
+        self.device, self.limits = device, limits
+        self._layers: dict[str, HeldLayer] = {}
+        self._unloaded: dict[str, UnloadedLayer] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
+    def get(self, name: str) -> HeldLayer | None:
+        return self._layers.get(name)
+
+    def find(self, name: str, at: str = "/layer") -> HeldLayer:
+        """The layer of that name. Raises NotReady for an unloaded one, LayerNotFound for any other, with the names there are, pointing to
+        where the name stood in the request."""
+        if (layer := self._layers.get(name)) is None:
+            if name in self._unloaded:
+                raise NotReady(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
+            raise LayerNotFound.where(at, f"a layer that is held ({self._named()})", f'"{name}"')
+        return layer
+
+    def demand_room_for_unloaded(self) -> None:
+        """Raises LayerConflict where no more layers may be unloaded."""
+        if len(self._unloaded) >= MOST_UNLOADED:
+            raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
+
+    def unloaded(self, name: str) -> UnloadedLayer | None:
+        """What is kept of the layer of that name, if it is unloaded."""
+        return self._unloaded.get(name)
+
+    def documents(self) -> list[LayerDocument]:
+        """Of all layers, the unloaded ones among them."""
+        unloaded = (layer.document(self.device) for layer in self._unloaded.values())
+        return sorted((*(layer.document() for layer in self._layers.values()), *unloaded), key=lambda document: document.name)
+
+    def document(self, name: str) -> LayerDocument:
+        """Of one layer, unloaded or not. Raises LayerNotFound."""
+        if (unloaded := self._unloaded.get(name)) is not None:
+            return unloaded.document(self.device)
+        return self.find(name).document()
+
+    def _named(self) -> str:
+        """The names, as many as fit a sentence, and how many more there are."""
+        names = sorted(self._layers)
+        more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+        return ", ".join((*names[:NAMED], *more)) or "none"
+
+    def all(self) -> list[HeldLayer]:
+        return [self._layers[name] for name in sorted(self._layers)]
+
+    def admit(self, name: str, spec: LayerSpec) -> None:
+        """Raises TooLarge if the layer is too large by itself or beside the others, or one too many; before anything is allocated."""
+        limits, count = self.limits, spec.num_parameters
+        if name not in self._layers and len(self._layers) >= limits.layers:
+            raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
+        if count > limits.layer_parameters:
+            raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
+        specs = {layer.name: layer.spec for layer in self._layers.values()}
+        specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
+        others = sum(held.num_parameters for key, held in specs.items() if key != name)
+        if others + count > limits.total_parameters:
+            wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
+        if spec.widest > limits.layer_width:  # without projections there are no parameters to count
+            raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
+
+    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
+        """Draws the weights, or takes those given. Raises InvalidRequest where they are not those of the spec."""
+        if weights is None:
+            tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
+        else:
+            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # not to keep the body they came in
+        arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
+        moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
+        attention = MultiHeadAttention(spec, moved, self.device)
+        return HeldLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
+
+    def put(self, layer: HeldLayer) -> bool:
+        """Holds the layer; true if the name is new."""
+        new = layer.name not in self._layers and layer.name not in self._unloaded
+        self._unloaded.pop(layer.name, None)
+        self._layers[layer.name] = layer
+        return new
+
+    def unload(self, layer: UnloadedLayer) -> None:
+        """Keeps this, and no longer holds the layer of that name."""
+        self._layers.pop(layer.name, None)
+        self._unloaded[layer.name] = layer
+
+    def remove(self, name: str) -> None:
+        """Forgets the layer of that name, unloaded or not."""
+        self._layers.pop(name, None)
+        self._unloaded.pop(name, None)
+
+
+def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
+    """Of the scores: the root of head_dim times what query and key weights and biases make of unit variance."""
+    if not spec.projections or spec.qk_norm is not None:  # of unit variance as they come, or made so
+        return math.sqrt(spec.head_dim)
+    return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
+
+
+def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
+    """Mean over the components of a projection, for inputs of unit variance."""
+    variance: torch.Tensor = tensors[f"{name}.weight"].double().square().sum(1)
+    if f"{name}.bias" in tensors:
+        variance += tensors[f"{name}.bias"].double().square()
+    return float(variance.mean())
+
+
+def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    shapes = spec.weight_shapes()
+    problems = [
+        Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
+    ]
+    problems += [
+        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", shown(name)) for name in weights if name not in shapes
+    ]
+    problems += [
+        Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")
+        for name, array in weights.items()
+        if name in shapes and array.shape != shapes[name]
+    ]
+    if problems:
+        raise InvalidRequest(problems=problems)
+    return {name: cast(f"weights/{name}", weights[name], spec.dtype) for name in shapes}
+
+
+def numpy_of(tensor: torch.Tensor) -> Array:
+    """A CPU tensor as an array over the same memory; bfloat16, which torch does not hand to numpy, through its bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
+    return tensor.numpy()

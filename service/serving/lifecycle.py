@@ -1,0 +1,59 @@
+"""The way in. It closes once, for all: whoever else lets calls in beside the HTTP server closes together with it, and not after it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Close = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class ShutdownGate:
+    """Open until `close`. On one event loop, which must run by then."""
+
+    def __init__(self) -> None:
+        self._closing = asyncio.Event()
+        self._others: list[Close] = []
+        self._leaving: list[asyncio.Task[Any]] = []
+
+    @property
+    def open(self) -> bool:
+        return not self._closing.is_set()
+
+    def add(self, close: Close) -> None:
+        """Another one that is to close with this one; `close` returns when what came in by it has been answered."""
+        self._others.append(close)
+
+    def close(self) -> None:
+        """Returns at once; a second time it does nothing."""
+        if self.open:
+            self._closing.set()
+            self._leaving = [asyncio.get_running_loop().create_task(close()) for close in self._others]
+
+    async def closed(self) -> None:
+        """Returns when all that came in by the others has been answered."""
+        await asyncio.gather(*self._leaving)
+
+    async def closes_within(self, seconds: float) -> None:
+        """Returns once it closes, or after so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def until_closed(self, coming: AsyncIterator[T]) -> AsyncIterator[T]:
+        """What comes, until there is no more, or the door closes."""
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(coming))
+                await asyncio.wait((item, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    item.cancel()
+                    return
+                try:
+                    yield item.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            closing.cancel()

@@ -1,0 +1,139 @@
+"""The one table from errors to statuses, and the one place where refusals are written: as RFC 9457 problem details, and under /v2 as that
+protocol has them, {"error": "…"}.
+
+A class without a row takes its nearest ancestor's. No reply shows a stack trace or a path of the machine.
+"""
+
+import json
+import traceback
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from service import errors
+from service.serving.executor import is_out_of_memory
+
+STATUSES: dict[type[errors.AttendError], int] = {
+    errors.AttendError: 500,
+    errors.RequestError: 422,
+    errors.MalformedRequest: 400,
+    errors.MalformedBody: 400,
+    errors.InvalidRequest: 422,
+    errors.Unauthenticated: 401,
+    errors.Forbidden: 403,
+    errors.LayerNotFound: 404,
+    errors.LayerConflict: 409,
+    errors.TooLarge: 413,
+    errors.UnsupportedMediaType: 415,
+    errors.NotAcceptable: 406,
+    errors.CapacityError: 503,
+    errors.NotReady: 503,
+    errors.Overloaded: 429,
+    errors.DeadlinePassed: 504,
+    errors.OutOfMemory: 507,
+    errors.StorageFull: 507,
+    errors.CallerGone: 499,  # never sent: there is nobody to send it to
+    errors.ServiceFault: 500,
+}
+TITLES = {404: "no such page", 405: "method not allowed"}
+log = structlog.get_logger("attend")
+PROBLEM_JSON = "application/problem+json"
+V2 = "/v2"
+
+
+def status_of(error: errors.AttendError) -> int:
+    """The status of the error's class, or of its nearest ancestor in the table."""
+    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def refusal(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
+    """Status, media type and body of a refusal, as the callers of this path read it."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == V2 or path.startswith(f"{V2}/"):  # whose clients know no 422
+        return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
+    return status, PROBLEM_JSON, problem(status, title, detail, scope["attend"].request_id, problems)
+
+
+def problem(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
+    """The body of a refusal."""
+    found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
+    document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    return json.dumps({**document, "request_id": request_id, "errors": found}).encode()
+
+
+def respond(error: errors.AttendError, scope: Any) -> Response:
+    """The response to a refusal; leaves its reason with the request's record."""
+    record = scope["attend"]
+    record.reason, record.detail = type(error).__name__, error.detail
+    status = status_of(error)
+    if status == 500:
+        log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
+    status, media_type, body = refusal(scope, status, error.title, error.detail, error.problems)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
+    if isinstance(error, errors.Unauthenticated):
+        headers = {"WWW-Authenticate": 'Bearer realm="attend"'}
+    return Response(body, status, headers, media_type=media_type)
+
+
+def out_of_memory(error: Exception, scope: Any) -> Response:
+    """The response where memory was wanted that was not there; what the request had of it is given back before."""
+    traceback.clear_frames(error.__traceback__)
+    return respond(errors.OutOfMemory("the memory that the request needs was not there"), scope)
+
+
+def apology(scope: Any) -> Response:
+    """The response where an exception came that nobody expected."""
+    status, media_type, body = refusal(scope, 500, "internal error", "the request failed for a reason that is ours to mend")
+    return Response(body, status, media_type=media_type)
+
+
+def install(app: FastAPI) -> None:
+    """Registers the handlers: ours, and the framework's own 404 and 405 in the same dress.
+
+    Starlette answers in its own words what no handler takes, and raises it again.
+    """
+
+    async def refused(request: Request, error: Exception) -> Response | None:
+        assert isinstance(error, errors.AttendError)
+        if isinstance(error, errors.CallerGone):
+            request.scope["attend"].reason = type(error).__name__
+            return None  # there is nobody to answer
+        return respond(error, request.scope)
+
+    async def without_memory(request: Request, error: Exception) -> Response:
+        if not is_out_of_memory(error):
+            raise error
+        return out_of_memory(error, request.scope)
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return apology(request.scope)
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        record = request.scope["attend"]
+        record.reason, status = f"status_{error.status_code}", error.status_code
+        headers, detail = {}, error.detail
+        if status == 405:
+            allowed = _allowed(app, request)
+            headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {request.method}"
+        elif status == 404:
+            detail = f"nothing is served at {request.url.path}; see /docs"
+        status, media_type, body = refusal(request.scope, status, TITLES.get(status, "error"), detail)
+        return Response(body, status, headers, media_type=media_type)
+
+    app.add_exception_handler(errors.AttendError, refused)  # type: ignore[arg-type]  # Starlette takes None, and does not say so
+    for kind in (MemoryError, RuntimeError, ImportError, OSError):  # all that `is_out_of_memory` knows
+        app.add_exception_handler(kind, without_memory)
+    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(HTTPException, unrouted)
+
+
+def _allowed(app: FastAPI, request: Request) -> list[str]:
+    methods: set[str] = set()
+    for route in app.router.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))

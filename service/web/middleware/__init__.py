@@ -1,0 +1,1 @@
+"""What surrounds every request: access log, guard, telemetry."""

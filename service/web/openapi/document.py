@@ -1,0 +1,84 @@
+"""/openapi.json and /docs. The document is made from the routes and the pydantic models; the page loads its assets from this server."""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+
+from service import __version__
+from service.web.routes.attend import refusals
+from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.attend import request_schemas
+from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.text import WordsRequest
+from service.wire.v2.schemas import protocol_schemas
+
+ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+    "Referrer-Policy": "no-referrer",
+}
+SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
+
+Letters in shapes: b batch, q queries, k keys, h heads, d width of a head. Tensors without a batch axis get a reply without one.
+Every refusal is a problem document that says what was expected, what came, and where."""
+
+
+def install(app: FastAPI) -> None:
+    """Adds the document and the page."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of customising it
+
+    @app.get("/docs", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
+        page = get_swagger_ui_html(
+            openapi_url=f"{root}/openapi.json",
+            title="attend",
+            swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
+            swagger_css_url=f"{root}/docs/swagger-ui.css",
+            swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
+            swagger_ui_parameters={"tryItOutEnabled": True},
+        )
+        page.headers.update(HEADERS)
+        return page
+
+    @app.get("/docs/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            return Response(status_code=404)
+        return Response(_asset(name), media_type=ASSETS[name], headers={"Cache-Control": "max-age=86400"})
+
+
+@cache
+def _asset(name: str) -> bytes:
+    return files("fastapi_swagger.resources").joinpath(name).read_bytes()
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
+    requests = request_schemas(AnalysisRequest, FigureRequest, WordsRequest)
+    schemas = {**requests, **protocol_schemas(), **document["components"]["schemas"]}
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
+        schemas.pop(unused, None)
+    document["components"]["schemas"] = dict(sorted(schemas.items()))
+    document["components"]["securitySchemes"] = SECURITY
+    document["security"] = [{}, *({name: []} for name in SECURITY)]  # where the server has keys
+    for name, path in document["paths"].items():
+        for operation in path.values():
+            if not name.startswith("/health/"):
+                operation["responses"] |= {str(status): refusal for status, refusal in refusals(401, 403).items()}
+            refusal = operation["responses"].get("422", {}).get("content", {})
+            if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
+                del operation["responses"]["422"]
+    return document

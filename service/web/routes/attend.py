@@ -1,0 +1,138 @@
+"""POST /attend, POST /attend/analysis and POST /attend/plan.
+
+The first two are plain ASGI endpoints, called before any routing: a body of megabytes is no business of FastAPI's machinery, which
+would make a Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.types import Receive, Scope, Send
+
+from service.errors import NotReady
+from service.serving.engine import Engine
+from service.serving.requests import EncodedReply, RawRequest
+from service.web.errors import PROBLEM_JSON
+from service.web.openapi.examples import ANALYSIS, ATTEND, PLAN
+from service.web.request_reader import read
+from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.schemas.analysis import AnalysisReply
+from service.wire.schemas.attend import AttendReply, Plan
+
+JOINED = 32 * 1024  # bytes of a reply up to which copying its pieces costs less than sending each of them
+BINARY = {"type": "string", "format": "binary"}
+
+
+class Attend:
+    """A hot endpoint: `answer` is the engine's method for it."""
+
+    def __init__(self, engine: Engine, answer: Callable[[RawRequest], Awaitable[EncodedReply]]) -> None:
+        self.engine, self.answer = engine, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        demand_started(self.engine)
+        raw = await read(scope, receive, self.engine)
+        answer = await self.answer(raw)
+        await send_answer(answer, raw, [(b"content-type", raw.reply_form.encode())], scope, send)
+
+
+async def send_answer(answer: EncodedReply, raw: RawRequest, start: list[tuple[bytes, bytes]], scope: Scope, send: Send) -> None:
+    """Sends a reply, a large one piece by piece; `start` are the headers that say what it is."""
+    record = scope["attend"]
+    record.phases, record.about = answer.phases, answer.about
+    size = sum(map(len, answer.pieces))
+    pieces = answer.pieces if size > JOINED else [b"".join(answer.pieces)]
+    start.append((b"content-length", str(size).encode()))
+    start.append((b"server-timing", answer.phases.server_timing().encode()))
+    if raw.reply_coding:
+        start.append((b"content-encoding", raw.reply_coding.encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": start})
+    for piece in pieces[:-1]:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": pieces[-1]})
+
+
+def demand_started(engine: Engine) -> None:
+    """Raises NotReady before the configured layers are loaded and warm. A server about to leave still takes what comes."""
+    if not engine.started:
+        raise NotReady("the layers are still being loaded; see /health/ready")
+
+
+def takes(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
+    """The OpenAPI part that says what body a route reads itself."""
+    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
+    if binary:
+        content[SAFETENSORS] = {"schema": BINARY}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def schema(model: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model}"}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI part for the refusals a route may give."""
+    return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
+
+
+def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
+    """The same, for refusals written as another model; `meaning` has the words for statuses that mean something else there."""
+    words = {
+        400: "The bytes are no JSON, or a key stands twice.",
+        401: "This server wants a key.",
+        403: "This server does not allow it.",
+        404: "No such layer.",
+        406: "No form that the caller accepts.",
+        409: "The layers cannot be changed that way here.",
+        413: "Too large: bytes, depth, parameters, or predicted memory.",
+        415: "A media type that is not read here.",
+        422: "Well-formed, but it breaks the contract or does not fit the layer.",
+        429: "The queue is full; see Retry-After.",
+        500: "Ours to mend.",
+        503: "Not ready yet.",
+        504: "The deadline of X-Request-Timeout passed.",
+        507: "The memory, or the disk for a layer, was not there.",
+        **meaning,
+    }
+    content = {media_type: {"schema": schema(model)}}
+    return {status: {"description": words[status], "content": content} for status in statuses}
+
+
+def install(app: FastAPI, engine: Engine) -> None:
+    """Adds the route of the plan, and the one that documents the hot endpoint."""
+
+    @app.post(
+        "/attend",
+        tags=["attend"],
+        response_model=AttendReply,
+        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=takes("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+    )
+    async def attend() -> None:
+        """Attention output and weights for queries, keys, values and masks."""
+        raise AssertionError("answered by the hot endpoint")
+
+    @app.post(
+        "/attend/analysis",
+        tags=["attend"],
+        response_model=AnalysisReply,
+        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=takes("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
+    )
+    async def analysis() -> None:
+        """Numbers on what each head does: the body of /attend and `metrics`."""
+        raise AssertionError("answered by the hot endpoint")
+
+    @app.post(
+        "/attend/plan",
+        tags=["attend"],
+        response_model=Plan,
+        responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
+    )
+    async def plan(request: Request) -> Plan:
+        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
+        /attend/analysis. Computes nothing."""
+        demand_started(engine)
+        return await engine.plan(await read(request.scope, request.receive, engine))

@@ -1,0 +1,116 @@
+"""GET, PUT and DELETE of layers, and their weights as a file."""
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from service.errors import InvalidRequest, Problem
+from service.serving.engine import Engine
+from service.serving.layers.files import Source
+from service.web.openapi.examples import PUT_TINY
+from service.web.request_reader import deadline_of, lease_of, read
+from service.web.routes.attend import BINARY, demand_started, refusals, takes
+from service.wire.negotiation import SAFETENSORS
+from service.wire.problems import PROBLEMS, pointer, shown
+from service.wire.reply import Buffer
+from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
+
+NAME = re.compile(LAYER_NAME)
+QUERY = ("layout", "prefix", "spec")
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # which `demand_name` checks, in words of ours
+CHUNK = 1 << 20  # bytes handed to the socket at a time, so that a slow reader holds no second copy
+
+
+def demand_name(name: str) -> None:
+    """Raises InvalidRequest where no layer may have the name."""
+    if not NAME.fullmatch(name):
+        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+
+
+def demand_query(names: Sequence[str]) -> None:
+    """Raises InvalidRequest where a parameter of PUT's query is none of ours, or stands twice."""
+    unknown = [name for name in names if name not in QUERY][:PROBLEMS]
+    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in unknown]
+    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
+    if problems:
+        raise InvalidRequest(problems=problems)
+
+
+def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
+    """Adds the routes; `why_not` is raised where layers cannot be changed over HTTP."""
+
+    def demand_writable() -> None:
+        if why_not is not None:
+            raise why_not
+
+    @app.get("/layers", tags=["layers"], response_model=Layers)
+    async def get_layers() -> Layers:
+        """The layers that are held, and those that are unloaded."""
+        return Layers(layers=engine.registry.documents())
+
+    @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=refusals(404))
+    async def get_layer(name: str) -> LayerDocument:
+        """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
+        return engine.registry.document(name)
+
+    @app.put(
+        "/layers/{name}",
+        tags=["layers"],
+        response_model=LayerDocument,
+        responses={
+            201: {"model": LayerDocument, "description": "The layer is new."},
+            **refusals(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        },
+        openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
+    )
+    async def put_layer(
+        name: NewName,
+        request: Request,
+        response: Response,
+        layout: Annotated[str | None, Query(description="Whose names a checkpoint has; where its names tell, it may be left out.")] = None,
+        prefix: Annotated[str | None, Query(description="Which layer of a checkpoint: its name there, or as much as selects one.")] = None,
+        spec: Annotated[str | None, Query(description="JSON: what a checkpoint's tensors cannot tell, such as num_heads.")] = None,
+    ) -> LayerDocument:
+        """Makes or replaces a layer; it serves when the reply comes.
+
+        JSON describes it, or safetensors bring it: those of GET /layers/{name}/weights, or a checkpoint of which one layer is taken.
+        """
+        demand_writable()
+        demand_name(name)
+        demand_query([name for name, _ in request.query_params.multi_items()])
+        demand_started(engine)
+        raw = await read(request.scope, request.receive, engine, layer=True)
+        layer, new = await engine.put_layer(name, raw, Source(layout, prefix, spec))
+        response.status_code = 201 if new else 200
+        return layer.document()
+
+    @app.get(
+        "/layers/{name}/weights",
+        tags=["layers"],
+        response_class=StreamingResponse,
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 429, 503, 507)},
+    )
+    async def get_weights(name: str, request: Request) -> StreamingResponse:
+        """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
+        pieces = await engine.export_layer(name)
+        size = sum(map(len, pieces))
+        lease_of(request.scope, engine).add(size)  # a layer that is replaced meanwhile stays in memory until its reader is done
+        headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+        return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+
+    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 500, 503, 504))
+    async def delete_layer(name: str, request: Request) -> None:
+        """Removes a layer; calls that are bound to it are still answered."""
+        demand_writable()
+        demand_started(engine)
+        await engine.delete_layer(name, deadline_of(request.scope, engine))
+
+
+async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+    for piece in pieces:
+        whole = memoryview(piece)
+        for start in range(0, len(whole), CHUNK):
+            yield whole[start : start + CHUNK]

@@ -1,0 +1,89 @@
+"""GET /: the page for a browser, a JSON index for anything else; and the page's own files.
+
+The page is plain HTML, CSS and ES modules in `page/`, and the heat-map viewer in `service/assets/`, served as they are. It may load nothing
+from elsewhere and run nothing that is not one of these files: the policy below says so to the browser. Files are asked for again each time,
+and answered by 304.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import chain
+from pathlib import PurePath
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from service import __version__
+from service.serving.engine import Engine
+from service.wire.negotiation import HTML, JSON, acceptable
+
+FOLDERS = ("web/page", "assets")
+CONTRACT = "1"  # of the wire; it changes when a caller would have to
+TYPES = {".html": HTML, ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of the page."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def page_files() -> Mapping[str, File]:
+    """Name -> file, read once a process."""
+    found = {}
+    for path in chain.from_iterable(files("service").joinpath(folder).iterdir() for folder in FOLDERS):
+        body = path.read_bytes()
+        found[path.name] = File(body, TYPES[PurePath(path.name).suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
+    """Adds the routes; `about` is what the index tells beside the layers."""
+
+    @app.get(
+        "/",
+        tags=["operation"],
+        response_model=dict[str, Any],
+        responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
+    )
+    async def index(request: Request) -> Response:
+        """Version, threads, limits, layers; in a browser, a page to look at heads with."""
+        if acceptable(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
+            return _served(request, "index.html", {"Vary": "Accept"})
+        layers = [layer.name for layer in engine.registry.all()]
+        document = {"name": "attend", "version": __version__, "contract": CONTRACT, **about, "layers": layers, "documentation": "/docs"}
+        return JSONResponse(document, headers={"Vary": "Accept"})
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def file(name: str, request: Request) -> Response:
+        if name not in page_files():
+            raise HTTPException(404)
+        return _served(request, name, {})
+
+
+def _served(request: Request, name: str, headers: Mapping[str, str]) -> Response:
+    file = page_files()[name]
+    headers = {**HEADERS, **headers, "ETag": file.etag}
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if file.etag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.media_type)

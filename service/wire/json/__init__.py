@@ -1,0 +1,1 @@
+"""JSON bodies to arrays and back."""

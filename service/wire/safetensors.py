@@ -1,0 +1,188 @@
+"""safetensors bytes <-> the members of a document. Arrays view the body they came in; replies are written from the arrays' own memory.
+
+The format: eight bytes of length, a JSON header of that length, the tensors' bytes. The library of that name copies every tensor, so the
+header is read here, as a ladder of refusals written against an enemy: each rung has its own message, nothing is allocated for a tensor,
+and offsets must cover the buffer exactly. Fields that are no tensors travel as JSON in the metadata entry `request` (back: `reply`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
+from service.wire.arrays import MAX_RANK, Kind, array_over
+from service.wire.json import reader as json_reader
+from service.wire.json.strict import parse_strictly
+from service.wire.limits import JSON_TEXT_BYTES, WireLimits
+from service.wire.problems import pointer
+from service.wire.reply import Buffer, Reply, wire_array
+from service.wire.schemas.attend import ReplyOptions
+
+HEADER_BYTES = 4 * 1024 * 1024  # some forty thousand tensors, read within some tens of milliseconds
+REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
+LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
+OPENING = ord("{")
+OTHERS = {  # how files begin that are taken for safetensors
+    b"PK": "a zip archive, such as torch.save and numpy.savez write",
+    b"\x80": "a pickle",
+    b"\x89HDF": "HDF5",
+    b"\x1f\x8b": "gzip",
+    b"GGUF": "GGUF",
+    b"\x93NUMPY": "an array of numpy.save",
+    b"{": "JSON",
+    b"version ": "a pointer of Git LFS, without the file that it points to",
+}
+ENTRY = {"dtype", "shape", "data_offsets"}
+
+
+def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
+    """Name -> array over the body's memory, and the metadata. Raises MalformedBody or TooLarge, naming the tensor."""
+    if len(body) < 8:
+        raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
+    if len(body) > 8 and body[8] != OPENING:
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", _recognised(bytes(body[:8])))
+    size = int.from_bytes(body[:8], "little")
+    if size > HEADER_BYTES:
+        raise TooLarge.where("", f"a safetensors header of at most {HEADER_BYTES} bytes", str(size))
+    if 8 + size > len(body):
+        raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
+    buffer = memoryview(body)[8 + size :]
+    read = _read_header if size > REMEMBERED else _read_known_header
+    spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
+    return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
+
+
+def _recognised(start: bytes) -> str:
+    """What other file begins that way."""
+    return next((kind for magic, kind in OTHERS.items() if start.startswith(magic)), "something else")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A tensor as the header tells it: its first byte among the tensors' bytes, and the one after its last."""
+
+    begin: int
+    end: int
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+
+
+def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
+    """The tensors in the header's order, and the metadata, checked against the bytes that there are."""
+    header = parse_strictly(text)
+    if not isinstance(header, dict):
+        raise MalformedBody.where("", "a JSON object as safetensors header", "something else")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise MalformedBody.where("/__metadata__", "an object of strings", "something else")
+    spans = [_span(name, entry, available) for name, entry in header.items()]
+    position = 0
+    for span in sorted(spans, key=lambda span: (span.begin, span.end, span.name)):
+        if span.begin != position:
+            wanted = f"data from byte {position} on, without holes or overlaps"
+            raise MalformedBody.where(pointer([span.name]), wanted, f"from byte {span.begin}")
+        position = span.end
+    if position != available:
+        raise MalformedBody.where("", f"{position} bytes of tensor data", str(available))
+    return spans, metadata
+
+
+_read_known_header = lru_cache(256)(_read_header)  # whoever calls often says the same of tensors of the same shapes
+
+
+def _span(name: str, entry: Any, available: int) -> Span:
+    """Checks one entry of the header on its own."""
+    at = pointer([name])
+    if not isinstance(entry, dict) or set(entry) != ENTRY:
+        raise MalformedBody.where(at, "an entry with dtype, shape and data_offsets", "something else")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in BY_SAFETENSORS:
+        raise InvalidRequest.where(at, "a dtype among " + " ".join(BY_SAFETENSORS), str(entry["dtype"])[:20])
+    for field, count in (("shape", None), ("data_offsets", 2)):
+        numbers = entry[field]
+        if (
+            not isinstance(numbers, list)
+            or count not in (None, len(numbers))
+            or not all(type(n) is int and 0 <= n < 2**48 for n in numbers)
+        ):
+            raise MalformedBody.where(at, f"{field} of whole numbers", "something else")
+    if len(entry["shape"]) > MAX_RANK:
+        raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(entry["shape"])))
+    begin, end = entry["data_offsets"]
+    size = math.prod(entry["shape"]) * BY_SAFETENSORS[entry["dtype"]].size
+    if end > available or begin > end or end - begin != size:
+        raise MalformedBody.where(at, f"{size} bytes within {available}", f"data_offsets {begin} to {end}")
+    return Span(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]))
+
+
+def _view(span: Span, buffer: memoryview) -> Array:
+    return array_over(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
+
+
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
+    """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
+    tensors, metadata = read_tensors(body)
+    if len(tensors) > limits.tensors:
+        raise TooLarge.where("", f"at most {limits.tensors} tensors (max_tensors)", str(len(tensors)))
+    try:
+        request = metadata.get("request", "").encode()
+    except UnicodeEncodeError:
+        raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
+    if len(request) > JSON_TEXT_BYTES:
+        raise TooLarge.where("/__metadata__/request", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(request)))
+    members = json_reader.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
+    for name, array in tensors.items():
+        if name in members:
+            raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")
+        # where no tensor belongs, one is no number either: a document refuses an object by the field's own words
+        members[name] = array if name in kinds or name in LISTS else {"tensor": list(array.shape)}
+    return members
+
+
+def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
+    """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
+    arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
+    head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    if reply.metrics is not None:
+        head["metrics"] = _metrics(reply, arrays, options.model_copy(update={"nonfinite": "null"}))
+    return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
+
+
+def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
+    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns what of them is words."""
+    words: dict[str, Any] = {}
+    for name, value in (reply.metrics or {}).items():
+        for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(inner, list):
+                words.setdefault(name, {})[part] = inner
+            else:
+                arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, options)[0]
+    return words
+
+
+def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
+    """safetensors in pieces: the header, then every array's own memory."""
+    entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
+    said = tuple(metadata.items())
+    write = _header if sum(len(text) for _, text in said) > REMEMBERED else _known_header
+    return [write(entries, said), *(raw(array) for array in arrays.values() if array.nbytes)]
+
+
+def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
+    """Length and text of the header for tensors one after the other: (name, dtype, shape, bytes) each."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+_known_header = lru_cache(256)(_header)

@@ -1,0 +1,1 @@
+"""The contract as pydantic models: bodies of requests and replies."""

@@ -1,0 +1,84 @@
+"""The body of POST /attend/figure: that of /attend, and what the picture is to be. The contract of its fields, and nothing of drawing."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from service.spec import Finite, disagreement
+from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, each_once
+
+
+class Figure(Document):
+    """A picture of one batch item."""
+
+    kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = Field(
+        default="heads",
+        description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: cosines "
+        "between the heads' weights; `concatenation`: the heads' outputs side by side, and after the output projection.",
+    )
+    format: Literal["png", "svg", "html"] | None = Field(default=None, description="By `Accept` if null.")
+    theme: Literal["light", "dark"] = "light"
+    colours: Literal["viridis", "cividis"] = "viridis"
+    title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='One that says what is shown if null; "": none.')
+    heads: list[Index] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="All if null; for `head` exactly one, the first if null.",
+        json_schema_extra=each_once,
+    )
+    item: Index = Field(default=0, description="Which item of the batch.")
+    pool: Literal["mean", "max"] | None = Field(
+        default=None, description="How pairs become a cell where a sequence has too many for a cell each; the mean if null."
+    )
+    values: Strict | None = Field(default=None, description="Numbers in the cells; where they fit if null.")
+    scale: Literal["linear", "log"] = Field(default="linear", description="`log` shows small weights too; not for values of either sign.")
+    maximum: Annotated[Finite, Field(gt=0)] | None = Field(
+        default=None, description="The value that the last colour stands for; if null the largest, for `similarity` 1."
+    )
+    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="In CSS pixels; as needed if null.")
+    dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(default=144, description="Of a PNG: 96 make a pixel of a CSS pixel.")
+
+    @field_validator("heads")
+    @classmethod
+    def _once(cls, heads: list[int] | None) -> list[int] | None:
+        for i, head in enumerate(heads or ()):
+            if head in (heads or ())[:i]:
+                raise disagreement(f"/{i}", "each head once", f"{head} twice")
+        return heads
+
+    @model_validator(mode="after")
+    def _one_head(self) -> Self:
+        if self.kind == "head" and self.heads is not None and len(self.heads) != 1:
+            raise disagreement("/heads", "one head for a picture of the kind head", str(len(self.heads)))
+        if self.kind == "concatenation" and self.scale == "log":
+            raise disagreement("/scale", "linear for numbers of either sign", '"log"')
+        if self.kind == "concatenation" and self.heads is not None:
+            raise disagreement("/heads", "null, since the concatenation is of all heads", f"a list of {len(self.heads)}")
+        return self
+
+
+class FigureRequest(AttendRequest):
+    """The body of POST /attend and `figure`. `outputs`, `select` and `reply` say what /attend replies, and nothing here."""
+
+    figure: Figure = Field(default_factory=Figure)
+
+    @model_validator(mode="after")
+    def _item(self) -> Self:
+        items = self.query.shape[0] if self.batched else 1
+        if items and self.figure.item >= items:
+            raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
+        if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
+            raise disagreement("/query", "at least one query and one key to draw", "none")
+        return self
+
+    def words(self, side: Literal["query", "key"]) -> tuple[str, ...]:
+        """The item's words on one side; a key that is the query has the query's. None: an empty tuple."""
+        if self.tokens is None:
+            return ()
+        rows = getattr(self.tokens, side)
+        if rows is None and side == "key" and self.key is None:
+            rows = self.tokens.query
+        if not rows:
+            return ()
+        return tuple(rows if isinstance(rows[0], str) else rows[self.figure.item])

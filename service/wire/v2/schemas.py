@@ -1,0 +1,231 @@
+"""The JSON documents of the Open Inference Protocol, as pydantic models: what the routes answer, and the source of the OpenAPI document.
+
+A request for inference is read by `exchange.py`, without any of these; its model here describes it to people and generators.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from service.tensors import DATATYPES
+from service.wire.arrays import LONGEST_AXIS, MAX_RANK, REFERENCE
+from service.wire.schemas.attend import AttendRequest
+from service.wire.v2.header import INPUTS as MOST_INPUTS
+from service.wire.v2.parameters import INPUTS, NESTED, OPTIONS, OUTPUTS, PARTS
+
+Parameters = dict[str, str | float | bool]
+
+
+class V2Error(BaseModel):
+    """Every refusal under /v2."""
+
+    error: str
+
+
+class Health(BaseModel):
+    live: bool
+    ready: bool
+    error: str | None = Field(default=None, description="Why it is not ready.")
+
+
+class ServerMetadata(BaseModel):
+    name: str
+    version: str
+    extensions: list[str] = Field(description="Exactly those that work here.")
+
+
+class TensorMetadata(BaseModel):
+    name: str
+    datatype: str
+    shape: list[int] = Field(description="-1 for what varies.")
+
+
+class ModelMetadata(BaseModel):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelReady(BaseModel):
+    name: str
+    ready: bool
+
+
+class ConfigTensor(BaseModel):
+    name: str
+    data_type: str
+    dims: list[int] = Field(description="Without the batch axis.")
+    optional: bool | None = None
+
+
+class ModelConfig(BaseModel):
+    """The fields of Triton's model configuration that mean something here. `output` are those that come unless others are asked for."""
+
+    name: str
+    platform: str
+    version_policy: dict[str, Any]
+    max_batch_size: int
+    input: list[ConfigTensor]
+    output: list[ConfigTensor]
+    dynamic_batching: dict[str, Any]
+    model_transaction_policy: dict[str, bool]
+
+
+class Duration(BaseModel):
+    count: int
+    ns: int
+
+
+class BatchStatistics(BaseModel):
+    """Executions of one batch size, counted by execution: `compute_infer` counts once what stacked calls were computed in."""
+
+    batch_size: int = Field(description="Batch items computed together, of all calls that were stacked.")
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class MemoryUsage(BaseModel):
+    type: str
+    id: int
+    byte_size: int
+
+
+class ModelStatistics(BaseModel):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since 1970.")
+    inference_count: int = Field(description="Batch items of the calls that were answered.")
+    execution_count: int = Field(description="Batches computed.")
+    inference_stats: dict[str, Duration] = Field(
+        description="compute_input is decoding, compute_infer computing, compute_output encoding; nothing is cached."
+    )
+    response_stats: dict[str, Any]
+    batch_stats: list[BatchStatistics]
+    memory_usage: list[MemoryUsage]
+
+
+class Statistics(BaseModel):
+    model_stats: list[ModelStatistics]
+
+
+class RepositoryModel(BaseModel):
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class Request(BaseModel):
+    """What callers write: members that mean nothing are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class CodecParameters(Request):
+    content_type: Any = Field(default=None, description="Ignored: MLServer's codecs say it.")
+
+
+class InputParameters(CodecParameters):
+    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of this tensor after the JSON.")
+
+
+class OutputParameters(CodecParameters):
+    binary_data: bool = Field(default=False, description="As bytes after the JSON; `binary_data_output` if left out.")
+
+
+def _options(schema: dict[str, Any]) -> None:
+    """Adds the fields of AttendRequest to the parameters' JSON schema."""
+    fields = AttendRequest.model_json_schema(ref_template=REFERENCE)["properties"]
+    text = {"type": "string", "contentMediaType": "application/json"}
+    for name in sorted(OPTIONS):
+        field = {key: value for key, value in fields[name].items() if key not in ("title", "default", "anyOf", "$ref")}
+        forms = [form for form in fields[name].get("anyOf", [fields[name]]) if form.get("type") not in ("null", "array")]
+        shape = {"anyOf": forms} if len(forms) > 1 else {key: forms[0][key] for key in forms[0] if key not in ("title", "default")}
+        schema["properties"][name] = {**(text if name in NESTED else shape), **field}
+
+
+class InferenceParameters(CodecParameters):
+    """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
+
+    model_config = ConfigDict(json_schema_extra=_options)
+
+    binary_data_output: bool = Field(default=False, description="Outputs as bytes after the JSON.")
+    priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="There is one level.")
+    timeout: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
+    triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
+
+
+class InferenceInput(Request):
+    name: Literal[tuple(INPUTS)]  # type: ignore[valid-type]
+    shape: list[Annotated[int, Field(ge=0, le=LONGEST_AXIS)]] = Field(max_length=MAX_RANK)
+    datatype: Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
+    parameters: InputParameters | None = None
+    data: list[Any] | None = Field(default=None, description="Row-major numbers, flat or nested to the shape; or as bytes.")
+
+
+class InferenceOutput(Request):
+    name: Literal[(*OUTPUTS, *PARTS)]  # type: ignore[valid-type]
+    parameters: OutputParameters | None = None
+
+
+class InferenceRequest(Request):
+    """Inputs are the tensors of AttendRequest; parameters its other fields, nested ones as JSON text, and `timeout` in microseconds."""
+
+    model_name: str | None = Field(default=None, description="As in the path.")
+    model_version: str | None = Field(default=None, description="1")
+    id: str | None = None
+    parameters: InferenceParameters | None = None
+    inputs: list[InferenceInput] = Field(min_length=1, max_length=MOST_INPUTS)
+    outputs: list[InferenceOutput] | None = Field(default=None, description="output and attention_weights if left out.")
+
+
+class ReplyOutput(BaseModel):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: Parameters | None = Field(default=None, description="`binary_data_size`: bytes of this tensor after the JSON.")
+    data: list[Any] | None = Field(default=None, description="Row-major numbers, flat.")
+
+
+class InferenceReply(BaseModel):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: Parameters = Field(description="fully_masked_rows, fingerprint")
+    outputs: list[ReplyOutput]
+
+
+class LoadParameters(Request):
+    config: str | None = Field(
+        default=None,
+        description="A LayerSpec as JSON text; without it the layer is made available that is there already.",
+        json_schema_extra={"contentMediaType": "application/json"},
+    )
+
+
+class LoadRequest(Request):
+    parameters: LoadParameters | None = None
+
+
+class UnloadParameters(Request):
+    unload_dependents: Any = Field(default=None, description="Nothing depends on a layer.")
+
+
+class UnloadRequest(Request):
+    parameters: UnloadParameters | None = None
+
+
+class IndexRequest(Request):
+    ready: bool = Field(default=False, description="Whether models that are ready are wanted alone.")
+
+
+def protocol_schemas() -> dict[str, Any]:
+    """Name -> JSON schema of the documents that routes under /v2 read or write themselves."""
+    documents = (InferenceRequest, InferenceReply, LoadRequest, UnloadRequest, IndexRequest, V2Error)
+    models: list[Any] = [(document, "validation") for document in documents]
+    _, definitions = models_json_schema(models, ref_template=REFERENCE)
+    return dict(definitions["$defs"])

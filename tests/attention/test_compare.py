@@ -1,0 +1,654 @@
+"""Someone's own attention against the reference: right ones pass in every convention, wrong ones are found and named."""
+
+import functools
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from service.attention.compare import assert_agrees, compare, tolerance
+from service.attention.compare.cases import Frame, draw_check_cases
+from service.attention.compare.mistakes import MISTAKES, attend_wrongly, explain
+from service.attention.weights import draw_weights
+from service.spec import LayerSpec
+
+# --- right ones, as people write them -------------------------------------------------------------------------------------------------
+
+
+def split(x, heads):
+    b, n, width = x.shape
+    return x.view(b, n, heads, width // heads).transpose(1, 2)
+
+
+def merge(x):
+    b, h, n, d = x.shape
+    return x.transpose(1, 2).reshape(b, n, h * d)
+
+
+def scaled_dot_product(q, k, v, mask=None):
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights, v), weights
+
+
+class FromScratch(nn.Module):
+    """Four linear layers, mask 1 = attend."""
+
+    def __init__(self, d_model, num_heads, dropout=0.1):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (split(layer(x), self.num_heads) for layer, x in ((self.W_q, query), (self.W_k, key), (self.W_v, value)))
+        heads, weights = scaled_dot_product(q, k, v, mask)
+        return self.W_o(merge(heads)), weights
+
+
+class Annotated(nn.Module):
+    """The Annotated Transformer: a list of four layers, and a mask without its head axis."""
+
+    def __init__(self, h, d_model, dropout=0.1):
+        super().__init__()
+        self.h = h
+        self.linears = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(4)])
+
+    def forward(self, query, key, value, mask=None):
+        if mask is not None:
+            mask = mask.unsqueeze(1)
+        q, k, v = (split(layer(x), self.h) for layer, x in zip(self.linears, (query, key, value), strict=False))
+        return self.linears[-1](merge(scaled_dot_product(q, k, v, mask)[0]))
+
+
+class DiveIntoDeepLearning(nn.Module):
+    """Lazy layers, valid lengths, no bias."""
+
+    def __init__(self, num_hiddens, num_heads, dropout, bias=False):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.LazyLinear(num_hiddens, bias=bias) for _ in range(4))
+
+    def forward(self, queries, keys, values, valid_lens):
+        q, k, v = (split(layer(x), self.num_heads) for layer, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values)))
+        mask = None if valid_lens is None else (torch.arange(k.shape[2]) < valid_lens[:, None])[:, None, None]
+        return self.W_o(merge(scaled_dot_product(q, k, v, mask)[0]))
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT: one packed matrix, a buffer that is called bias, always causal."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)))
+
+    def forward(self, x):
+        q, k, v = (split(part, self.n_head) for part in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_proj(merge(scaled_dot_product(q, k, v, self.bias[: x.shape[1], : x.shape[1]])[0]))
+
+
+class FromTheBook(nn.Module):
+    """Build a Large Language Model (From Scratch): d_in, d_out, context_length, always causal."""
+
+    def __init__(self, d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_query, self.W_key, self.W_value = (nn.Linear(d_in, d_out, bias=qkv_bias) for _ in range(3))
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+
+    def forward(self, x):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.W_query, self.W_key, self.W_value))
+        return self.out_proj(merge(scaled_dot_product(q, k, v, 1 - self.mask[: x.shape[1], : x.shape[1]])[0]))
+
+
+class PackedPerHead(nn.Module):
+    """The UvA tutorial: q, k, v of one head lie together; the weights come on demand."""
+
+    def __init__(self, input_dim, embed_dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Linear(input_dim, 3 * embed_dim)
+        self.o_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x, mask=None, return_attention=False):
+        b, n, _ = x.shape
+        q, k, v = self.qkv_proj(x).reshape(b, n, self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
+        heads, weights = scaled_dot_product(q, k, v, mask)
+        output = self.o_proj(merge(heads))
+        return (output, weights) if return_attention else output
+
+
+class Head(nn.Module):
+    def __init__(self, n_embd, head_size):
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(n_embd, head_size, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (layer(x)[:, None] for layer in (self.query, self.key, self.value))
+        return scaled_dot_product(q, k, v, torch.tril(torch.ones(x.shape[1], x.shape[1])))[0][:, 0]
+
+
+class ListOfHeads(nn.Module):
+    """Karpathy's lecture: heads are modules of their own."""
+
+    def __init__(self, num_heads, head_size):
+        super().__init__()
+        self.heads = nn.ModuleList([Head(num_heads * head_size, head_size) for _ in range(num_heads)])
+        self.proj = nn.Linear(num_heads * head_size, num_heads * head_size)
+
+    def forward(self, x):
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class Context(nn.Module):
+    """Cross-attention to one context, true = blocked, float64."""
+
+    def __init__(self, dim, heads=8, dim_head=64):
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, heads * dim_head, bias=False) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(heads * dim_head, dim), nn.Dropout(0.1))
+        self.double()
+
+    def forward(self, x, context=None, mask=None):
+        context = x if context is None else context
+        q, k, v = split(self.to_q(x), self.heads), split(self.to_k(context), self.heads), split(self.to_v(context), self.heads)
+        return self.to_out(merge(scaled_dot_product(q, k, v, None if mask is None else ~mask)[0]))
+
+
+class Bare(nn.Module):
+    """Matrices without layers, applied as x @ W; query, value, key in Keras's order; an added mask."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.w_q, self.w_k, self.w_v, self.w_o = (nn.Parameter(torch.randn(d_model, d_model)) for _ in range(4))
+
+    def forward(self, query, value, key, attention_mask=None):
+        q, k, v = (split(x @ w, self.num_heads) for x, w in ((query, self.w_q), (key, self.w_k), (value, self.w_v)))
+        return merge(functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)) @ self.w_o
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+class NumPyAttention:
+    """x @ W, mask 1 = blocked."""
+
+    def __init__(self, d_model, num_heads):
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = np.random.default_rng(5).standard_normal((4, d_model, d_model))
+        self.b_o = np.full(d_model, 0.5)
+
+    def apply(self, x, W):
+        return x @ W
+
+    def split(self, x):
+        return x.reshape(*x.shape[:2], self.num_heads, -1).transpose(0, 2, 1, 3)
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (self.split(self.apply(x, W)) for x, W in ((query, self.W_q), (key, self.W_k), (value, self.W_v)))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if mask is not None:
+            scores = np.where(mask, -np.inf, scores)
+        self.q = q  # what a class keeps of its last call is no weight
+        weights = softmax(scores)
+        return self.apply((weights @ v).transpose(0, 2, 1, 3).reshape(query.shape), self.W_o) + self.b_o, weights
+
+
+class NumPyTransposed(NumPyAttention):
+    def apply(self, x, W):
+        return x @ W.T
+
+
+class NumPyOneSequence:
+    """[n, d_model], one matrix per head, no output projection, torch's names for nothing."""
+
+    def __init__(self, d_model, n_heads):
+        drawn = np.random.default_rng(6).standard_normal((3, n_heads, d_model, d_model // n_heads))
+        self.params = dict(zip(("Wq", "Wk", "Wv"), drawn, strict=True))
+
+    def __call__(self, x):
+        q, k, v = (x @ self.params[name] for name in ("Wq", "Wk", "Wv"))  # [h, n, d]
+        return np.concatenate(list(softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v), axis=-1)
+
+
+def numpy_function(Q, K, V, mask=None):
+    scores = Q @ np.swapaxes(K, -1, -2) / np.sqrt(Q.shape[-1])
+    return softmax(scores if mask is None else scores + mask) @ V
+
+
+def function_of_matrices(x, W_q, W_k, W_v, W_o, num_heads, b_o=0, mask=None):
+    def split(x):
+        return x.reshape(*x.shape[:2], num_heads, -1).transpose(0, 2, 1, 3)
+
+    q, k, v = (split(x @ W) for W in (W_q, W_k, W_v))
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    weights = softmax(scores if mask is None else np.where(mask, scores, -1e9))
+    return (weights @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ W_o + b_o, weights
+
+
+def torch_function_of_matrices(query, key, value, wq, wk, wv):
+    q, k, v = (split(functional.linear(x, w), 2) for x, w in ((query, wq), (key, wk), (value, wv)))
+    return merge(scaled_dot_product(q, k, v)[0])
+
+
+class OneHead(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(d_model, d_model) for _ in range(3))
+
+    def forward(self, x):
+        return scaled_dot_product(self.query(x), self.key(x), self.value(x))
+
+
+def flash_like(q, k, v, softmax_scale=None, causal=False):
+    return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+class NoParameters(nn.Module):
+    def forward(self, q, k, v, attend_mask=None):
+        return scaled_dot_product(q, k, v, attend_mask)
+
+
+def methods_only(q, k, v):
+    return (q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def three_axes(queries, keys, values, valid_lens=None):
+    mask = None if valid_lens is None else (torch.arange(keys.shape[1]) < valid_lens[:, None])[:, None]
+    return scaled_dot_product(queries, keys, values, mask)
+
+
+TOLD = {
+    "query.weight": NumPyAttention(12, 3).W_q.T,
+    "key.weight": NumPyAttention(12, 3).W_k.T,
+    "value.weight": NumPyAttention(12, 3).W_v.T,
+    "output.weight": NumPyAttention(12, 3).W_o.T,
+    "output.bias": np.full(12, 0.5),
+}
+NANO = SimpleNamespace(n_head=3, n_embd=12)
+RIGHT = {
+    "from scratch": (FromScratch, {"mask_means": "attend"}),
+    "from scratch, a mask per item": (FromScratch, {"mask_means": "attend", "mask_shape": "b,1,q,k"}),
+    "from scratch, a mask per head": (FromScratch, {"mask_means": "attend", "mask_shape": "b,h,q,k"}),
+    "from scratch, an integer mask": (FromScratch, {"mask_means": "attend", "mask_dtype": "int"}),
+    "from scratch, five heads": (FromScratch, {"mask_means": "attend", "d_model": 20, "num_heads": 5}),
+    "instance": (FromScratch(12, 4, dropout=0.5), {"mask_means": "attend"}),
+    "float64 instance": (FromScratch(12, 3).double(), {"mask_means": "attend"}),
+    "bfloat16 instance": (FromScratch(12, 3).bfloat16(), {"mask_means": "attend"}),
+    "annotated": (Annotated, {"mask_means": "attend", "mask_shape": "b,q,k"}),
+    "valid lengths": (DiveIntoDeepLearning, {}),
+    "packed, causal": (CausalSelfAttention(NANO), {"causal": True}),
+    "packed, causal, constructed": (CausalSelfAttention, {"causal": True, "construct": {"config": NANO}}),
+    "book": (FromTheBook, {"causal": True}),
+    "packed per head": (PackedPerHead, {"mask_means": "attend", "fused": "per_head"}),
+    "list of heads": (ListOfHeads, {"causal": True}),
+    "context": (Context, {"mask_means": "block"}),
+    "bare matrices": (Bare, {"mask_means": "add", "orientation": "in,out"}),
+    "torch": (nn.MultiheadAttention, {}),
+    "torch, sequence first": (nn.MultiheadAttention(12, 4, batch_first=False), {}),
+    "torch, other widths": (nn.MultiheadAttention(12, 4, kdim=7, vdim=5, batch_first=True, dtype=torch.float64), {}),
+    "torch, added masks": (nn.MultiheadAttention(12, 2, batch_first=True), {"mask_means": "add", "padding_means": "add"}),
+    "numpy": (NumPyAttention, {"mask_means": "block"}),
+    "numpy, told weights": (NumPyAttention(12, 3), {"mask_means": "block", "weights": TOLD}),
+    "numpy, x @ W.T": (NumPyTransposed, {"mask_means": "block", "orientation": "out,in"}),
+    "numpy, one sequence": (NumPyOneSequence, {"batched": False}),
+    "torch function": (functional.scaled_dot_product_attention, {}),
+    "torch function in float64": (functional.scaled_dot_product_attention, {"dtype": "float64"}),
+    "by name": ("torch.nn.functional:scaled_dot_product_attention", {}),
+    "function": (scaled_dot_product, {"mask_means": "attend"}),
+    "numpy function": (numpy_function, {"mask_means": "add"}),
+    "function of matrices": (function_of_matrices, {"mask_means": "attend"}),
+    "function of told matrices": (function_of_matrices, {"mask_means": "attend", "weights": TOLD, "num_heads": 2}),
+    "function of matrices, x @ W.T": (torch_function_of_matrices, {"orientation": "out,in", "num_heads": 2}),
+    "partial function": (functools.partial(scaled_dot_product, mask=None), {"mask_means": "attend"}),
+    "class in float64": (FromScratch, {"mask_means": "attend", "dtype": "float64", "device": "cpu"}),
+    "flash": (flash_like, {"layout": "b,n,h,d"}),
+    "told framework": (methods_only, {"framework": "torch"}),
+    "module of heads": (NoParameters(), {}),
+    "three axes": (three_axes, {"layout": "b,n,d"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_ones_agree(name):
+    candidate, options = RIGHT[name]
+    agreement = compare(candidate, **options)
+    assert agreement.agrees, f"\n{agreement}"
+    assert not all(result.skipped for result in agreement.results)
+
+
+def _skipped(candidate, **options):
+    return {result.case for result in compare(candidate, **options).results if result.skipped}
+
+
+def test_one_head_gives_weights_with_or_without_a_head_axis():
+    first = compare(OneHead, num_heads=1).first
+    assert first.output == "attention_weights"
+    assert "averaged" in first.hint
+    assert_agrees(OneHead, num_heads=1, average_weights=True)
+
+
+def test_what_cannot_be_asked_is_reported_with_its_reason():
+    masked = {"mask", "cross-attention with a mask"}
+    cross = {"cross-attention", "cross-attention with a mask"}
+    assert _skipped(FromScratch, mask_means="attend") == set()
+    assert _skipped(functional.scaled_dot_product_attention) == set()
+    assert _skipped(nn.MultiheadAttention) == set()
+    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask"}
+    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys"}
+    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
+    assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
+
+
+def test_a_module_is_left_as_it_was():
+    module = FromScratch(12, 3)
+    module.W_q.eval()
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    modes = [part.training for part in module.modules()]
+    state = torch.get_rng_state()
+    assert_agrees(module, mask_means="attend")
+    assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_class_is_constructed_without_touching_the_random_state_and_with_biases_that_matter():
+    state = torch.get_rng_state()
+    assert_agrees(nn.MultiheadAttention)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    class Forgets(nn.MultiheadAttention):
+        def forward(self, query, key, value):
+            self.in_proj_bias.zero_()
+            return super().forward(query, key, value)[0]
+
+    assert not compare(Forgets).agrees
+
+
+def test_numpy_users_need_no_torch():
+    program = """if True:
+        import sys
+        import numpy as np
+        from service.attention.compare import compare
+
+        def attend(query, key, value):
+            e = np.exp(query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5)
+            return e / e.sum(-1, keepdims=True) @ value
+
+        with np.errstate(all="ignore"):
+            agreement = compare(attend)
+        assert agreement.first.case == "large logits" and "exp overflows" in agreement.first.hint, agreement
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- wrong ones: each is found, and named ---------------------------------------------------------------------------------------------
+
+
+class Wrong(nn.Module):
+    """A right one with one step replaced."""
+
+    def __init__(self, d_model=12, num_heads=3):
+        super().__init__()
+        self.num_heads, self.d_model = num_heads, d_model
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def split(self, x):
+        return split(x, self.num_heads)
+
+    def merge(self, x):
+        return merge(x)
+
+    def scale(self, scores):
+        return scores / math.sqrt(self.d_model // self.num_heads)
+
+    def fill(self, scores, mask):
+        return scores.masked_fill(~mask, -torch.inf)
+
+    def softmax(self, scores):
+        return scores.softmax(-1)
+
+    def returned(self, output, weights):
+        return output, weights
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (self.split(x) for x in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        scores = self.scale(q @ k.transpose(-2, -1))
+        if mask is not None:
+            scores = self.fill(scores, mask)
+        weights = self.softmax(scores)
+        return self.returned(self.out_proj(self.merge(weights @ v)), weights)
+
+
+def without_maximum(self, scores):
+    return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+
+def reshape_split(self, x):
+    return x.reshape(x.shape[0], self.num_heads, x.shape[1], -1)
+
+
+def reshape_merge(self, x):
+    return x.reshape(x.shape[0], x.shape[2], -1)
+
+
+WRONG = {
+    "no scale": ({"scale": lambda self, s: s}, "no mask", "not divided by sqrt(head_dim)"),
+    "scale by d_model": ({"scale": lambda self, s: s / math.sqrt(self.d_model)}, "no mask", "sqrt(d_model)"),
+    "scale by head_dim": ({"scale": lambda self, s: s / 4}, "no mask", "divided by head_dim"),
+    "inverted mask": ({"fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}, "mask", "mask is inverted"),
+    "inverted mask, -1e9": ({"fill": lambda self, s, m: s.masked_fill(m, -1e9)}, "mask", "mask is inverted"),
+    "ignored mask": ({"fill": lambda self, s, m: s}, "mask", "mask is ignored"),
+    "transposed mask": ({"fill": lambda self, s, m: s.masked_fill(~m.mT, -1e9) if m.shape[0] == m.shape[1] else
+        s.masked_fill(~m, -1e9)}, "mask", "mask is transposed"),
+    "filled with zero": ({"fill": lambda self, s, m: s.masked_fill(~m, 0)}, "mask", "set to about 0"),
+    "filled with 1e-9": ({"fill": lambda self, s, m: s.masked_fill(~m, 1e-9)}, "mask", "set to about 0"),
+    "added mask": ({"fill": lambda self, s, m: s + m}, "mask", "(1 = attend) are added"),
+    "causal by itself": ({"softmax": lambda self, s: s.masked_fill(torch.ones_like(s).triu(1).bool(), -1e9).softmax(-1)},
+        "no mask", "causal without being asked"),
+    "reshape split": ({"split": reshape_split}, "no mask", "heads are split by a reshape without"),
+    "reshape merge": ({"merge": reshape_merge}, "no mask", "heads are merged by a reshape without"),
+    "reshape both": ({"split": reshape_split, "merge": reshape_merge}, "no mask", "both split and merged"),
+    "softmax over queries": ({"softmax": lambda self, s: s.softmax(-2)}, "no mask", "over the queries"),
+    "softmax over heads": ({"softmax": lambda self, s: s.softmax(1)}, "no mask", "over the heads"),
+    "no maximum": ({"softmax": without_maximum}, "large logits", "exp overflows"),
+    "residual": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, key, value)[0] + query},
+        "no mask", "residual"),
+    "scores returned": ({"softmax": lambda self, s: s.softmax(-1), "returned": lambda self, o, w: (o, w.log())}, "no mask", None),
+    "keras order": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, value, key)},
+        "cross-attention", "key and value are exchanged"),
+    "weights averaged": ({"returned": lambda self, o, w: (o, w.mean(1))}, "no mask", "average_weights=True"),
+    "weights in one axis": ({"returned": lambda self, o, w: (o, w.flatten(0, 1))}, "no mask", "one axis"),
+    "sequence first": ({"forward": lambda self, query, key, value:
+        Wrong.forward(self, query.mT.permute(2, 0, 1), key.mT.permute(2, 0, 1), value.mT.permute(2, 0, 1))[0].permute(1, 0, 2)},
+        "no mask", "batch_first"),
+    "two at once": ({"scale": lambda self, s: s, "merge": reshape_merge}, "no mask", "(head_dim), and when heads are merged"),
+    "nothing known": ({"scale": lambda self, s: s * 0.37}, "no mask", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_ones_are_found_and_named(name):
+    replaced, case, hint = WRONG[name]
+    agreement = compare(type("Wrong", (Wrong,), replaced), **({} if "forward" in replaced else {"mask_means": "attend"}))
+    assert not agreement.agrees
+    assert agreement.first.case == case, f"\n{agreement}"
+    assert agreement.first.hint is None if hint is None else hint in agreement.first.hint, f"\n{agreement}"
+
+
+def test_the_one_that_wrong_ones_are_made_of_is_right():
+    assert_agrees(Wrong, mask_means="attend")
+
+
+def test_averaged_weights_are_compared_where_that_is_meant():
+    averaged = type("Averaged", (Wrong,), {"returned": lambda self, output, weights: (output, weights.mean(1))})
+    summed = type("Summed", (Wrong,), {"returned": lambda self, output, weights: (output, weights.sum(1))})
+    assert_agrees(averaged, mask_means="attend", average_weights=True)
+    assert compare(summed, mask_means="attend", average_weights=True).first.output == "attention_weights"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[hint for hint, _ in MISTAKES])
+def test_every_mistake_is_told_from_the_others(mistake):
+    """Made on purpose, each shows in some trial, and in the first where it shows it is the one that is named."""
+    hint, changes = mistake
+    spec = LayerSpec(d_model=12, num_heads=3, init="torch_linear", dtype="float64")
+    weights = draw_weights(spec)
+    frame = Frame("float64", batched=True, causal=False, one_source=False, per_item_mask=True, per_item_padding=True)
+    for case in draw_check_cases(spec, weights, frame, seed=0):
+        expected = case.answer(spec, weights)
+        try:
+            wrong, rows = attend_wrongly(spec, weights, case, **changes)
+        except ValueError:
+            continue
+        if not rows.all() or all(np.allclose(wrong[name], getattr(expected, name), atol=1e-9) for name in wrong):
+            continue
+        assert explain(spec, weights, case, {name: (x, 1e-10) for name, x in wrong.items()}, "float64") == f"this is what comes out {hint}"
+        return
+    pytest.fail("it never shows")
+
+
+def test_the_report_says_where_and_what():
+    agreement = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
+    lines = str(agreement).splitlines()
+    assert [line[:28].strip() for line in lines[:7]] == [result.case for result in agreement.results]
+    assert "DISAGREES" in lines[0]
+    first = agreement.first
+    assert lines[7] == f"first disagreement: no mask, output[0, 0, 0]: expected {first.expected}, got {first.got}"
+    assert lines[8].startswith("hint: this is what comes out when the scores are not divided by sqrt(head_dim)")
+    assert float(first.expected) != float(first.got)
+    with pytest.raises(AssertionError, match="first disagreement: no mask, output"):
+        assert_agrees(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
+    assert str(compare(Wrong, mask_means="attend")).endswith("agrees with the reference")
+
+
+def test_one_wrong_number_is_found_in_its_place():
+    def forward(self, query, key, value):
+        output, weights = Wrong.forward(self, query, key, value)
+        weights[1, 2, 3, 4] += 0.25
+        return output, weights
+
+    first = compare(type("Nudged", (Wrong,), {"forward": forward})).first
+    assert (first.case, first.output, first.index, first.hint) == ("no mask", "attention_weights", (1, 2, 3, 4), None)
+    assert float(first.got) == pytest.approx(float(first.expected) + 0.25)
+
+
+def test_not_a_number_is_a_disagreement():
+    nan = type("NaN", (Wrong,), {"scale": lambda self, s: s * torch.nan})
+    assert compare(nan, mask_means="attend").results[0].error == np.inf
+
+
+def test_an_exception_is_a_disagreement_that_shows_the_call():
+    agreement = compare(Annotated, mask_means="attend")  # which wants its mask as [b, q, k]
+    assert agreement.first.case == "mask"
+    assert "called with query [2, 5, 12] float32, key [2, 5, 12] float32, value [2, 5, 12] float32, mask [5, 5] bool" in agreement.first.got
+    assert "mask_shape" in agreement.first.hint
+
+
+def test_a_tolerance_can_be_told():
+    rough = type("Rough", (Wrong,), {"scale": lambda self, s: Wrong.scale(self, s).half().float()})
+    assert not compare(rough, mask_means="attend").agrees
+    assert_agrees(rough, mask_means="attend", tolerance=1e-3)
+
+
+def test_tolerances_grow_with_scores_and_outputs():
+    reference = SimpleNamespace(scores=np.array([-np.inf, -20.0, 3.0]))
+    assert tolerance(np.array([4.0, -np.inf]), reference, "float32") == pytest.approx(1e-5 * 20 * 4)
+    assert tolerance(np.array([0.5]), reference, "float64") == 1e-10
+    assert tolerance(np.array([4.0]), reference, "float64", relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
+    assert tolerance(np.array([4.0]), SimpleNamespace(scores=np.array([0.1])), "float32") == pytest.approx(4e-5)
+
+
+# --- what cannot be told is asked for -------------------------------------------------------------------------------------------------
+
+
+def positional(a, b, c):
+    return methods_only(a, b, c)
+
+
+class Configured(CausalSelfAttention):
+    def __init__(self, config, num_heads=3):
+        super().__init__(config)
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x):
+        return self.norm(self.attention(x, x, x)[0])
+
+
+class NoHeads(FromScratch):
+    def __init__(self):
+        super().__init__(12, 3)
+        self.heads_that_nobody_knows = self.num_heads
+        del self.num_heads
+
+
+class TwoQueries(Wrong):
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.query = nn.Linear(d_model, d_model)
+
+
+UNTOLD = {
+    "polarity": (FromScratch, {}, 'pass mask_means="attend", "block" or "add"'),
+    "polarity of padding": (lambda q, k, v, mask=None, key_mask=None: q, {"framework": "numpy", "mask_means": "attend"}, "padding_means"),
+    "constructor": (Configured, {}, "cannot tell what to give 'config': pass construct="),
+    "parameter": (positional, {"framework": "torch"}, r"cannot tell what parameter 'a' means: pass arguments="),
+    "no query": (lambda mask=None: mask, {"framework": "torch"}, "the query: pass arguments="),
+    "two queries": (lambda x, q, k: x, {"framework": "torch"}, "which is the query, 'x' or 'q'"),
+    "no such role": (methods_only, {"framework": "torch", "arguments": {"q": "question"}}, "question"),
+    "no such parameter": (methods_only, {"framework": "torch", "arguments": {"z": "query"}}, "'z'"),
+    "framework": (methods_only, {}, 'pass framework="torch" or "numpy"'),
+    "packed": (PackedPerHead, {"mask_means": "attend"}, 'pass fused="q,k,v"'),
+    "bare matrices": (Bare, {"mask_means": "add"}, 'pass orientation="in,out" for x @ W'),
+    "more than attention": (Layer, {}, "'norm.weight'"),
+    "two weights": (TwoQueries, {"mask_means": "attend"}, "cannot tell which is the weight of query"),
+    "missing weight": (nn.Linear(12, 12), {}, "found no weight|cannot tell"),
+    "heads of a class": (OneHead, {}, "pass num_heads="),
+    "heads of a function": (torch_function_of_matrices, {"orientation": "out,in"}, "pass num_heads="),
+    "matrices of a function": (torch_function_of_matrices, {"num_heads": 2}, 'pass orientation="in,out" for x @ W'),
+    "missing matrix of a function": (lambda x, W_q, W_k: x, {"framework": "numpy", "num_heads": 2}, "found no weight of value"),
+    "heads": (NoHeads(), {"mask_means": "attend"}, "pass num_heads="),
+    "other heads": (FromScratch(12, 3), {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
+    "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": TOLD | {"key.bias": np.ones(3)}}, "expected key.bias"),
+    "nothing to call": (SimpleNamespace(W_q=np.eye(2), W_k=np.eye(2), W_v=np.eye(2)), {}, "pass method="),
+    "no name": ("test_agreement", {}, "expected my_package.my_module:MyAttention"),
+    "nothing of that name": ("numpy:MyAttention", {}, "'MyAttention'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_cannot_be_told_is_asked_for(name):
+    candidate, options, message = UNTOLD[name]
+    with pytest.raises(ValueError, match=message):
+        compare(candidate, **options)
+
+
+def test_arguments_can_be_told():
+    assert_agrees(positional, framework="torch", arguments={"a": "query", "b": "key", "c": "value"})
+    assert_agrees(NumPyAttention(12, 3), mask_means="block", method="forward")
+    with pytest.raises(TypeError, match="mask_meaning"):
+        compare(positional, mask_meaning="attend")
+    with pytest.raises(ValueError, match="expected an array or a tuple"):
+        compare(lambda q, k, v: {"output": q}, framework="torch")

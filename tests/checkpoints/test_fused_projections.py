@@ -1,0 +1,165 @@
+"""Traps of layouts that torch and Hugging Face write: packed matrices, transposed ones, what stands beside them.
+
+Layers that the real frameworks made are in test_layouts_of_frameworks.py.
+"""
+
+import numpy as np
+import pytest
+import torch
+from layers_by_hand import B, K, Q, close, converted, cut, draw, heads_out, named
+
+from service.checkpoints import read_layer
+from service.errors import InvalidRequest
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 11, "vdim": 13}], ids=["packed", "kdim and vdim"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_mha_keeps_its_biases_packed_even_where_its_matrices_are_not(widths, bias):
+    """`in_proj_bias` is [q; k; v] in both cases; the real module gives the expected output."""
+    mha = torch.nn.MultiheadAttention(15, 3, bias=bias, batch_first=True, dtype=torch.float64, **widths)
+    for i, parameter in enumerate(mha.parameters()):
+        parameter.data = torch.from_numpy(draw(i, *parameter.shape))
+    inputs = draw(10, B, Q, 15), draw(11, B, K, widths.get("kdim", 15)), draw(12, B, K, widths.get("vdim", 15))
+    with torch.no_grad():
+        expected = mha(*map(torch.from_numpy, inputs))[0].numpy()
+    checkpoint = {name: x.numpy() for name, x in mha.state_dict().items()}
+
+    assert ("in_proj_weight" in checkpoint) == (not widths)
+    close(converted(checkpoint, inputs, spec={"num_heads": 3}), expected)
+
+
+def test_bert_does_not_count_the_layer_norm_beside_its_output():
+    """`attention.output.LayerNorm` is below the layer's name, and no part of attention."""
+    layer = {f"self.{name}.{kind}": draw(i, *shape) for i, (name, kind, shape) in enumerate(bert_parts())}
+    checkpoint = {f"encoder.layer.3.attention.{name}": x for name, x in layer.items()}
+    checkpoint |= named("encoder.layer.3.attention.output", dense__weight=draw(9, 15, 15), dense__bias=draw(8, 15))
+    bare = read_layer(checkpoint, spec={"num_heads": 3})
+    checkpoint |= named("encoder.layer.3.attention.output.LayerNorm", weight=draw(7, 15), bias=draw(6, 15))
+    fields, weights = read_layer(checkpoint, spec={"num_heads": 3})
+    assert (fields, set(weights)) == (bare[0], set(bare[1]))
+
+
+def bert_parts():
+    return [(name, kind, shape) for name in ("query", "key", "value") for kind, shape in (("weight", (15, 15)), ("bias", (15,)))]
+
+
+def gpt2(**more):
+    return (
+        named(
+            "h.0.attn", c_attn__weight=draw(1, 15, 45), c_attn__bias=draw(2, 45), c_proj__weight=draw(3, 15, 15), c_proj__bias=draw(4, 15)
+        )
+        | more
+    )
+
+
+def gpt2_expected(x, w):
+    q, k, v = (cut(part, 3) for part in np.split(x @ w["h.0.attn.c_attn.weight"] + w["h.0.attn.c_attn.bias"], 3, axis=-1))
+    return heads_out(q, k, v).reshape(B, Q, 15) @ w["h.0.attn.c_proj.weight"] + w["h.0.attn.c_proj.bias"]
+
+
+def test_gpt2_applies_its_matrices_from_the_right():
+    """Conv1D is x @ W + b: c_attn's columns are [q | k | v], and c_proj, which is square, is transposed too."""
+    checkpoint, x = gpt2(), draw(5, B, Q, 15)
+    close(converted(checkpoint, [x], spec={"num_heads": 3}), gpt2_expected(x, checkpoint))
+
+
+def test_gpt2_mask_buffers_are_no_biases():
+    """Old checkpoints hold the causal mask under `attn.bias`; a bias of another rank is not understood."""
+    mask, x = np.tril(np.ones((1, 1, 9, 9), np.uint8)), draw(5, B, Q, 15)
+    buffers = named("h.0.attn", bias=mask, masked_bias=np.array(-1e4, np.float32))
+    close(converted(gpt2(**buffers), [x], spec={"num_heads": 3}), gpt2_expected(x, gpt2()))
+    with pytest.raises(InvalidRequest, match=r"at /weights/h\.0\.attn\.bias"):
+        read_layer(gpt2(**named("h.0.attn", bias=draw(6, 15))), spec={"num_heads": 3})
+
+
+def test_gpt2_cross_attention_has_its_queries_apart():
+    """`q_attn` [in, in], and `c_attn` [in, 2*in] of keys and values."""
+    w = named("h.0.crossattention", q_attn__weight=draw(1, 15, 15), q_attn__bias=draw(2, 15), c_attn__weight=draw(3, 15, 30))
+    w |= named("h.0.crossattention", c_attn__bias=draw(4, 30), c_proj__weight=draw(5, 15, 15), c_proj__bias=draw(6, 15))
+    x, y = draw(7, B, Q, 15), draw(8, B, K, 15)
+    at = w.__getitem__
+    q = cut(x @ at("h.0.crossattention.q_attn.weight") + at("h.0.crossattention.q_attn.bias"), 3)
+    packed = y @ at("h.0.crossattention.c_attn.weight") + at("h.0.crossattention.c_attn.bias")
+    k, v = (cut(part, 3) for part in np.split(packed, 2, axis=-1))
+    expected = heads_out(q, k, v).reshape(B, Q, 15) @ at("h.0.crossattention.c_proj.weight") + at("h.0.crossattention.c_proj.bias")
+    close(converted(w, [x, y], spec={"num_heads": 3}), expected)
+
+
+def test_vit_may_lack_biases_of_queries_keys_and_values_but_not_of_the_output():
+    """qkv_bias=False leaves the output's bias; both spellings are read alike."""
+    matrices = dict(zip("qkvo", (draw(i, 15, 15) for i in range(4)), strict=True))
+    old = {f"encoder.layer.0.attention.attention.{name}.weight": matrices[name[0]] for name in ("query", "key", "value")}
+    old |= named("encoder.layer.0.attention.output.dense", weight=matrices["o"], bias=draw(5, 15))
+    new = {f"layers.0.attention.{letter}_proj.weight": x for letter, x in matrices.items()} | {
+        "layers.0.attention.o_proj.bias": draw(5, 15)
+    }
+    (fields, weights), (others, same) = (read_layer(x, spec={"num_heads": 3}) for x in (old, new))
+    assert fields == others
+    assert fields["bias"] == {"query": False, "key": False, "value": False, "output": True}
+    assert all(np.array_equal(weights[name], same[name]) for name in weights)
+
+
+def test_timm_stacks_rows_of_queries_keys_and_values():
+    """rows [3, heads, dim]."""
+    w = named("blocks.0.attn", qkv__weight=draw(1, 45, 15), qkv__bias=draw(2, 45), proj__weight=draw(3, 15, 15), proj__bias=draw(4, 15))
+    x = draw(5, B, Q, 15)
+    qkv = np.einsum("bni,chdi->cbhnd", x, w["blocks.0.attn.qkv.weight"].reshape(3, 3, 5, 15))
+    q, k, v = qkv + w["blocks.0.attn.qkv.bias"].reshape(3, 1, 3, 1, 5)
+    expected = heads_out(q, k, v).reshape(B, Q, 15) @ w["blocks.0.attn.proj.weight"].T + w["blocks.0.attn.proj.bias"]
+    close(converted(w, [x], spec={"num_heads": 3}), expected)
+
+
+def fused(**more):
+    w = named("h.0.self_attention", query_key_value__weight=draw(1, 45, 15), query_key_value__bias=draw(2, 45))
+    return w | named("h.0.self_attention", dense__weight=draw(3, 15, 15), dense__bias=draw(4, 15), **more)
+
+
+def fused_expected(x, per_head, added=0.0):
+    """Each head's rows picked one by one."""
+    w, bias = fused()["h.0.self_attention.query_key_value.weight"], fused()["h.0.self_attention.query_key_value.bias"]
+
+    def rows(head, which):
+        start = 15 * head + 5 * which if per_head else 15 * which + 5 * head
+        return x @ w[start : start + 5].T + bias[start : start + 5]
+
+    q, k, v = (np.stack([rows(head, which) for head in range(3)], axis=1) for which in range(3))
+    out = heads_out(q, k, v, added=added).reshape(B, Q, 15)
+    return out @ fused()["h.0.self_attention.dense.weight"].T + fused()["h.0.self_attention.dense.bias"]
+
+
+def test_fused_rows_are_never_guessed():
+    """The same names and shapes stand for two packings: without a layout they are refused, with one read as it says."""
+    x = draw(5, B, Q, 15)
+    with pytest.raises(InvalidRequest, match=r"bloom .* neox .* fused .*at /layout"):
+        read_layer(fused(), spec={"num_heads": 3})
+    far = -np.abs(np.arange(Q) - np.arange(Q)[:, None])
+    slopes = np.array([2**-4, 2**-8, 2**-2])[:, None, None]
+    close(converted(fused(), [x], layout="bloom", spec={"num_heads": 3}), fused_expected(x, True, slopes * far))
+    close(converted(fused(), [x], layout="neox", spec={"num_heads": 3, "rope": None}), fused_expected(x, True))
+    close(converted(fused(), [x], layout="fused", spec={"num_heads": 3}), fused_expected(x, False))
+
+
+def test_neox_must_be_told_how_much_of_a_head_is_rotated():
+    """rotary_pct is 0.25 in its models; a table of frequencies tells it."""
+    with pytest.raises(InvalidRequest, match="at /spec/rope/dims"):
+        read_layer(fused(), layout="neox", spec={"num_heads": 3, "rope": {"theta": 1e4}})
+    told = fused(rotary_emb__inv_freq=draw(1, 2), bias=np.ones((1, 1, 9, 9), bool), masked_bias=np.array(-1e9))
+    assert read_layer(told, layout="neox", spec={"num_heads": 3, "rope": {}})[0]["rope"] == {"interleaved": False, "dims": 4}
+
+
+def test_fused_rows_of_grouped_attention_are_cut_by_the_head_counts():
+    """6 heads of 5, 2 for keys and values: rows 30, 10, 10."""
+    w = {"qkv_proj.weight": draw(1, 50, 7), "o_proj.weight": draw(2, 11, 30)}
+    fields, weights = read_layer(w, layout="fused", spec={"num_heads": 6, "num_kv_heads": 2})
+    assert (fields["head_dim"], fields["output_dim"]) == (5, 11)
+    cuts = np.split(w["qkv_proj.weight"], [30, 40])
+    assert all(np.array_equal(weights[f"{name}.weight"], x) for name, x in zip(("query", "key", "value"), cuts, strict=True))
+
+
+def test_rows_grouped_by_kv_head_are_not_cut_as_others():
+    """Falcon-40B has [kv heads, queries of each + 2, head_dim] under names and shapes of [q; k; v]; with one kv head both are the same."""
+    w = {"self_attention.query_key_value.weight": draw(1, 50, 7), "self_attention.dense.weight": draw(2, 7, 30)}
+    with pytest.raises(InvalidRequest, match=r"grouped by kv head \(Falcon-40B.*qkv_proj and o_proj.*got 2, at /spec/num_kv_heads"):
+        read_layer(w, layout="fused", spec={"num_heads": 6, "num_kv_heads": 2})
+    one = {**w, "self_attention.query_key_value.weight": draw(1, 40, 7)}
+    assert read_layer(one, layout="fused", spec={"num_heads": 6, "num_kv_heads": 1})[0]["head_dim"] == 5

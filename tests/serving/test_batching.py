@@ -1,0 +1,830 @@
+"""Which calls go to the device together, and that together they get what each gets alone. No event loop, no clock: time is a number."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.attention import linear
+from service.attention.call import Call, Result
+from service.attention.random_cases import FEATURES, random_case
+from service.serving.batching import BatchLimits, Entry, batch_key_of, halves, split, stack, stacks, take
+from service.serving.binding import bind, fit
+from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.executor import Outcome, compute
+from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.spec import LayerSpec
+from service.wire.problems import validate
+from service.wire.schemas.attend import AttendRequest
+
+CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
+LAYER = CATALOGUE.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
+UNLIMITED = BatchLimits(calls=10**6, operations=10**18, memory_bytes=10**18, rows=10**6)
+STACKED = replace(UNLIMITED, rows=0)  # nothing is put beside what it cannot be stacked with
+OUTPUTS = [
+    "output",
+    "attention_weights",
+    "scores",
+    "log_sum_exp",
+    "query_projection",
+    "key_projection",
+    "value_projection",
+    "head_outputs",
+    "concatenated",
+]
+TAME = ("xavier_uniform", "torch_linear", "torch_mha")  # weights that keep scores of the size of the inputs
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Callable[[int], None]]:
+    """One thread, unless a test sets more: for calls this small, several only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def bound(layer: HeldLayer, **fields: Any) -> tuple[Call, Cost]:
+    """The request as it comes out of decoding and binding, and its predicted cost."""
+    request = validate(AttendRequest, {"layer": layer.name, **fields})
+    fit(request, layer.spec)
+    return bind(request, layer.spec), predict(request, layer.spec)
+
+
+def entry(kind: int = 2, layer: HeldLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:
+    """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
+    call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
+    return Entry(layer, call, replace(cost, operations=operations, memory_bytes=memory), knobs.pop("arrived", 0.0), **knobs)
+
+
+def took(waiting: deque[Entry], limits: BatchLimits = STACKED, now: float = 0.0) -> list[Entry]:
+    """The batch alone, where nothing has expired and nobody has gone."""
+    batch, expired, abandoned = take(waiting, limits, now)
+    assert not expired
+    assert not abandoned
+    return batch
+
+
+# Taking
+
+
+def test_nothing_waiting_is_an_empty_batch() -> None:
+    """No call, no batch, and no fault."""
+    assert take(deque(), UNLIMITED, 0.0) == ([], [], [])
+
+
+def test_the_oldest_chooses_and_kin_join_it_in_order() -> None:
+    """Calls between them that are no kin keep their places and their order."""
+    a, b, c, d, e, f = entry(2), entry(3), entry(2), entry(4), entry(3), entry(2)
+    waiting = deque([a, b, c, d, e, f])
+
+    assert took(waiting) == [a, c, f]
+    assert list(waiting) == [b, d, e]
+    assert took(waiting) == [b, e]
+    assert took(waiting) == [d]
+    assert not waiting
+
+
+def test_short_calls_of_any_length_join_it_and_long_ones_only_their_like() -> None:
+    """Up to so many rows a call; one that has more is put beside nobody, but stacked with those of its shape all the same."""
+    calls = [entry(2), entry(3), entry(5), entry(4), entry(5), entry(2)]
+    a, b, c, d, e, f = calls
+    waiting = deque(calls)
+
+    assert took(waiting, replace(UNLIMITED, rows=4)) == [a, b, d, f]
+    assert took(waiting, replace(UNLIMITED, rows=4)) == [c, e]
+    assert took(deque([c, a, e, d]), replace(UNLIMITED, rows=4)) == [c, e]
+    assert took(deque(calls), UNLIMITED) == calls
+    assert [len(entries) for entries in stacks(calls)] == [2, 1, 2, 1]
+    assert [one for entries in stacks(calls) for one in entries] == [a, f, b, c, e, d]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [({"query": np.ones((3, 5, 6))}, 15), ({"query": np.ones((5, 6)), "key": np.ones((7, 6))}, 7), ({"query": np.ones((0, 5, 6))}, 0)],
+)
+def test_rows_are_those_of_all_items(fields: dict[str, Any], rows: int) -> None:
+    """Of queries or of keys, whichever are more: that is what a product of theirs takes."""
+    assert Entry(LAYER, *bound(LAYER, **fields), 0.0).rows == rows
+    wide = HeldLayer("wide", LayerSpec(d_model=768, num_heads=3), "", LAYER.attention)
+    assert replace(Entry(LAYER, *bound(LAYER, **fields), 0.0), layer=wide).rows == 3 * rows
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        (BatchLimits(calls=3), [3, 3, 1]),
+        (BatchLimits(calls=1), [1] * 7),
+        (BatchLimits(calls=7), [7]),
+        (BatchLimits(operations=29), [2, 2, 2, 1]),
+        (BatchLimits(operations=30), [3, 3, 1]),
+        (BatchLimits(memory_bytes=500), [5, 2]),
+        (BatchLimits(memory_bytes=499), [4, 3]),
+        (BatchLimits(calls=4, operations=30, memory_bytes=200), [2, 2, 2, 1]),
+    ],
+)
+def test_a_batch_stays_within_each_limit(limits: BatchLimits, sizes: list[int]) -> None:
+    """Seven equal calls of 10 operations and 100 bytes: limits by count, by work and by memory, each of them exact."""
+    waiting = deque(entry(operations=10, memory=100) for _ in range(7))
+    before = list(waiting)
+
+    batches = [took(waiting, limits) for _ in sizes]
+
+    assert [len(batch) for batch in batches] == sizes
+    assert [one for batch in batches for one in batch] == before
+    assert not waiting
+
+
+def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
+    """Whether it is too much work or too much memory: neither is anyone put beside it, nor it beside anyone."""
+    for knobs in ({"operations": 1000}, {"memory": 1000}):
+        small, big, after = entry(), entry(**knobs), entry()
+        limits = BatchLimits(operations=100, memory_bytes=100)
+        waiting = deque([small, big, after])
+
+        assert took(waiting, limits) == [small, after]
+        assert took(waiting, limits) == [big]
+        assert took(deque([big, small]), limits) == [big]
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def test_law_4_a_large_call_does_not_wait_for_ever(kind: int) -> None:
+    """However many small calls keep coming, of its own kind or another, it is next once those before it have gone."""
+    limits = BatchLimits(calls=2, operations=100)
+    big = entry(kind, operations=1000)
+    waiting = deque([entry(2), entry(2), entry(2), big])
+
+    turns = []
+    while big in waiting:
+        waiting.extend([entry(2), entry(2)])
+        turns.append(took(waiting, limits))
+
+    assert turns[-1] == [big]
+    assert len(turns) <= 3
+
+
+queued = st.tuples(
+    st.sampled_from([2, 3, 4]), st.integers(0, 150), st.integers(0, 150), st.sampled_from(["waits", "waits", "late", "gone"])
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8), st.sampled_from([0, 3, 4]))
+def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]], rows: int) -> None:
+    """Any queue, with calls arriving between batches: each call comes out once, in one of three ways, and none is overtaken by all."""
+    limits = BatchLimits(calls=3, operations=100, memory_bytes=100, rows=rows)
+    waiting: deque[Entry] = deque()
+    fates: dict[int, str] = {}
+    ahead: dict[int, int] = {}
+    everyone, arriving = [], iter(rounds)
+
+    while (new := next(arriving, None)) is not None or waiting:
+        for kind, operations, memory, fate in new or []:
+            one = entry(kind, operations=operations, memory=memory, gone=lambda fate=fate: fate == "gone")
+            one.deadline = 1.0 if fate == "late" else None
+            ahead[id(one)] = len(waiting)
+            everyone.append((one, fate))
+            waiting.append(one)
+        before = list(waiting)
+        batch, expired, abandoned = take(waiting, limits, 1.0)
+
+        live = [one for one in before if one not in expired and one not in abandoned]
+        assert [one for one in before if one in waiting] == list(waiting)
+        assert batch[:1] == live[:1]
+        assert batch == [one for one in before if one in batch]
+        assert len(batch) == 1 or (
+            len(batch) <= limits.calls
+            and sum(one.cost.operations for one in batch) <= limits.operations
+            and sum(one.cost.memory_bytes for one in batch) <= limits.memory_bytes
+        )
+        kinds = {one.call.query.shape[1] for one in batch}
+        assert len(kinds) <= 1 or max(kinds) <= rows
+        for name, group in (("waits", batch), ("late", expired), ("gone", abandoned)):
+            for one in group:
+                assert id(one) not in fates
+                fates[id(one)] = name
+        for one in waiting:
+            ahead[id(one)] -= 1
+            assert ahead[id(one)] >= 0, "as many batches as there were calls before it, and it still waits"
+
+    assert [fates[id(one)] for one, _ in everyone] == [fate for _, fate in everyone]
+
+
+# Expired and abandoned
+
+
+def test_expired_and_abandoned_are_taken_out_wherever_they_stand() -> None:
+    """At the head, among kin, among others, and behind a batch that is full."""
+    head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other = (
+        entry(3, gone=lambda: True),
+        entry(3, deadline=5.0),
+        entry(2),
+        entry(3, deadline=5.0),
+        entry(2, gone=lambda: True),
+        entry(2, deadline=6.0),
+        entry(2),
+        entry(2, gone=lambda: True),
+        entry(2, deadline=1.0),
+        entry(3),
+    )
+    waiting = deque([head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other])
+
+    batch, expired, abandoned = take(waiting, BatchLimits(calls=2, rows=0), 5.0)
+
+    assert batch == [first, batch_key]
+    assert expired == [head_late, other_late, behind_late]
+    assert abandoned == [head_gone, kin_gone, behind_gone]
+    assert list(waiting) == [full, other]
+
+
+def test_a_deadline_is_the_first_moment_that_is_too_late() -> None:
+    """Before it the call is taken, at it and after it no more; without one it never is too late."""
+    assert took(deque([entry(deadline=2.0)]), now=1.999)
+    assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.0)] == [0, 1, 0]
+    assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.001)] == [0, 1, 0]
+    assert took(deque([entry()]), now=float("inf"))
+
+
+def test_a_caller_who_has_gone_is_not_told_that_it_is_late() -> None:
+    """Gone and late at once counts as gone: there is nobody to answer."""
+    late_and_gone = entry(deadline=1.0, gone=lambda: True)
+    assert take(deque([late_and_gone]), UNLIMITED, 2.0) == ([], [], [late_and_gone])
+
+
+def test_a_queue_of_nobody_is_emptied_at_once() -> None:
+    """No batch comes of callers who have all gone, and none of them stays behind."""
+    waiting = deque(entry(gone=lambda: True) for _ in range(5))
+    batch, expired, abandoned = take(waiting, UNLIMITED, 0.0)
+    assert (len(batch), len(expired), len(abandoned), len(waiting)) == (0, 0, 5, 0)
+
+
+# Kinship
+
+Q, K, H = 4, 4, 3
+RNG = np.random.default_rng(5)
+
+
+def numbers(*shape: int) -> Any:
+    return RNG.standard_normal(shape)
+
+
+def base() -> dict[str, Any]:
+    """A request of one batch item in which everything can be varied: self-attention of four rows."""
+    return {"query": numbers(1, Q, 6)}
+
+
+BITS = RNG.integers(0, 2, (1, H, Q, K))
+STRANGERS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "fewer queries": {"query": numbers(1, 3, 6)},
+    "key": {"key": numbers(1, K, 6)},
+    "longer key": {"key": numbers(1, 5, 6)},
+    "key and value": {"key": numbers(1, K, 6), "value": numbers(1, K, 6)},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 2.0},
+    "fully_masked uniform": {"fully_masked": "uniform"},
+    "fully_masked error": {"fully_masked": "error"},
+    "head_scale": {"head_scale": [1.0, 2.0, 3.0]},
+    "outputs": {"outputs": ["output"]},
+    "more outputs": {"outputs": ["output", "attention_weights", "scores"]},
+    "heads": {"select": {"heads": [0, 1]}},
+    "heads in another order": {"select": {"heads": [1, 0]}},
+    "queries": {"select": {"queries": [0, 1]}},
+    "average": {"select": {"average": True}},
+    "top 1": {"select": {"top_k": 1}},
+    "top 2": {"select": {"top_k": 2}},
+    "pairs [q,k]": {"attend_mask": BITS[0, 0]},
+    "pairs [b,h,q,k]": {"attend_mask": BITS},
+    "pairs [b,1,1,k]": {"attend_mask": BITS[:, :1, :1]},
+    "pairs [b,1,q,1]": {"attend_mask": BITS[:, :1, :, :1]},
+    "bias [q,k]": {"bias": numbers(Q, K)},
+    "bias [b,h,q,k]": {"bias": numbers(1, H, Q, K)},
+    "keys": {"attend_keys": BITS[:, 0, 0]},
+    "lengths [b]": {"valid_lens": [2]},
+    "lengths [b,q]": {"valid_lens": [[1, 2, 3, 4]]},
+    "causal": {"causal": True},
+    "window left": {"window": {"left": 1}},
+    "window right": {"window": {"right": 1}},
+    "window both": {"window": {"left": 1, "right": 1}},
+    "offset": {"causal": True, "query_offset": 1},
+    "pairs and keys": {"attend_mask": BITS[0, 0], "attend_keys": BITS[:, 0, 0]},
+    "everything": {"attend_mask": BITS, "bias": numbers(1, H, Q, K), "valid_lens": [2], "causal": True, "head_scale": [1.0, 2.0, 3.0]},
+}
+
+
+def batch_key(**fields: Any) -> Any:
+    """What the call may be stacked by."""
+    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0]).stacked
+
+
+def test_kinship_tells_apart_all_that_must_not_be_stacked() -> None:
+    """Every pair of these differs in what a stacked call can hold once only; each is kin to itself with other numbers."""
+    kinships = {name: batch_key(**fields) for name, fields in STRANGERS.items()}
+
+    for name, one in kinships.items():
+        assert one is not None, name
+        assert [other for other, its in kinships.items() if its == one] == [name]
+        assert batch_key(**STRANGERS[name]) == one, name
+
+
+def test_another_layer_is_no_kin() -> None:
+    """Not even one of the same name, spec and weights: the calls bound to a layer that was replaced are computed by it."""
+    call, _ = bound(LAYER, **base())
+    again = CATALOGUE.make("layer", LAYER.spec)
+    one, other = batch_key_of(LAYER, call), batch_key_of(again, call)
+    assert one.stacked != other.stacked
+    assert one.packed != other.packed
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param({}, {"query": numbers(5, Q, 6)}, id="batch size"),
+        pytest.param({}, {"query": numbers(Q, 6)}, id="no batch"),
+        pytest.param({}, {"query": 2 * numbers(1, Q, 6)}, id="values"),
+        pytest.param({}, {"scale": LAYER.spec.scale, "softcap": 0.0}, id="the layer's own scale, said"),
+        pytest.param({"attend_mask": BITS[0, 0]}, {"attend_mask": BITS[:, 0]}, id="a mask for all and one per item"),
+        pytest.param({"attend_mask": BITS[0, 0]}, {"block_mask": BITS[0, 0]}, id="attend and block"),
+        pytest.param({"bias": np.zeros((Q, K))}, {"bias": np.full((Q, K), -np.inf)}, id="a bias that blocks"),
+        pytest.param({"valid_lens": [0]}, {"valid_lens": [4]}, id="lengths"),
+        pytest.param({"causal": True}, {"causal": True, "query_offset": 0}, id="an offset of 0, said"),
+        pytest.param(
+            {"causal": True, "query_offset": 1},
+            {"query": numbers(2, Q, 6), "causal": True, "query_offset": [3, -2]},
+            id="an offset for all and one per item",
+        ),
+        pytest.param(
+            {"head_scale": [1.0, 2.0, 3.0]},
+            {"query": numbers(2, Q, 6), "head_scale": numbers(2, H)},
+            id="factors for all and per item",
+        ),
+        pytest.param({"causal": True}, {"window": {"right": 0}}, id="causal by two names"),
+    ],
+)
+def test_what_may_differ_between_kin(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Whatever a stacked call can hold item by item keeps nobody apart: otherwise hardly any two calls would meet."""
+    assert batch_key(**one) == batch_key(**other) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [({"dropout": {"p": 0.5, "seed": 1}}, STACKED), ({"reproducible": True}, UNLIMITED), ({"scale": 100.0}, UNLIMITED)],
+    ids=["dropout", "reproducible", "large scores"],
+)
+def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any], limits: BatchLimits) -> None:
+    """The dropout's stream has the call's own shape, and bit for bit the same means no company at all; large scores bear none either."""
+    call, cost = bound(LAYER, **{**base(), **fields})
+    twins = [Entry(LAYER, call, cost, 0.0) for _ in range(2)]
+    plain = Entry(LAYER, *bound(LAYER, **base()), 0.0)
+
+    for first, second in (twins, (twins[0], plain), (plain, twins[0])):
+        waiting = deque([first, second])
+        assert took(waiting, limits) == [first]
+        assert took(waiting, limits) == [second]
+
+
+def packs(**fields: Any) -> Any:
+    """What the call may be put beside others by."""
+    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0]).packed
+
+
+def test_calls_of_all_kinds_go_side_by_side() -> None:
+    """But for where their rows come from: a query that is its own key and value is one row of the product, others are three."""
+    shared, value, none = (
+        {name for name, fields in STRANGERS.items() if test(fields)}
+        for test in (
+            lambda fields: "key" not in fields,
+            lambda fields: "key" in fields and "value" not in fields,
+            lambda fields: "value" in fields,
+        )
+    )
+    assert len(shared) > 25
+    assert value == {"key", "longer key"}
+    assert none == {"key and value"}
+    for names in (shared, value, none):
+        assert len({packs(**STRANGERS[name]) for name in names}) == 1
+    assert len({packs(**STRANGERS[next(iter(names))]) for names in (shared, value, none)}) == 3
+    assert packs(dropout={"p": 0.5, "seed": 1}) == packs() is not None
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_a_layer_whose_rows_depend_on_those_beside_them_keeps_its_calls_apart(difference: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where long sums cannot be had alike for few rows and for many, no two calls go together."""
+    spec = LayerSpec(d_model=160, num_heads=2)
+    monkeypatch.setattr(linear, "_lay_out", lambda weight: weight)
+    monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
+    monkeypatch.setattr(linear, "_difference", lambda *_: difference)
+    for fast in (True, False):
+        monkeypatch.setattr(linear, "_taken", {})
+        monkeypatch.setattr(linear, "_steady", {})
+        monkeypatch.setattr(linear, "_is_fast", lambda weight, fast=fast: fast)
+        layer = CATALOGUE.make("wide", spec)
+        for tuned in (False, True):
+            if tuned:
+                layer.attention.tune()
+            batch_key = batch_key_of(layer, bound(layer, query=numbers(1, 2, 160))[0])
+            assert (batch_key != (None, None)) is (fast and tuned and not difference)
+
+
+def test_calls_to_a_layer_without_projections_go_together_as_well() -> None:
+    """They share nothing but the way."""
+    layer = CATALOGUE.make("bare", LayerSpec(d_model=6, num_heads=3, projections=False))
+    calls = [bound(layer, **{name: numbers(1, n, 6) for name in ("query", "key", "value")})[0] for n in (2, 5, 3)]
+    assert assert_law_7(layer, calls, "bare", UNLIMITED) == [3]
+
+
+# Stacking and splitting
+
+
+def test_one_call_is_left_as_it_is() -> None:
+    """No copy of it is made, and none of its result."""
+    call, _ = bound(LAYER, **base())
+    result = LAYER.attention(call)
+    assert stack([call]) is call
+    assert split(result, [1])[0] is result
+
+
+def test_a_split_copies_nothing() -> None:
+    """Each part is a view of the whole result, in the order of the calls."""
+    result = LAYER.attention(bound(LAYER, query=numbers(6, Q, 6))[0])
+    parts = split(result, [2, 1, 3])
+    for name, whole in result.tensors.items():
+        assert [part.tensors[name].shape[0] for part in parts] == [2, 1, 3]
+        assert torch.equal(torch.cat([part.tensors[name] for part in parts]), whole)
+        assert all(part.tensors[name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
+
+
+def test_what_all_share_is_held_once() -> None:
+    """A mask for all items that is the same in every call is not repeated; one that differs is. Self-attention stays self-attention."""
+    mask, other = np.tril(np.ones((Q, K))), np.ones((Q, K))
+    calls = [bound(LAYER, query=numbers(b, Q, 6), attend_mask=mask)[0] for b in (1, 3)]
+    stacked = stack(calls)
+    assert stacked.query.shape[0] == 4
+    assert stacked.key is stacked.query
+    assert stacked.value is stacked.key
+    assert stacked.masks.pairs is not None
+    assert stacked.masks.pairs.shape[0] == 1
+
+    differing = stack([*calls, bound(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
+    assert differing.masks.pairs is not None
+    assert differing.masks.pairs[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 64])
+def test_halves_are_two_and_lose_nobody(n: int) -> None:
+    """Both have someone, so that halving ends, and together they are the batch in its order."""
+    batch = [entry() for _ in range(n)]
+    first, second = halves(batch)
+    assert [*first, *second] == batch
+    assert abs(len(first) - len(second)) <= 1
+    assert len(first) * len(second) > 0
+
+
+# Together as alone
+
+
+def alike(case: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """Another request of the case's kind: other numbers, another batch size, masks for all items or for each, maybe without a batch."""
+    b = int(rng.integers(1, 5))
+    single = b == 1 and rng.random() < 0.5
+    fields: dict[str, Any] = {}
+    for name, value in case.request.items():
+        if name in ("query", "key", "value"):
+            fields[name] = rng.standard_normal((b, *value.shape[1:]))
+        elif name in ("attend_mask", "block_mask", "bias"):
+            array = value[None] if value.ndim == 2 else value
+            array = array[rng.integers(0, len(array), b if rng.random() < 0.6 else 1)]
+            array = rng.permuted(array, axis=-1)
+            if name == "bias" and rng.random() < 0.5:
+                array = np.where(np.isneginf(array), 0.0, array)
+            fields[name] = array[0] if len(array) == 1 and array.ndim == 3 and rng.random() < 0.5 else array
+        elif name in ("attend_keys", "block_keys", "valid_lens"):
+            fields[name] = value[rng.integers(0, len(value), b)]
+        elif name == "query_offset" and not isinstance(value, str):
+            fields[name] = rng.integers(-3, 5, b) if rng.random() < 0.5 else int(rng.integers(1, 5))
+        elif name == "head_scale":
+            heads = value.shape[-1]
+            fields[name] = rng.standard_normal((b, heads) if rng.random() < 0.5 else heads)
+        else:
+            fields[name] = value
+    return _without_batch(fields) if single else fields
+
+
+def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
+    """The request for its only item: every field drops its leading axis, where it has one."""
+    for name, value in fields.items():
+        pairwise = name in ("attend_mask", "block_mask", "bias")
+        drops = isinstance(value, np.ndarray) and not (pairwise and value.ndim == 2) and not (name == "head_scale" and value.ndim == 1)
+        if drops:
+            fields[name] = int(value[0]) or 1 if name == "query_offset" else value[0]  # 0 is as good as nothing said
+    return fields
+
+
+def selection(rng: np.random.Generator, layer: HeldLayer, queries: int) -> dict[str, Any]:
+    """What is asked for: all outputs, or few, or few of the weights."""
+    choice = rng.integers(5)
+    if choice < 2:
+        return {"outputs": OUTPUTS}
+    if choice == 2:
+        return {"outputs": [OUTPUTS[rng.integers(9)]]}
+    heads = rng.permutation(layer.spec.num_heads)[: rng.integers(1, layer.spec.num_heads + 1)].tolist()
+    rows = rng.permutation(queries)[: rng.integers(1, queries + 1)].tolist()
+    select = {"heads": heads, "queries": rows, "average": bool(rng.random() < 0.3), "top_k": [None, 3][rng.integers(2)]}
+    return {"outputs": ["output", "attention_weights"], "select": select}
+
+
+def assert_same(got: Result, alone: Result, dtype: str, note: str) -> None:
+    """|a - b| <= 1e-6 max|b| where the layer computes in float32, 1e-12 in float64; infinities, keys and empty rows exactly."""
+    assert got.fully_masked_rows == alone.fully_masked_rows, note
+    assert got.first_empty(10**6) == alone.first_empty(10**6), note
+    assert got.tensors.keys() == alone.tensors.keys(), note
+    for name, b in alone.tensors.items():
+        a = got.tensors[name]
+        assert a.shape == b.shape, f"{note} {name}"
+        assert a.dtype == b.dtype, f"{note} {name}"
+        if not b.is_floating_point():
+            assert torch.equal(a, b), f"{note} {name}"
+            continue
+        finite = torch.isfinite(b)
+        assert torch.equal(a[~finite], b[~finite]), f"{note} {name}"
+        largest = b[finite].abs().max().item() if finite.any() else 0.0
+        error = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
+        assert error <= {"float32": 1e-6, "float64": 1e-12}[dtype] * largest, f"{note} {name}: {error / largest:.2g} of the largest"
+
+
+def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | None = None) -> tuple[HeldLayer, list[Call]]:
+    """A random layer and calls to it that can be stacked."""
+    rng = np.random.default_rng(seed)
+    init = init or TAME[seed % len(TAME)]
+    case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
+    layer = CATALOGUE.make("case", case.spec, case.weights)
+    more = selection(rng, layer, case.request["query"].shape[1])
+    calls = [bound(layer, **alike(case, rng), **more)[0] for _ in range(count)]
+    return layer, calls
+
+
+def assert_law_7(layer: HeldLayer, calls: list[Call], note: str, limits: BatchLimits = STACKED) -> list[int]:
+    """Taken from a queue and computed, the calls get what each gets by itself. Returns the sizes of the batches they came in."""
+    alone = {id(call): layer.attention(call) for call in calls}
+    waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
+    while waiting:
+        batch = took(waiting, limits)
+        for one, got in computed(batch):
+            assert_same(
+                got, alone.pop(id(one.call)), layer.spec.dtype, f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}"
+            )
+        sizes.append(len(batch))
+    assert not alone
+    return sizes
+
+
+def computed(batch: list[Entry]) -> Iterator[tuple[Entry, Result]]:
+    """Every call of the batch with its result."""
+    for one, outcome in compute(batch, lambda: 0.0):
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.batch == len(batch)
+        yield one, outcome.result
+
+
+@pytest.mark.parametrize("init", TAME)
+def test_law_7_stacked_equals_alone(init: str) -> None:
+    """Random layers and requests with every kind of mask: several kin calls stacked and split get what each gets by itself."""
+    sizes, empty, apart = set(), 0, 0
+    for seed in range(100):
+        layer, calls = kin_requests(seed, 2 + seed % 4, init)
+        apart += assert_law_7(layer, calls, f"seed {seed}") != [len(calls)]  # those of the largest scores
+        sizes |= {call.query.shape[0] for call in calls}
+        empty += sum(layer.attention(call).fully_masked_rows for call in calls)
+    assert sizes == {1, 2, 3, 4}
+    assert empty > 100
+    assert apart < 5
+
+
+def shortened(fields: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """The request for its first so many queries and keys; without some of its masks."""
+    batched, (queries, keys) = (
+        fields["query"].ndim == 3,
+        (fields[name].shape[-2] for name in ("query", "key" if "key" in fields else "query")),
+    )
+    q = int(rng.integers(1, queries + 1))
+    k = q if keys == queries else int(rng.integers(1, keys + 1))
+    cut: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in ("attend_mask", "block_mask", "bias", "attend_keys", "block_keys", "valid_lens", "head_scale") and rng.random() < 0.3:
+            continue
+        if name in ("query", "key", "value"):
+            cut[name] = value[..., : q if name == "query" else k, :]
+        elif name in ("attend_mask", "block_mask", "bias"):
+            cut[name] = value[..., : q if value.shape[-2] == queries else 1, : k if value.shape[-1] == keys else 1]
+        elif name in ("attend_keys", "block_keys"):
+            cut[name] = value[..., :k]
+        elif name == "valid_lens":
+            per_query = np.ndim(value) > batched
+            cut[name] = np.minimum(value[..., :q] if per_query else value, k)
+        else:
+            cut[name] = value
+    return cut
+
+
+@pytest.mark.parametrize("init", TAME)
+def test_law_7_side_by_side_equals_alone(init: str) -> None:
+    """Random layers, and calls to each that differ in lengths, masks, options, and in what they ask for: together they get what each gets
+    by itself."""
+    together, shapes, empty = 0, set(), 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init)  # type: ignore[arg-type]
+        layer, calls = CATALOGUE.make("case", case.spec, case.weights), []
+        for i in range(2 + seed % 5):
+            fields = shortened(alike(case, rng), rng)
+            dropout = {"dropout": {"p": 0.4, "seed": i}} if rng.random() < 0.2 else {}
+            calls.append(bound(layer, **fields, **dropout, **selection(rng, layer, fields["query"].shape[-2]))[0])
+        sizes = assert_law_7(layer, calls, f"seed {seed}", UNLIMITED)
+        together += max(sizes) > 1
+        shapes |= {call.query.shape[1] - call.key.shape[1] for call in calls}
+        empty += sum(layer.attention(call).fully_masked_rows for call in calls)
+    assert together > 80  # but those of the largest scores
+    assert len(shapes) > 5
+    assert empty > 100
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("width", [64, 192, 512])
+@pytest.mark.parametrize("shared", [True, False], ids=["self", "three"])
+def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: int, number: int, threads: Callable[[int], None]) -> None:
+    """Short calls without masks have ways of their own, alone, stacked and side by side; beside them some with masks."""
+    threads(number)
+    layer = CATALOGUE.make("wide", LayerSpec(d_model=width, num_heads=8))
+    layer.attention.tune()
+    assert layer.attention.whole is not None
+    rng = np.random.default_rng(width)
+    lengths = [(1, 17), (1, 5), (3, 5), (2, 5), (1, 40), (1, 1), (1, 64), (2, 33), *((1, int(n)) for n in rng.integers(2, 30, 12))]
+    for masks in ([{}], [{}, {"causal": True}, {"outputs": ["output"]}]):
+        calls = []
+        for i, shape in enumerate(lengths):
+            inputs = {name: rng.standard_normal((*shape, width)) for name in (("query",) if shared else ("query", "key", "value"))}
+            calls.append(bound(layer, **inputs, **masks[i % len(masks)])[0])
+        together = [20] if layer.attention.projections.are_steady else [1] * 20
+        assert assert_law_7(layer, calls, f"{masks}", UNLIMITED) == together
+
+
+ORDINARY: dict[str, dict[str, Any]] = {
+    "ordinary numbers": {},
+    "weights of size 1": {"init": "numpy_normal"},
+    "positive weights": {"init": "numpy_uniform"},
+    "numbers of size 10": {"size": 10.0},
+    "a scale of 5": {"scale": 5.0},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
+def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dtype: str, threads: Callable[[int], None]) -> None:
+    """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
+    threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
+    spec = LayerSpec.model_validate({"d_model": width, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
+    layer, rng = CATALOGUE.make("wide", spec), np.random.default_rng(0)
+    layer.attention.tune()
+    fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
+    for _ in range(3):
+        calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, width)), **fields)[0] for b in (1, 2, 1, 3)]
+        assert_law_7(layer, calls, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "stacked"),
+    [
+        ({}, "float32", True),
+        ({"query": 10 * numbers(1, Q, 6)}, "float32", False),
+        ({"key": 100 * numbers(1, K, 6)}, "float32", False),
+        ({"scale": 50.0}, "float32", False),
+        ({"bias": np.full((Q, K), 100.0)}, "float32", False),
+        ({"bias": np.full((Q, K), -np.inf)}, "float32", True),
+        ({"query": 10 * numbers(1, Q, 6), "scale": 50.0, "bias": np.full((Q, K), 100.0)}, "float64", True),
+    ],
+)
+def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
+    """What rounding is left in scores of hundreds, softmax makes more of than law 7 allows, on one processor or another."""
+    layer = CATALOGUE.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
+    calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
+    one, other = (batch_key_of(layer, call) for call in calls)
+    assert one == other
+    assert (one != (None, None)) is stacked
+    assert (one.stacked is None) is (one.packed is None)
+
+
+def crooked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product that no call may share: few rows come out by a thousandth larger than many."""
+    return torch.nn.functional.linear(x, weight, bias) * (1.001 if len(x) <= 16 else 1)
+
+
+@pytest.mark.parametrize("product", ["torch's", "oneDNN's", "one that depends on its rows"])
+@settings(max_examples=12, deadline=None)
+@given(heads=st.sampled_from([1, 3, 8]), width=st.integers(1, 64), data=st.data(), number=st.sampled_from([1, 2]))
+def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width: int, data: st.DataObject, number: int) -> None:
+    """At any width, for calls of any lengths and batch sizes beside each other: what a measurement chooses changes no answer by more than
+    1e-6 of the largest value. Where a product cannot be shared, calls run alone.
+    """
+    layouts = data.draw(st.lists(st.tuples(st.sampled_from([1, 1, 2, 5]), st.integers(1, 70)), min_size=2, max_size=6))
+    same_lengths, masked = data.draw(st.booleans()), data.draw(st.booleans())
+    before, rng = torch.get_num_threads(), np.random.default_rng(heads * width)
+    torch.set_num_threads(number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_taken", {})
+        patch.setattr(linear, "_steady", {})
+        patch.setattr(linear, "_is_fast", lambda weight: product != "torch's" and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+        if product == "one that depends on its rows":
+            patch.setattr(linear, "_lay_out", lambda weight: weight)
+            patch.setattr(linear, "_onednn", crooked)
+        layer = CATALOGUE.make("any", LayerSpec(d_model=heads * width, num_heads=heads))
+        layer.attention.tune()
+        calls = []
+        for batch, rows in layouts:
+            shape = batch, layouts[0][1] if same_lengths else rows, heads * width
+            more = {"valid_lens": np.full(batch, shape[1] // 2 + 1)} if masked else {}
+            calls.append(bound(layer, query=rng.standard_normal(shape), outputs=["output", "attention_weights"], **more)[0])
+        sizes = assert_law_7(layer, calls, f"{heads * width} wide", UNLIMITED)
+    torch.set_num_threads(before)
+    if heads * width > linear.NARROW and product != "oneDNN's":
+        assert sizes == [1] * len(calls)
+
+
+def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
+    """A key so large that its projection overflows is nobody's business where it is blocked, and only its own caller's elsewhere."""
+    query = numbers(1, Q, 6)
+    huge = query.copy()
+    huge[0, -1] = 3e38
+    calls = [
+        bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
+        for x in (query, huge)
+    ]
+    assert batch_key_of(LAYER, calls[1]) == (None, None)  # scores of that size are not stacked; were they, nobody would suffer
+
+    own, spoilt = split(LAYER.attention(stack(calls)), [1, 1])
+
+    assert_same(own, LAYER.attention(calls[0]), "float32", "the neighbour")
+    assert torch.isfinite(own.tensors["output"]).all()
+    assert torch.isfinite(spoilt.tensors["output"][:, :3]).all()
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (0, 0), (0, 1, 0), (2, 0), (0, 3, 1)])
+def test_a_call_without_items_is_spared_its_neighbours(sizes: tuple[int, ...]) -> None:
+    """Zero batch items are a call like any other: its reply has none of the rows, and none of the empty rows, of those beside it."""
+    calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
+    assert len({batch_key_of(LAYER, call) for call in calls}) == 1
+
+    together = split(LAYER.attention(stack(calls)), sizes)
+
+    assert [result.fully_masked_rows for result in together] == [b * H * Q for b in sizes]
+    assert [len(result.first_empty()) for result in together] == [4 if b else 0 for b in sizes]
+    for got, call in zip(together, calls, strict=True):
+        assert_same(got, LAYER.attention(call), "float32", f"{call.query.shape[0]} items")
+
+
+@pytest.mark.parametrize("rows", [0, 100])
+def test_law_7_through_a_queue_of_everything(rows: int) -> None:
+    """Calls of many lengths, masks and layers, shuffled, some to be run alone: taken batch by batch, each gets what it gets by itself."""
+    rng = np.random.default_rng(99)
+    entries: list[Entry] = []
+    alone: dict[int, Result] = {}
+    for seed in range(12):
+        layer, calls = kin_requests(1000 + seed, count=5)
+        for call in [*calls, replace(calls[0], dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
+            one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0)
+            alone[id(one)] = layer.attention(call)
+            entries.append(one)
+    waiting = deque(entries[i] for i in rng.permutation(len(entries)))
+
+    sizes = []
+    while waiting:
+        batch = took(waiting, BatchLimits(calls=4, operations=120, rows=rows))
+        for one, got in computed(batch):
+            assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
+        sizes.append(len(batch))
+
+    assert not alone
+    assert len(entries) == sum(sizes) == 72
+    assert max(sizes) == 4
+    assert (sizes.count(1) >= 12) is (rows == 0)  # those with a dropout
+
+
+def test_the_property_can_fail() -> None:
+    """The comparison sees a call that got its neighbour's result, one wrong number in the last place that counts, and a lost empty row."""
+    layer, calls = kin_requests(3, count=2)
+    a, b = (layer.attention(call) for call in calls)
+    wrong: list[Callable[[], None]] = [lambda: assert_same(a, b, layer.spec.dtype, "")]
+    name, tensor = next((n, t) for n, t in a.tensors.items() if t.is_floating_point() and torch.isfinite(t).all())
+    nudged = tensor.clone()
+    nudged[(0,) * nudged.ndim] += 1e-5 * tensor.abs().max()
+    wrong.append(lambda: assert_same(replace(a, tensors={**a.tensors, name: nudged}), a, layer.spec.dtype, ""))
+    wrong.append(lambda: assert_same(replace(a, empty=torch.ones(1, 1, 1, dtype=torch.bool)), a, layer.spec.dtype, ""))
+    for check in wrong:
+        with pytest.raises(AssertionError):
+            check()

@@ -1,0 +1,162 @@
+"""What is kept of earlier requests never changes what becomes of the next: a decoder that remembers against one that starts anew."""
+
+import sys
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.errors import AttendError, InvalidRequest
+from service.serving.bound_call import BoundCall
+from service.serving.cost import ServingLimits
+from service.serving.decoding import Decoder
+from service.serving.layers.registry import LayerRegistry
+from service.serving.requests import RawRequest
+from service.serving.validation_cache import KEPT, LONGEST, ValidationCache, shape_of
+from service.spec import LayerSpec
+from service.wire.limits import WireLimits
+
+SPECS = {"default": LayerSpec(d_model=6, num_heads=2, seed=3), "half": LayerSpec(d_model=6, num_heads=3, dtype="float16")}
+OPTIONS: dict[str, list[Any]] = {  # right and wrong, and pairs that Python calls equal
+    "layer": ["default", "half", "nobody", 1, ["default"], None],
+    "causal": [True, False, 1, 0, "true", None],
+    "scale": [1, 1.0, None, "1", 0.5],
+    "softcap": [0, 2.0, -1],
+    "query_offset": [0, 1, True, "end", "END", [0, 1]],
+    "window": [{"left": 1, "right": 0}, {"left": True}, {"left": None, "right": 2}, 3],
+    "outputs": [["output"], ["attention_weights", "output"], ["output", "output"], [], ["nothing"], "output"],
+    "select": [{"heads": [1]}, {"heads": [2]}, {"queries": [1, 0], "average": True}, {"top_k": 2}, {"heads": [True]}],
+    "dropout": [{"p": 0.5, "seed": 1}, {"p": 0.5, "seed": 2}, {"p": 1, "seed": 1}],
+    "reply": [{"form": "flat"}, {"decimals": 2}, {"decimals": True}, {"datatype": "FP16"}],
+    "valid_lens": [[1, 2], [2, 1], [0, 9]],
+    "attend_keys": [[[1, 0, 1], [1, 1, 0]], [[0, 0, 2], [1, 1, 0]]],
+    "surplus": [1],
+}
+NUMBERS = st.sampled_from([0.0, 1.0, -2.5, 0.1, 7e4, 1e39])  # 7e4 is too large for float16, 1e39 for float32
+
+
+def decoder() -> Decoder:
+    registry = LayerRegistry(torch.device("cpu"), ServingLimits(scores=40))
+    for name, spec in SPECS.items():
+        registry.put(registry.make(name, spec))
+    return Decoder(registry, WireLimits(), ServingLimits(scores=40))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Of few shapes, so that many are alike."""
+    batch = draw(st.sampled_from([(), (1,), (2,)]))
+    body: dict[str, Any] = {}
+    for name, rows in (("query", (2, 3)), ("key", (2, 3)), ("value", (3,))):
+        if name == "query" or draw(st.booleans()):
+            shape = *batch, draw(st.sampled_from(rows)), draw(st.sampled_from([6, 6, 6, 5]))
+            body[name] = np.full(shape, draw(NUMBERS)).tolist()
+    for name in draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=2, unique=True)):
+        body[name] = draw(st.sampled_from(OPTIONS[name]))
+    return body
+
+
+def outcome(decoder: Decoder, body: dict[str, Any]) -> dict[str, Any]:
+    """Everything about the call, or about its refusal."""
+    try:
+        bound = decoder.bound(RawRequest(orjson.dumps(body)))
+    except AttendError as error:
+        return {"error": type(error), "problems": error.problems}
+    call, request = bound.call, bound.request
+    parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
+    parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
+    plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
+    same = {"self": call.key is call.query, "shared": call.value is call.key, "dtype": str(call.query.dtype)}
+    said = {"layer": bound.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
+    return {**plain, **same, **said, "batched": request.batched, "cost": bound.cost, "in_parts": bound.in_parts}
+
+
+REMEMBERING = decoder()
+
+
+@settings(max_examples=400, deadline=None)
+@given(requests())
+def test_a_request_like_an_earlier_one_gives_the_same_call_or_the_same_refusal(body: dict[str, Any]) -> None:
+    anew = outcome(decoder(), body)
+    assert outcome(REMEMBERING, body) == anew
+    assert outcome(REMEMBERING, body) == anew  # now that it has been seen
+
+
+def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
+    remembering = decoder()
+    first, second = (remembering.bound(RawRequest(orjson.dumps(body))) for body in bodies)
+    return first, second
+
+
+def test_the_second_of_two_alike_is_not_looked_at_again_and_has_its_own_numbers() -> None:
+    first, second = bound_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
+    assert second.cost is first.cost
+    assert (first.call.query == 1).all() and (second.call.query == 2).all()
+
+
+def test_masks_are_judged_by_their_values_every_time() -> None:
+    query = np.ones((2, 3, 6)).tolist()
+    with pytest.raises(InvalidRequest) as refusal:
+        bound_twice({"query": query, "valid_lens": [1, 2]}, {"query": query, "valid_lens": [1, 4]})
+    assert refusal.value.problems[0].at == "/valid_lens/1"
+
+
+def test_little_is_kept_and_no_numbers() -> None:
+    remembering = decoder()
+    for n in range(1, KEPT + 20):
+        remembering.bound(RawRequest(orjson.dumps({"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})))
+    kept = remembering.registry.find("default").prepared._prepared
+    assert len(kept) == KEPT
+    for prepared in kept.values():
+        assert "query" not in prepared.options
+        assert prepared.request.query.strides == (0, 0, 0)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
+def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> None:
+    """Between any two bytecode instructions of one `keep` another runs from beginning to end, as a thread may that gets its turn there."""
+    bound = decoder().bound(RawRequest(orjson.dumps({"query": np.ones((1, 2, 6)).tolist()})))
+    parts, code = (bound.request, bound.call, bound.cost, bound.in_parts), ValidationCache.keep.__code__
+    instructions = place = 0
+    cache = ValidationCache()
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal instructions
+        frame.f_trace_opcodes = frame.f_code is code
+        if frame.f_code is code and event == "opcode":
+            instructions += 1
+            if instructions == place:
+                cache.keep("first" if same else "second", *parts)
+        return interrupt
+
+    before, most = sys.gettrace(), 1
+    while place < most:
+        place, instructions, cache = place + 1, 0, ValidationCache()
+        for number in range(KEPT):
+            cache.keep(number, *parts)
+        sys.settrace(interrupt)
+        try:
+            cache.keep("first", *parts)
+        finally:
+            sys.settrace(before)
+        most = instructions
+        kept = set(cache._prepared)
+        assert "first" in kept and len(kept) == KEPT
+        for number in range(KEPT):
+            cache.keep(("later", number), *parts)
+        assert set(cache._prepared) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
+    assert most > 50
+
+
+def test_requests_with_much_beside_their_numbers_are_not_kept() -> None:
+    query = np.ones((1, 2, 6))
+    assert shape_of({"query": query, "layer": "x"}) is not None
+    assert shape_of({"query": query, "tokens": {"query": ["word" * LONGEST]}}) is None
+    assert shape_of({"query": query, "bias": query}) is None
+    assert shape_of({"key": query}) is None
