@@ -9,6 +9,7 @@
     │   ├── Forbidden             this server does not allow it to this caller
     │   ├── LayerNotFound
     │   ├── LayerConflict         the layers cannot be changed that way here
+    │   │   └── LayerUnloaded     the layer is kept, and answers no calls until it is loaded
     │   ├── TooLarge              in bytes, depth, parameters, or predicted memory
     │   ├── UnsupportedMediaType  of the body
     │   └── NotAcceptable         of the reply
@@ -92,6 +93,10 @@ class LayerNotFound(RequestError):
 
 class LayerConflict(RequestError):
     title = "layer conflict"
+
+
+class LayerUnloaded(LayerConflict):
+    title = "layer unloaded"
 
 
 class TooLarge(RequestError):

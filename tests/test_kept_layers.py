@@ -81,7 +81,7 @@ def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(start: Star
     assert files(tmp_path) == ["mine.unloaded", "replaced.safetensors"]
     third = start("--layers-dir", str(tmp_path))
     assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
-    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 503
+    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 409
     assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
     assert ask(third, "GET", "/layers/mine").json() == made
     assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 200
@@ -141,7 +141,11 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     refused = {event["layer"] for event in second.events if event["event"] == "layer file refused"}
     assert refused == {"torn", "flipped", "text", "foreign"}
     ignored = sorted((event["file"], event["reason"]) for event in second.events if event["event"] == "layer file ignored")
-    link, misnamed, other = "it is a link, which is not followed", "its name is not that of a layer with .safetensors", "it is no file"
+    link, misnamed, other = (
+        "it is a link, which is not followed",
+        "its name is not that of a layer with .safetensors or .unloaded",
+        "it is no file",
+    )
     assert ignored == [
         ('"bad name.safetensors"', misnamed),
         ('"elsewhere"', misnamed),
@@ -167,14 +171,14 @@ WRITER = """
 import os, signal, sys
 from pathlib import Path
 import torch
-import service.serving.layers.store as folder
-from service.serving.layers.registry import Catalogue
+from service.serving.layers import store
+from service.serving.layers.registry import LayerRegistry
 from service.serving.cost import ServingLimits
 from service.spec import LayerSpec
 
 path, name, seed, victim = Path(sys.argv[1]), *sys.argv[2:]
-layer = Catalogue(torch.device("cpu"), ServingLimits()).make(name, LayerSpec(d_model=4, num_heads=2, seed=int(seed)))
-kept = folder.LayerFolder(path, 1 << 20)
+layer = LayerRegistry(torch.device("cpu"), ServingLimits()).make(name, LayerSpec(d_model=4, num_heads=2, seed=int(seed)))
+kept = store.LayerStore(path, 1 << 20)
 kept.open()
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if victim == "write":
@@ -183,7 +187,7 @@ if victim == "write":
 elif victim == "rename":
     Path.rename = die
 elif victim == "flush":
-    folder._flush = die
+    store._flush = die
 kept.write(layer)
 """
 

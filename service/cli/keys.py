@@ -44,7 +44,7 @@ def add(name: Name, scopes: Scopes, file: File, as_json: AsJson = False) -> None
     except BadKeys as error:
         _fail(str(error))
     _write(file, [*held, key])
-    _log_request({"name": name, "scopes": sorted(key.scopes), "key": secret}, secret, as_json)
+    _report({"name": name, "scopes": sorted(key.scopes), "key": secret}, secret, as_json)
 
 
 def show(file: File, as_json: AsJson = False) -> None:
@@ -64,10 +64,10 @@ def remove(name: Name, file: File, as_json: AsJson = False) -> None:
     if len(left) == len(held):
         _fail(f'no key of "{name}" in {file}')
     _write(file, left)
-    _log_request({"removed": name}, f"{name} has no key any more", as_json)
+    _report({"removed": name}, f"{name} has no key any more", as_json)
 
 
-def _log_request(document: Mapping[str, Any], words: str, as_json: bool) -> None:
+def _report(document: Mapping[str, Any], words: str, as_json: bool) -> None:
     typer.echo(json.dumps(document) if as_json else words)
 
 

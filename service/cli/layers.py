@@ -91,14 +91,14 @@ def export(
     except OSError as error:
         complain("layers export", f"cannot write {output}: {error.strerror}")
         raise typer.Exit(1) from None
-    _log_request({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
+    _report({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
 
 
 def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
     with _opened("remove", url, ca, layers_dir) as backend:
         backend.delete_layer(name)
-    _log_request({"removed": name}, f"{name} is gone", as_json)
+    _report({"removed": name}, f"{name} is gone", as_json)
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
@@ -137,7 +137,7 @@ def _object(text: str | None) -> Mapping[str, Any] | None:
     return value
 
 
-def _log_request(document: Mapping[str, Any], words: str, as_json: bool) -> None:
+def _report(document: Mapping[str, Any], words: str, as_json: bool) -> None:
     typer.echo(json.dumps(document) if as_json else words)
 
 

@@ -348,7 +348,7 @@ def test_repository_and_statistics(client: Any, v2: httpx.Client) -> None:
         assert not client.is_model_ready("over-grpc")
         index = client.get_model_repository_index().models
         assert ("over-grpc", "UNAVAILABLE", "unloaded") in [(m.name, m.state, m.reason) for m in index]
-        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+        with pytest.raises(InferenceServerException, match="FAILED_PRECONDITION"):
             client.infer("over-grpc", [tensor("query", QUERY)])
         client.load_model("over-grpc")
         client.infer("over-grpc", [tensor("query", QUERY)])

@@ -211,8 +211,9 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
             call.message.set_result(b"seven b")
             assert await reading == b"seven b"
             assert budget.held == 7
-            with pytest.raises(Overloaded), budget.lease("b") as other:
-                other.add(994)
+            with budget.lease("b") as second, budget.lease("c") as third, pytest.raises(Overloaded):
+                second.add(500)
+                third.add(500)
         none = Call()
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:

@@ -160,7 +160,7 @@ def test_a_device_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPa
         paths = ("/health/ready", "/v2/health/ready", "/v2/models/default/ready", "/v2/health/live")
         assert [client.get(path).status_code for path in paths] == [200, 200, 200, 200]
 
-        monkeypatch.setattr(engine.probe, "beats", silent)
+        monkeypatch.setattr(engine.probe, "responds", silent)
 
         assert [client.get(path).status_code for path in paths] == [503, 503, 503, 200]
         assert client.get("/v2/health/ready").json() == {"live": True, "ready": False, "error": "not ready"}
@@ -177,18 +177,33 @@ from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
 from service.web.v2.description import Offer
 
+class Context:
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self):
+        return health_pb2.HealthCheckRequest().SerializeToString()
+
+    async def write(self, message):
+        self.status = health_pb2.HealthCheckResponse.FromString(message).status
+
+async def status_of(health):
+    context = Context()
+    await health.check(None, context)
+    return context.status
+
 async def main():
     settings = Settings()
     engine = create_engine(settings)
     await engine.begin(settings.all_layers())
-    methods, health = Methods(engine, Offer(None, None)), Health(engine, frozenset())
+    methods, health = Methods(engine, Offer(None, None), 1 << 20), Health(engine, frozenset(), 1 << 20, 20)
     async def silent(layer):
         return False
-    for beats in (engine.pulse.beats, silent):
-        engine.pulse.beats = beats
+    for responds in (engine.probe.responds, silent):
+        engine.probe.responds = responds
         server = await methods.server_ready(None, None)
         model = await methods.model_ready(inference_pb2.ModelReadyRequest(name="default"), None)
-        print(server.ready, model.ready, (await health.Check(health_pb2.HealthCheckRequest(), None)).status)
+        print(server.ready, model.ready, await status_of(health))
     engine.close()
 
 asyncio.run(main())

@@ -8,7 +8,7 @@ import torch
 
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
-from service.errors import InvalidRequest, LayerConflict, LayerNotFound, NotReady, Problem, TooLarge
+from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge
 from service.serving.binding import cast
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
@@ -80,11 +80,13 @@ class LayerRegistry:
         return self._layers.get(name)
 
     def find(self, name: str, at: str = "/layer") -> HeldLayer:
-        """The layer of that name. Raises NotReady for an unloaded one, LayerNotFound for any other, with the names there are, pointing to
-        where the name stood in the request."""
+        """The layer of that name.
+
+        Raises LayerUnloaded, or LayerNotFound with the names there are. `at` is where the name stood in the request.
+        """
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
-                raise NotReady(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
+                raise LayerUnloaded(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
             raise LayerNotFound.where(at, f"a layer that is held ({self._named()})", f'"{name}"')
         return layer
 

@@ -42,7 +42,7 @@ class Health:
         name = await self._name(context)
         if name not in self.names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f'no service "{name[:60]}"')
-        await self._log_request(context, await self._status(name))
+        await self._send(context, await self._status(name))
 
     async def watch(self, _: Any, context: Any) -> None:
         """The state at the beginning, and every time it has changed, until the door closes."""
@@ -57,7 +57,7 @@ class Health:
         while True:
             last = not self.engine.door.open  # before the state, which the door's closing changes
             if (status := await self._status(name)) != told:
-                await self._log_request(context, status)
+                await self._send(context, status)
                 told = status
             if last:
                 return
@@ -76,7 +76,7 @@ class Health:
         await context.abort(code_of(refusal), refusal.detail)
         raise AssertionError("ended by abort")
 
-    async def _log_request(self, context: Any, status: int) -> None:
+    async def _send(self, context: Any, status: int) -> None:
         await context.write(STATE(status=status).SerializeToString())
 
     async def _status(self, name: str) -> int:

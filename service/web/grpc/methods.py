@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound, NotReady, RequestError
+from service.errors import LayerNotFound, LayerUnloaded, RequestError
 from service.serving.admission import Lease
 from service.serving.engine import Engine
 from service.serving.metrics import Phases
@@ -57,7 +57,7 @@ class Methods:
         """Of a model that is not there or unloaded, too: it is not ready."""
         try:
             self._layer(request)
-        except (LayerNotFound, NotReady):
+        except (LayerNotFound, LayerUnloaded):
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=await self.engine.answers())
 

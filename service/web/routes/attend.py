@@ -84,7 +84,7 @@ def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[in
         403: "This server does not allow it.",
         404: "No such layer.",
         406: "No form that the caller accepts.",
-        409: "The layers cannot be changed that way here.",
+        409: "The layers cannot be changed that way here, or the layer is unloaded.",
         413: "Too large: bytes, depth, parameters, or predicted memory.",
         415: "A media type that is not read here.",
         422: "Well-formed, but it breaks the contract or does not fit the layer.",
@@ -106,7 +106,7 @@ def install(app: FastAPI, engine: Engine) -> None:
         "/attend",
         tags=["attend"],
         response_model=AttendReply,
-        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
     )
     async def attend() -> None:
@@ -117,7 +117,7 @@ def install(app: FastAPI, engine: Engine) -> None:
         "/attend/analysis",
         tags=["attend"],
         response_model=AnalysisReply,
-        responses=refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
     )
     async def analysis() -> None:
@@ -128,7 +128,7 @@ def install(app: FastAPI, engine: Engine) -> None:
         "/attend/plan",
         tags=["attend"],
         response_model=Plan,
-        responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=refusals(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
     )
     async def plan(request: Request) -> Plan:

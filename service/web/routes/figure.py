@@ -22,7 +22,7 @@ def install(app: FastAPI, engine: Engine) -> None:
         response_class=Response,
         responses={
             200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
-            **refusals(400, 404, 406, 413, 415, 422, 429, 500, 503, 504, 507),
+            **refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
         openapi_extra=takes("FigureRequest", FIGURE, "Heat maps of both heads; needs the layer `tiny` of PUT /layers/{name}."),
     )

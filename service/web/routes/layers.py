@@ -91,7 +91,7 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         "/layers/{name}/weights",
         tags=["layers"],
         response_class=StreamingResponse,
-        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 429, 503, 507)},
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 409, 429, 507)},
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""

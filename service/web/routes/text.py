@@ -27,7 +27,7 @@ def install(app: FastAPI, engine: Engine, model: bool) -> None:
         "/words",
         tags=["words"],
         response_model=Words,
-        responses=refusals(400, 404, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=refusals(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
     )
     async def post_words(request: Request) -> Response:

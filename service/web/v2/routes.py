@@ -64,30 +64,33 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         return Response(text, media_type=JSON)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
-    @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404, 503))
+    @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404, 409))
     async def model(name: str) -> ModelMetadata:
         """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(engine.registry.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
-    @app.get(f"{MODEL}/ready", **V2, response_model=ModelReady, responses=refusals(404))
+    @app.get(
+        f"{MODEL}/ready",
+        **V2,
+        response_model=ModelReady,
+        responses={503: {"model": ModelReady, "description": "Not ready."}, **refusals(404, 409)},
+    )
     async def model_ready(name: str, response: Response) -> ModelReady:
-        """Whether a model answers: it is held, not unloaded, and the server answers."""
-        unloaded = engine.registry.unloaded(name) is not None
-        if not unloaded:
-            engine.registry.find(name, at="")
-        good = not unloaded and await engine.answers()
+        """Whether calls to a model are answered. 409 for an unloaded one."""
+        engine.registry.find(name, at="")
+        good = await engine.answers()
         response.status_code = 200 if good else 503
         return ModelReady(name=name, ready=good)
 
     @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
-    @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404, 503))
+    @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404, 409))
     async def config(name: str) -> ModelConfig:
         """What Triton's clients want to know before they call."""
         return config_of(engine.registry.find(name, at=""), engine, engine.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
-    @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409, 503))
+    @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         offer.demand_statistics()
@@ -98,7 +101,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         tags=["v2"],
         responses={
             200: {"description": "The outputs asked for.", "content": {JSON: {"schema": schema("InferenceReply")}}},
-            **refusals(400, 404, 413, 415, 429, 500, 503, 504, 507),
+            **refusals(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
         openapi_extra=takes("InferenceRequest", INFER, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
