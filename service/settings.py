@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work that may wait.")
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Predicted memory that may wait; also, bodies and replies held.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls computed together.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for company.")
+    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds of requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")

@@ -8,9 +8,9 @@ FORMS: tuple[Layout, ...] = (*tutorials.FORMS, *fused_projections.FORMS, *separa
 LAYOUTS: dict[str, str] = {
     "attend": "this service's own names",
     "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too",
-    "bert": "BERT, RoBERTa and their kin",
+    "bert": "BERT, RoBERTa and similar encoders",
     "distilbert": "DistilBERT",
-    "vit": "ViT and its kin, with separate matrices or timm's qkv",
+    "vit": "ViT and similar models, with separate matrices or timm's qkv",
     "bart": "BART, OPT, Whisper, CLIP: four matrices, no RoPE",
     "gpt2": "GPT-2: Conv1D matrices",
     "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2: norm weights as they are, one for each head; the spec says rope",

@@ -192,7 +192,7 @@ def stacks(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
 
 
 def stack(calls: Sequence[Call]) -> Call:
-    """One call for all, item after item; itself where there is only one. The calls must be kin."""
+    """One call for all, item after item; itself where there is only one. The calls must have equal batch keys."""
     if len(calls) == 1:
         return calls[0]
     first, sizes = calls[0], [call.query.shape[0] for call in calls]

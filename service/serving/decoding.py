@@ -1,6 +1,6 @@
 """Bytes -> requests, layers, and calls that nothing can be wrong with any more: decode, validate, fit, admit, bind.
 
-Pure but for the catalogue, which tells the layers; run on the event loop for small bodies, off it for large ones.
+Pure but for the registry, which tells the layers; run on the event loop for small bodies, off it for large ones.
 """
 
 from collections.abc import Hashable, Mapping
@@ -34,7 +34,7 @@ DEFAULT_LAYER = AttendRequest.model_fields["layer"].default
 
 
 class Decoder:
-    """What bodies are read by: the layers there are, and the limits. Every method raises InvalidRequest and its kin."""
+    """Decodes request bodies, with the layers and the limits of this process. Every method raises subclasses of RequestError."""
 
     def __init__(self, registry: LayerRegistry, wire_limits: WireLimits, limits: cost.ServingLimits) -> None:
         self.registry, self.wire_limits, self.limits = registry, wire_limits, limits

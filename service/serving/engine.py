@@ -210,7 +210,7 @@ class Engine:
         return await self.loader.put(name, partial(self._unless_abandoned, raw, self.decoder.layer, raw, source or Source()), raw.deadline)
 
     async def read(self, raw: RawRequest, model: type[D]) -> D:
-        """The body as a document of that model. Raises InvalidRequest and its kin where it is none."""
+        """The body as a document of that model. Raises RequestError where it is not."""
         return await self._aside_for(raw, self.decoder.document, raw, model)
 
     async def read_object(self, raw: RawRequest, largest: int) -> dict[str, Any]:

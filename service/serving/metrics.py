@@ -15,7 +15,7 @@ from service.serving.shared_counters import SharedCounters
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
 
-WRAP = 1 << 62  # where a counter begins anew: the ledger's numbers have 64 bits
+WRAP = 1 << 62  # where a counter begins anew: shared counters have 64 bits
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -37,12 +37,12 @@ class Phases:
 
 
 class LayerCounters(Collector):
-    """Calls and predicted operations by layer, for as long as the layer is held. Several workers share them through a ledger, since the
+    """Calls and predicted operations by layer, for as long as the layer is held. Several workers share them through a file, since the
     library's files keep the labels of removed layers for ever."""
 
     def __init__(self, folder: Path | None) -> None:
         self._counts: dict[str, tuple[int, int]] = {}  # of this process: calls, operations
-        self._ledger = None if folder is None else SharedCounters(folder, width=2, prefix="layers-")
+        self._shared = None if folder is None else SharedCounters(folder, width=2, prefix="layers-")
 
     def hold(self, layer: str) -> None:
         """From now on calls to the layer are counted."""
@@ -53,14 +53,14 @@ class LayerCounters(Collector):
         if (before := self._counts.get(layer)) is None:
             return
         counts = self._counts[layer] = before[0] + 1, (before[1] + operations) % WRAP
-        if self._ledger is not None:
-            self._ledger.write(layer, 0, counts)
+        if self._shared is not None:
+            self._shared.write(layer, 0, counts)
 
     def forget(self, layer: str) -> None:
         """Drops the counts of a layer that was removed."""
         self._counts.pop(layer, None)
-        if self._ledger is not None:
-            self._ledger.forget(layer)
+        if self._shared is not None:
+            self._shared.forget(layer)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Two metrics, of the layers that were called."""
@@ -74,18 +74,18 @@ class LayerCounters(Collector):
         yield operations
 
     def _all(self) -> dict[str, tuple[int, int]]:
-        """Layer -> calls and operations, of all processes that share the ledger."""
-        if self._ledger is None:
+        """Layer -> calls and operations, of all processes that share them."""
+        if self._shared is None:
             return self._counts
         together: dict[str, tuple[int, int]] = {}
-        for layer, _, (calls, operations) in self._ledger.read():
+        for layer, _, (calls, operations) in self._shared.read():
             before = together.get(layer, (0, 0))
             together[layer] = before[0] + calls, before[1] + operations
         return together
 
     def close(self) -> None:
-        if self._ledger is not None:
-            self._ledger.close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 class Metrics:

@@ -4,7 +4,7 @@
 
 A flow is the calls of one caller of one size class; flows share the device fairly. On a CPU, light calls have a queue of their own and are
 computed on the event loop, also while the device's thread computes others. What is there when the device is free is the batch; nothing
-waits for company unless a delay is set. A future is settled only if it is
+waits for more calls unless a delay is set. A future is settled only if it is
 not done; a call whose caller has gone is dropped before it costs anything. Whatever fails reaches every call of its batch, and the loop
 goes on.
 """

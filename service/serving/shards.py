@@ -81,15 +81,15 @@ def without_sinks(attention: MultiHeadAttention) -> MultiHeadAttention:
 
 
 class ShardLayers:
-    """A catalogue's layers as parts have to compute them. Of a layer that is replaced or removed nothing is held any longer."""
+    """A registry's layers as parts have to compute them. Of a layer that is replaced or removed nothing is held any longer."""
 
     def __init__(self, registry: LayerRegistry) -> None:
-        self._catalogue = registry
+        self._registry = registry
         self._without_sinks: WeakKeyDictionary[MultiHeadAttention, HeldLayer] = WeakKeyDictionary()
 
     def find(self, name: str, fingerprint: str) -> HeldLayer:
         """Raises LayerNotFound; LayerConflict where the layer of that name has another fingerprint here."""
-        held = self._catalogue.find(name)
+        held = self._registry.find(name)
         if held.fingerprint != fingerprint:
             raise LayerConflict(f'the layer "{name}" is another one on a shard')
         if not held.spec.sinks:

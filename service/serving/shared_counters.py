@@ -11,14 +11,14 @@ from pathlib import Path
 from secrets import token_hex
 
 NAME = 64  # bytes of a layer's name, at most
-PREFIX = "ledger-"
+PREFIX = "counters-"
 
 
 class SharedCounters:
     """One process's file, and the sight of all. A record has a layer's name, a key, and `width` numbers. Blocking, but never for long."""
 
     def __init__(self, folder: Path, width: int, prefix: str = PREFIX) -> None:
-        """Ledgers of one `prefix` are read together, and have one width."""
+        """Counters of one `prefix` are read together, and have one width."""
         self.folder, self._prefix, self._record = folder, prefix, struct.Struct(f"<{NAME}s{1 + width}q")
         path = folder / f"{prefix}{os.getpid()}-{token_hex(4)}"  # numbers of processes come again
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,7 @@
-"""What has been counted of the calls to each layer since the server started: whoever asked, and in whatever form.
+"""Statistics of the calls to each layer since the server started, over every protocol.
 
-Metrics tell an operator about the process; this tells a caller about a layer. Pure counting, on the event loop, in nanoseconds. Where
-several processes serve, each writes what it counts to a ledger that all can read (`ledger.py`), and whichever is asked tells of all.
+Times are added up per layer and batch size. Where several processes serve, each writes its numbers to shared counters,
+and any of them can read the sum.
 """
 
 import time
@@ -115,7 +115,7 @@ class Counter:
     ) -> None:
         """`holds` says of a layer's name whether it is still held: calls that outlive their layer are not counted."""
         self.wall, self.holds = wall, holds
-        self.ledger = None if folder is None else SharedCounters(folder, len(FIELDS))
+        self.shared = None if folder is None else SharedCounters(folder, len(FIELDS))
         self._layers: dict[str, Statistics] = {}
 
     def answered(self, layer: str, phases: Phases, items: int, execution: Execution) -> None:
@@ -137,22 +137,22 @@ class Counter:
 
     def all(self) -> Mapping[str, Statistics]:
         """Layer -> what has been counted of the calls to it, by all. A copy, which may be taken and read on any thread."""
-        if self.ledger is None:
+        if self.shared is None:
             return {layer: Statistics(dict(statistics.rows)) for layer, statistics in list(self._layers.items())}
         together: dict[str, Statistics] = {}
-        for layer, size, values in self.ledger.read():
+        for layer, size, values in self.shared.read():
             together.setdefault(layer, Statistics()).rows.setdefault(size, Row()).add(values)
         return together
 
     def forget(self, layer: str) -> None:
         """A layer was removed; another of its name begins anew."""
         self._layers.pop(layer, None)
-        if self.ledger is not None:
-            self.ledger.forget(layer)
+        if self.shared is not None:
+            self.shared.forget(layer)
 
     def close(self) -> None:
-        if self.ledger is not None:
-            self.ledger.close()
+        if self.shared is not None:
+            self.shared.close()
 
     def _row(self, layer: str, size: int) -> tuple[int, Row]:
         """The row of batches of that size, and what it goes by."""
@@ -165,5 +165,5 @@ class Counter:
         return size, row
 
     def _write(self, layer: str, size: int, row: Row) -> None:
-        if self.ledger is not None:
-            self.ledger.write(layer, size, row.values)
+        if self.shared is not None:
+            self.shared.write(layer, size, row.values)

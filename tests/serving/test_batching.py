@@ -23,8 +23,8 @@ from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
-CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
-LAYER = CATALOGUE.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
+REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
+LAYER = REGISTRY.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
 UNLIMITED = BatchLimits(calls=10**6, operations=10**18, memory_bytes=10**18, rows=10**6)
 STACKED = replace(UNLIMITED, rows=0)  # nothing is put beside what it cannot be stacked with
 OUTPUTS = [
@@ -80,7 +80,7 @@ def test_nothing_waiting_is_an_empty_batch() -> None:
 
 
 def test_the_oldest_chooses_and_kin_join_it_in_order() -> None:
-    """Calls between them that are no kin keep their places and their order."""
+    """Calls between them with other batch keys keep their places and their order."""
     a, b, c, d, e, f = entry(2), entry(3), entry(2), entry(4), entry(3), entry(2)
     waiting = deque([a, b, c, d, e, f])
 
@@ -220,7 +220,7 @@ def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tupl
 
 
 def test_expired_and_abandoned_are_taken_out_wherever_they_stand() -> None:
-    """At the head, among kin, among others, and behind a batch that is full."""
+    """At the head, among calls of the same batch key, among others, and behind a batch that is full."""
     head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other = (
         entry(3, gone=lambda: True),
         entry(3, deadline=5.0),
@@ -264,7 +264,7 @@ def test_a_queue_of_nobody_is_emptied_at_once() -> None:
     assert (len(batch), len(expired), len(abandoned), len(waiting)) == (0, 0, 5, 0)
 
 
-# Kinship
+# Batch keys
 
 Q, K, H = 4, 4, 3
 RNG = np.random.default_rng(5)
@@ -323,20 +323,20 @@ def batch_key(**fields: Any) -> Any:
     return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0]).stacked
 
 
-def test_kinship_tells_apart_all_that_must_not_be_stacked() -> None:
-    """Every pair of these differs in what a stacked call can hold once only; each is kin to itself with other numbers."""
-    kinships = {name: batch_key(**fields) for name, fields in STRANGERS.items()}
+def test_batch_keys_tell_apart_all_that_must_not_be_stacked() -> None:
+    """Every pair of these differs in what a stacked call can hold once only; each has its own key again with other numbers."""
+    keys = {name: batch_key(**fields) for name, fields in STRANGERS.items()}
 
-    for name, one in kinships.items():
+    for name, one in keys.items():
         assert one is not None, name
-        assert [other for other, its in kinships.items() if its == one] == [name]
+        assert [other for other, its in keys.items() if its == one] == [name]
         assert batch_key(**STRANGERS[name]) == one, name
 
 
 def test_another_layer_is_no_kin() -> None:
     """Not even one of the same name, spec and weights: the calls bound to a layer that was replaced are computed by it."""
     call, _ = bound(LAYER, **base())
-    again = CATALOGUE.make("layer", LAYER.spec)
+    again = REGISTRY.make("layer", LAYER.spec)
     one, other = batch_key_of(LAYER, call), batch_key_of(again, call)
     assert one.stacked != other.stacked
     assert one.packed != other.packed
@@ -424,7 +424,7 @@ def test_a_layer_whose_rows_depend_on_those_beside_them_keeps_its_calls_apart(di
         monkeypatch.setattr(linear, "_taken", {})
         monkeypatch.setattr(linear, "_steady", {})
         monkeypatch.setattr(linear, "_is_fast", lambda weight, fast=fast: fast)
-        layer = CATALOGUE.make("wide", spec)
+        layer = REGISTRY.make("wide", spec)
         for tuned in (False, True):
             if tuned:
                 layer.attention.tune()
@@ -434,7 +434,7 @@ def test_a_layer_whose_rows_depend_on_those_beside_them_keeps_its_calls_apart(di
 
 def test_calls_to_a_layer_without_projections_go_together_as_well() -> None:
     """They share nothing but the way."""
-    layer = CATALOGUE.make("bare", LayerSpec(d_model=6, num_heads=3, projections=False))
+    layer = REGISTRY.make("bare", LayerSpec(d_model=6, num_heads=3, projections=False))
     calls = [bound(layer, **{name: numbers(1, n, 6) for name in ("query", "key", "value")})[0] for n in (2, 5, 3)]
     assert assert_law_7(layer, calls, "bare", UNLIMITED) == [3]
 
@@ -563,7 +563,7 @@ def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | No
     rng = np.random.default_rng(seed)
     init = init or TAME[seed % len(TAME)]
     case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
-    layer = CATALOGUE.make("case", case.spec, case.weights)
+    layer = REGISTRY.make("case", case.spec, case.weights)
     more = selection(rng, layer, case.request["query"].shape[1])
     calls = [bound(layer, **alike(case, rng), **more)[0] for _ in range(count)]
     return layer, calls
@@ -640,7 +640,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
     for seed in range(100):
         rng = np.random.default_rng(seed)
         case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init)  # type: ignore[arg-type]
-        layer, calls = CATALOGUE.make("case", case.spec, case.weights), []
+        layer, calls = REGISTRY.make("case", case.spec, case.weights), []
         for i in range(2 + seed % 5):
             fields = shortened(alike(case, rng), rng)
             dropout = {"dropout": {"p": 0.4, "seed": i}} if rng.random() < 0.2 else {}
@@ -660,7 +660,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
 def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: int, number: int, threads: Callable[[int], None]) -> None:
     """Short calls without masks have ways of their own, alone, stacked and side by side; beside them some with masks."""
     threads(number)
-    layer = CATALOGUE.make("wide", LayerSpec(d_model=width, num_heads=8))
+    layer = REGISTRY.make("wide", LayerSpec(d_model=width, num_heads=8))
     layer.attention.tune()
     assert layer.attention.whole is not None
     rng = np.random.default_rng(width)
@@ -690,7 +690,7 @@ def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dt
     """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
     threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
     spec = LayerSpec.model_validate({"d_model": width, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
-    layer, rng = CATALOGUE.make("wide", spec), np.random.default_rng(0)
+    layer, rng = REGISTRY.make("wide", spec), np.random.default_rng(0)
     layer.attention.tune()
     fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
     for _ in range(3):
@@ -712,7 +712,7 @@ def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dt
 )
 def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
     """What rounding is left in scores of hundreds, softmax makes more of than law 7 allows, on one processor or another."""
-    layer = CATALOGUE.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
+    layer = REGISTRY.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
     calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
     one, other = (batch_key_of(layer, call) for call in calls)
     assert one == other
@@ -743,7 +743,7 @@ def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width:
         if product == "one that depends on its rows":
             patch.setattr(linear, "_lay_out", lambda weight: weight)
             patch.setattr(linear, "_onednn", crooked)
-        layer = CATALOGUE.make("any", LayerSpec(d_model=heads * width, num_heads=heads))
+        layer = REGISTRY.make("any", LayerSpec(d_model=heads * width, num_heads=heads))
         layer.attention.tune()
         calls = []
         for batch, rows in layouts:

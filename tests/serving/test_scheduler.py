@@ -43,8 +43,8 @@ from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
-CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
-REAL = CATALOGUE.make("layer", SPEC)
+REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
+REAL = REGISTRY.make("layer", SPEC)
 ASIDE = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
 PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
 LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
@@ -727,7 +727,7 @@ def test_law_5_small_calls_do_not_spoil_the_advice(operations: int) -> None:
     run(test())
 
 
-# 6. No waiting for company: what is there when the device is free is the batch.
+# 6. No waiting for more calls: what is there when the device is free is the batch.
 
 
 def test_law_6_what_is_there_when_the_device_is_free_is_the_batch() -> None:
@@ -881,7 +881,7 @@ def test_law_7_reproducible_is_bit_for_bit_whoever_else_is_there() -> None:
     async def test() -> None:
         bench = Bench()
         spec = LayerSpec(d_model=64, num_heads=8)
-        layer = CATALOGUE.make("wide", spec)
+        layer = REGISTRY.make("wide", spec)
         counts: list[tuple[int, int]] = []  # threads of arithmetic in the thread that computes, and in one that starts meanwhile
 
         def spied(call: Call) -> Result:

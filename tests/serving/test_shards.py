@@ -29,7 +29,7 @@ from service.wire.schemas.attend import AttendRequest, Select
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
 OUTPUTS += ["head_outputs", "concatenated"]
 WHOLE = [feature for feature in FEATURES if feature != "dropout"]
-CATALOGUE = LayerRegistry(torch.device("cpu"), ServingLimits())
+REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
 
 
@@ -51,7 +51,7 @@ def test_a_call_in_parts_is_the_call(dtype):
     rng = np.random.default_rng(5)
     for number in range(48):
         case = random_case(rng, features=WHOLE, dtype=dtype)
-        layer = CATALOGUE.make("x", case.spec, case.weights)
+        layer = REGISTRY.make("x", case.spec, case.weights)
         select = SELECTIONS[number % len(SELECTIONS)]
         request = AttendRequest(**case.request, outputs=OUTPUTS, select=None if select is None else Select(**select))
         call = bind(request, case.spec)
@@ -73,7 +73,7 @@ def test_a_call_in_parts_is_the_call(dtype):
 
 @pytest.mark.parametrize("outputs", [["output"], ["attention_weights"], ["log_sum_exp"], ["value_projection"], ["concatenated", "scores"]])
 def test_parts_compute_only_what_is_asked_for(outputs):
-    layer = CATALOGUE.make("x", LayerSpec(d_model=6, num_heads=2))
+    layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     call = bind(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
     assert compute(layer, call, 3).tensors.keys() == set(outputs)
     parts = cut(call, 3)
@@ -83,7 +83,7 @@ def test_parts_compute_only_what_is_asked_for(outputs):
 
 def test_a_part_travels_without_the_keys_of_the_others():
     """Pickled, as between machines."""
-    layer = CATALOGUE.make("x", LayerSpec(d_model=6, num_heads=2))
+    layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
     call = bind(request, layer.spec)
     whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once

@@ -63,16 +63,16 @@ def test_counters_of_one_folder_tell_the_sum_and_outlive_their_closing(tmp_path:
 
 def test_places_of_forgotten_layers_are_taken_again(tmp_path: Path) -> None:
     """Whoever makes and removes layers does not fill the folder."""
-    ledger = SharedCounters(tmp_path, 1)
+    counters = SharedCounters(tmp_path, 1)
     (file,) = tmp_path.iterdir()
     for turn in range(50):
         for key in range(4):
-            ledger.write(f"layer-{turn}", key, (turn,))
+            counters.write(f"layer-{turn}", key, (turn,))
         if turn:
-            ledger.forget(f"layer-{turn - 1}")
-        assert list(ledger.read()) and file.stat().st_size <= 8 * 80
+            counters.forget(f"layer-{turn - 1}")
+        assert list(counters.read()) and file.stat().st_size <= 8 * 80
 
-    assert sorted(ledger.read()) == [("layer-49", key, (49,)) for key in range(4)]
+    assert sorted(counters.read()) == [("layer-49", key, (49,)) for key in range(4)]
 
 
 def _count_and_leave(folder: Path) -> None:

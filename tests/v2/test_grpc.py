@@ -391,7 +391,7 @@ def test_health_and_reflection(channel: grpc.Channel) -> None:
 
 
 def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest(start: Callable[..., Server]) -> None:
-    """Calls wait for company. One caller leaves, one waits no longer: neither is computed. Then the server is told to stop, and the last
+    """Calls wait for more calls. One caller leaves, one waits no longer: neither is computed. Then the server is told to stop, and the last
     still gets its answer."""
     server = start("--grpc-port", "0", "--batch-delay", "2")
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:

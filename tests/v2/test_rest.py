@@ -579,7 +579,7 @@ def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
 
 
 def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., Server]) -> None:
-    """Calls of one item and of two that wait for company: one execution of three, whose time stands there once."""
+    """Calls of one item and of two that wait for more calls: one execution of three, whose time stands there once."""
     server = start("--batch-delay", "2")
     query = np.ones((2, 1, 64), np.float32)
     with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(2) as threads:

@@ -1,7 +1,7 @@
 """safetensors bytes <-> a layer: ours, with the spec in the metadata entry `spec`, or one layer out of anyone's checkpoint.
 
 Where the wire's reading (bytes -> named arrays, refused unless they are exactly what the header says) meets attention's (names -> canonical
-weights). Arrays still view the bytes they came in: nothing is allocated for weights before the catalogue has admitted the spec.
+weights). Arrays still view the bytes they came in: nothing is allocated for weights before the registry has admitted the spec.
 """
 
 from collections.abc import Mapping

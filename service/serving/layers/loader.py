@@ -29,7 +29,7 @@ Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
 class LayerLoader:
-    """Puts layers into a catalogue, and takes them out."""
+    """Puts layers into a registry, and takes them out."""
 
     def __init__(
         self,
