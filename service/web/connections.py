@@ -27,6 +27,7 @@ FAREWELL = 5.0  # seconds that the other side of a TLS connection has for its ow
 LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
 FRAMING = 8  # bytes of chunk headers and trailers for each byte of a body, beyond that many
 PIECE = 256 * 1024  # bytes of a reply handed to the transport at a time
+LINGER = 5.0  # seconds in which bytes behind a refused request are read and dropped
 BUFFERED = 64 * 1024  # bytes in the transport above which it gets no more; TLS would take half a megabyte
 
 
@@ -184,7 +185,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(FAREWELL, self.transport.abort)
 
     def _cut_off(self, due: str) -> None:
-        if due == "farewell":
+        if due == "farewell" or (self._last_words is not None and due != "reply"):  # refused, and lingering
             self.transport.abort()
             return
         if due == "headers" and not self._heard:  # a connection opened ahead of its first request
@@ -251,7 +252,13 @@ class Connection(HttpToolsProtocol):
         if self._last_words is not None and not self.transport.is_closing():
             self._count()
             self.transport.write(self._last_words)
-            self.transport.close()
+            if not self.transport.can_write_eof():  # TLS
+                self.transport.close()
+                return
+            # A lingering close: closing with unread bytes would reset the connection before the other side reads the refusal.
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(LINGER, self.transport.close)
 
     def _count(self) -> None:
         """With the request of which a part came, where the application has begun with it and will count it; else here."""

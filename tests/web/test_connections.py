@@ -286,13 +286,13 @@ def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: b
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
 def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
-    """Whoever sends them holds no more than some of them: keeping on costs the sender his connection."""
+    """The refusal arrives, although more is sent behind it."""
     before, refused = counted(server, "long_headers"), answered(server, "other", 431)
-    with connect(server) as connection, suppress(ConnectionError):
+    with connect(server) as connection:
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX: ")
-        for _ in range(1000):
+        for _ in range(4000):  # 16 MB, which are read and dropped: closing at once would reset the connection before the refusal is read
             connection.sendall(b"a" * 4096 + end)
-        raise AssertionError("four megabytes of headers were taken")
+        assert refusal(everything(connection))["status"] == 431
     assert counted(server, "long_headers") == before + 1 and answered(server, "other", 431) == refused + 1
     with httpx.Client(base_url=server.url) as one:  # long headers, and long bodies after short ones, are nobody's fault
         assert one.get("/health/live", headers={"X": "a" * 20_000}).status_code == 200
@@ -345,6 +345,9 @@ class Transport:
         self.closed = True
 
     abort = close
+
+    def can_write_eof(self) -> bool:
+        return False
 
     def pause_reading(self) -> None: ...
 
