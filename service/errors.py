@@ -1,7 +1,7 @@
 """Everything that can be refused or go wrong, as one tree. Floor 1: knows no HTTP; `web/errors.py` maps classes to statuses.
 
     AttendError
-    ├── RequestError              the caller can mend it
+    ├── RequestError              the caller can correct it
     │   ├── MalformedRequest      its headers are none that HTTP allows
     │   ├── MalformedBody         the bytes are no JSON or safetensors, or a key stands twice
     │   ├── InvalidRequest        well-formed, but it breaks the contract or does not fit the layer

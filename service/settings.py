@@ -110,7 +110,7 @@ class Settings(BaseSettings):
         default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must come and a reply be taken."
     )
     keepalive_timeout: float = Field(
-        default=75.0, gt=0, description="Seconds until an idle connection is closed; gateways in front must let go of theirs earlier."
+        default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway in front must close its own earlier."
     )
     ready_timeout: float = Field(
         default=2.0,

@@ -99,6 +99,9 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
     targets = [*re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()), *re.findall(r'src="([^"]+)"', path.read_text())]
     missing = [target for target in targets if not target.startswith("http") and not (path.parent / target).exists()]
     assert missing == []
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text()):
+        titles = re.findall(r"^#+ (.*)", (path.parent / target if target else path).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]

@@ -1,6 +1,6 @@
 """How a checkpoint that cannot be read is said: pointers to its tensors, to the spec beside it, and lists short enough to read.
 
-Knows names and shapes only. Every refusal of this room is an InvalidRequest: the caller can mend it, or send another file.
+Knows names and shapes only. Every refusal of this room is an InvalidRequest: the caller can correct it, or send another file.
 """
 
 from collections.abc import Iterable, Sequence

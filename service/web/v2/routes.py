@@ -27,7 +27,7 @@ V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "depe
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI part for the refusals of a route under /v2."""
-    return refusals_as("V2Error", JSON, *statuses, meaning={400: "Anything that the caller can mend."})
+    return refusals_as("V2Error", JSON, *statuses, meaning={400: "Anything wrong with the request."})
 
 
 def health_of(ready: bool) -> Health:
