@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +43,7 @@ log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
 SILENCE = 60  # seconds until a mute worker is replaced: it may be importing torch, or encoding a long reply
 LOOK = 0.1  # seconds between two looks whether a signal has come
+SWITCH_SECONDS = 0.0005  # after which a thread that decodes a large body lets the event loop run; Python's 5 ms would hold up light calls
 LEAVING = 5.0  # seconds that a worker may take to end once all its work should be done
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -251,6 +253,7 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     """The application of one process; made in that process."""
     leave_with_parent(settings.drain_seconds + settings.shutdown_seconds + LEAVING)
     torch.set_num_threads(threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
     keep_memory()
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
