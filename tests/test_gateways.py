@@ -115,7 +115,7 @@ def test_a_gateway_passes_what_the_service_is_told(gateway: Gateway) -> None:
     """Bodies that it may not refuse itself, refusals as they are, the caller's address, and gRPC."""
     elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
     with httpx.Client(base_url=f"http://127.0.0.1:{gateway.http}", timeout=60, transport=elsewhere) as client:
-        large = json.dumps(QUERY).encode().ljust(8 << 20)
+        large = json.dumps({"query": [[[0.25] * 64]] * 20_000, "outputs": ["log_sum_exp"]}).encode()  # 8 MB
         assert client.post("/attend", content=large, headers={"X-Request-Id": "large"}).status_code == 200
         assert client.post("/attend", json={}).headers["content-type"] == "application/problem+json"
         assert client.get("/health/ready", headers={"Accept-Encoding": "gzip"}).status_code == 200
