@@ -34,6 +34,7 @@ class Call:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
+    part: bool = False  # one of several over other keys each: their log_sum_exp, by which they are weighed, is float64
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
     reduction: Reduction | None = None  # what to take from the weights of `heads` without keeping them; its tensors join the result's
     metrics_query: MetricsQuery | None = None  # metrics, in place of the outputs

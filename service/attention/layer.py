@@ -167,7 +167,8 @@ class MultiHeadAttention:
         for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
             visible = call.masks.visible(rows)
             scores = self.scores(call, query[:, :, rows], key, rows, visible, call.heads)
-            yield rows, self._dropped(call, softmax(call, scores, sinks, _of(empty, rows)), kept, rows), visible
+            shift = self.scores.alibi_shift(call.masks, rows, call.heads)
+            yield rows, self._dropped(call, softmax(call, scores, sinks, _of(empty, rows), shift), kept, rows), visible
 
     def _form(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, empty: Tensor | None, wanted: frozenset[str]
@@ -180,13 +181,14 @@ class MultiHeadAttention:
         for rows in row_blocks(batch * heads * key.shape[2], num_queries):
             some = query if rows == slice(0, num_queries) else query[:, :, rows]
             scores = self.scores(call, some, key, rows, call.masks.visible(rows))
+            shift = self.scores.alibi_shift(call.masks, rows)
             if "scores" in wanted:
-                made.put("scores", rows, scores)
+                made.put("scores", rows, scores if shift is None else (scores + shift[..., None]).to(scores.dtype))
             if "log_sum_exp" in wanted:
-                made.put("log_sum_exp", rows, log_sum_exp(scores, sinks))
+                made.put("log_sum_exp", rows, log_sum_exp(scores, sinks, shift).to(torch.float64 if call.part else scores.dtype))
             if not (PER_HEAD | {"attention_weights"}) & wanted:
                 continue
-            weights = self._dropped(call, softmax(call, scores, sinks, _of(empty, rows)), kept, rows)
+            weights = self._dropped(call, softmax(call, scores, sinks, _of(empty, rows), shift), kept, rows)
             if PER_HEAD & wanted:
                 outputs = apply_weights(weights, value, call.masks)
                 made.put("head_outputs", rows, outputs if self.scores.dtype == self.dtype else outputs.to(self.dtype))

@@ -41,6 +41,10 @@ class Masks:
     def blocks(self) -> bool:
         return self.intervals or self.sets
 
+    def clamped_positions(self, rows: slice) -> Tensor:
+        """[b|1, rows]: the place among the keys that is nearest to each query's position."""
+        return self.positions[:, rows].clamp(0, max(0, self.num_keys - 1))
+
     @property
     def plainly_causal(self) -> bool:
         """Whether all there is is the lower triangle of a square, which fused kernels know without a mask."""

@@ -16,7 +16,10 @@ from service.spec import LayerSpec
 
 
 class Scores:
-    """Scores of a layer, in float32 or better: softmax needs that. Immutable."""
+    """Scores of a layer, in float32 or better: softmax needs that. Immutable.
+
+    With ALiBi, each row's scores are without `alibi_shift`: a bias common to all keys, which softmax ignores, would take their digits.
+    """
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.weights = spec, weights
@@ -33,6 +36,14 @@ class Scores:
     def sinks(self, chosen: Sequence[int] | None = None) -> Tensor | None:
         """[heads, 1]: the score that stands beside every row's; None where the layer has none."""
         return self._of_heads(self.widened(self.weights["sinks"]), chosen)[:, None] if self.spec.sinks else None
+
+    def alibi_shift(self, masks: Masks, rows: slice, chosen: Sequence[int] | None = None) -> Tensor | None:
+        """float64 [b|1, heads, rows]: ALiBi of the key nearest to each query, which its scores lack; None where all are 0."""
+        if not self.spec.alibi:
+            return None
+        positions = masks.positions[:, rows]
+        outside = (positions - masks.clamped_positions(rows)).abs()
+        return -self._of_heads(self._slopes, chosen).double()[:, None] * outside[:, None] if outside.any() else None
 
     def __call__(
         self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, chosen: Sequence[int] | None = None
@@ -53,10 +64,10 @@ class Scores:
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
     def added(self, masks: Masks, rows: slice, keys: slice, chosen: Sequence[int] | None = None) -> Tensor | None:
-        """Everything that is added to the scores, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi, T5's table."""
+        """Everything that is added to the scores, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi without `alibi_shift`, T5's table."""
         added = masks.added(rows, keys)
         if self.spec.alibi:
-            slopes = alibi(self._of_heads(self._slopes, chosen), masks.positions[:, rows], keys)
+            slopes = alibi(self._of_heads(self._slopes, chosen), masks.clamped_positions(rows), keys)
             added = slopes if added is None else added + slopes
         if self.spec.relative_bias is not None:
             table = self._of_heads(self.weights["relative_bias"].T, chosen).T

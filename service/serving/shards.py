@@ -67,7 +67,9 @@ def cut(call: Call, shards: int) -> list[Call]:
         key = call.key[:, first:end].clone()  # memory of its own: what is sent of a view is all that it views
         value = key if call.value is call.key else call.value[:, first:end].clone()
         masks = _of_keys(call.masks, first, end)
-        part = replace(call, key=key, value=value, masks=masks, outputs=frozenset(wanted), head_scale=None, average=False, top_k=None)
+        part = replace(
+            call, key=key, value=value, masks=masks, outputs=frozenset(wanted), head_scale=None, average=False, top_k=None, part=True
+        )
         parts.append(part)
     return parts
 
@@ -104,7 +106,7 @@ class ShardLayers:
 @torch.inference_mode()
 def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
     """What the whole call gives, from the results of its parts in order. On the CPU, in float64 where parts are weighed."""
-    logs = torch.stack([part.tensors["log_sum_exp"] for part in parts]).double()  # [parts, b, h, q]
+    logs = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
     whole = torch.logsumexp(logs, 0)
     empty = whole == -torch.inf
     if attention.spec.sinks:
@@ -114,7 +116,7 @@ def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> 
     if call.fully_masked == "uniform":
         sizes = torch.tensor(_bounds(call, len(parts))).double().diff()
         shares = torch.where(empty, (sizes / sizes.sum()).view(-1, 1, 1, 1), shares)
-    made: dict[str, Tensor] = {"log_sum_exp": whole.to(parts[0].tensors["log_sum_exp"].dtype)}
+    made: dict[str, Tensor] = {"log_sum_exp": whole.to(attention.scores.dtype)}
     if "scores" in call.outputs:
         made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     on = call.to(attention.device)

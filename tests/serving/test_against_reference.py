@@ -249,3 +249,42 @@ def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope
     for name in ("query_projection", "key_projection", "scores"):
         wanted = getattr(exact, name)
         assert np.abs(reply[name] - wanted).max() <= 1e-6 * np.abs(wanted).max(), name
+
+
+OFFSETS = [100, -100, 10_000, -10_000, 10_000_000, -10_000_000, 2**31 - 1, 1 - 2**31]
+MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "softcap", "dropout")
+
+
+@settings(calm, max_examples=60)
+@given(seed=SEEDS, offset=st.sampled_from(OFFSETS), windowed=st.booleans())
+def test_alibi_is_as_exact_far_away_as_near(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
+    """In float32: what all keys of a query have in common takes no digits from the weights, and is in the scores all the same."""
+    drawn = random_case(np.random.default_rng(seed), features=MASKS, dtype="float32", init="xavier_uniform")
+    request = drawn.request | {"query_offset": offset}
+    if windowed:  # that ends among the keys
+        request |= {"causal": False, "window": {"left": offset, "right": None} if offset > 0 else {"left": None, "right": 2 - offset}}
+    case = Case(drawn.spec.model_copy(update={"alibi": True, "softcap": None}), request)
+    exact = make(http, case)
+
+    reply = ask(http, case, outputs=OUTPUTS)
+
+    for name in ("scores", "log_sum_exp"):
+        np.testing.assert_allclose(reply[name], getattr(exact, name), rtol=1e-6, atol=1e-5)
+    calls = {"selected": {"select": {"heads": [1]}}, "reproducible": {"reproducible": True}, "plain": {}}
+    replies = {name: ask(http, case, outputs=("output", "attention_weights"), **fields) for name, fields in calls.items()}
+    np.testing.assert_allclose(replies["selected"].pop("attention_weights"), exact.attention_weights[..., 1:2, :, :], rtol=0, atol=1e-5)
+    for each in (reply, *replies.values(), ask(http, case, outputs=("output",))):
+        for name in each.keys() & {"output", "attention_weights"}:
+            wanted = getattr(exact, name)
+            np.testing.assert_allclose(each[name], wanted, rtol=0, atol=1e-5 * max(1.0, np.abs(wanted).max(initial=0)))
+
+
+@pytest.mark.parametrize("offset", [1_000_000, -1_000_000])
+def test_alibi_far_away_in_several_blocks(http: httpx.Client, offset: int) -> None:
+    rng = np.random.default_rng(0)
+    spec = LayerSpec(d_model=4, num_heads=2, alibi=True)
+    case = Case(spec, {"query": rng.standard_normal((1, 1031, 4)).astype(np.float32), "query_offset": offset})
+    exact = make(http, case)
+
+    for outputs in (("output",), ("output", "log_sum_exp")):
+        np.testing.assert_allclose(ask(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)

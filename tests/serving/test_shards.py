@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from service.attention.random_cases import FEATURES, random_case
+from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
 from service.serving.cost import ServingLimits, predict
@@ -69,6 +70,26 @@ def test_a_call_in_parts_is_the_call(dtype):
             if select is not None and "top_k" in select:
                 weights = layer.attention(replace(call, top_k=None)).tensors["attention_weights"]
                 close(expected.tensors["values"], weights.gather(-1, got.tensors["keys"]), tolerance)
+
+
+@pytest.mark.parametrize("offset", [10_000, -10_000, 2**31 - 1, 1 - 2**31])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_alibi_far_away_in_parts(sinks, offset):
+    """In float32: the weights are those of the reference, in one piece and in parts, beside a sink that takes its share."""
+    rng = np.random.default_rng(3)
+    spec = LayerSpec(d_model=8, num_heads=8, alibi=True, sinks=sinks)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in spec.weight_shapes().items()}
+    if sinks:
+        weights["sinks"] -= np.float32(2.0**-8 * abs(offset))  # near the last head's scores
+    layer = REGISTRY.make("x", spec, weights)
+    request = {"query": rng.standard_normal((2, 11, 8)).astype(np.float32), "query_offset": offset}
+    expected = forward.attend(spec, weights, **request)
+    call = bind(AttendRequest(**request, outputs=OUTPUTS), spec)
+    for got in (layer.attention(call), *(compute(layer, call, shards) for shards in (2, 64))):
+        for name in OUTPUTS:
+            wanted, relative = getattr(expected, name), 1e-6 if name in ("scores", "log_sum_exp") else 0
+            assert got.tensors[name].dtype == torch.float32
+            np.testing.assert_allclose(got.tensors[name], wanted, rtol=relative, atol=1e-5)
 
 
 @pytest.mark.parametrize("outputs", [["output"], ["attention_weights"], ["log_sum_exp"], ["value_projection"], ["concatenated", "scores"]])
