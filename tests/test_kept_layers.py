@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from live import Server
 from safetensors.numpy import save_file
 
 from service.serving.layers.coordination import Claim
+from service.serving.layers.store import LayerStore
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
@@ -190,6 +192,24 @@ elif victim == "flush":
     store._flush = die
 kept.write(layer)
 """
+
+
+def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LayerStore(tmp_path, 1 << 20)
+    for name in ("gone", "here"):
+        (tmp_path / f"{name}.safetensors").touch()
+    real = os.scandir
+
+    @contextmanager
+    def listed(path: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with real(path) as entries:
+            found = list(entries)
+        (tmp_path / "gone.safetensors").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", listed)
+    _, layers, unloaded = folder.look()
+    assert (list(layers), unloaded) == (["here"], {})
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
@@ -74,7 +75,8 @@ class LayerStore:
                 if name == entry.name or not NAME.fullmatch(name):
                     others[entry.name] = f"its name is not that of a layer with {SUFFIX} or {UNLOADED}"
                 elif entry.is_file(follow_symlinks=False):
-                    (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
+                    with suppress(FileNotFoundError):  # removed or renamed since the folder was listed: not there
+                        (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
                 else:
                     others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is no file"
         others = {name: why for name, why in others.items() if not name.startswith(".")}  # ours, or hidden
