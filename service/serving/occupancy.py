@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from service.errors import Problem
 from service.serving.cost import Cost
 
 
@@ -56,13 +57,23 @@ class Occupancy:
 
     def has_room(self, flow: Flow, cost: Cost) -> bool:
         """Whether such a call may wait. The first call of all always may."""
+        return self.refusal(flow, cost) is None
+
+    def refusal(self, flow: Flow, cost: Cost) -> Problem | None:
+        """The bound that such a call would exceed, and its setting; None where it may wait."""
         total, held = self.total, self.flows.get(flow)
         if not total.calls:
-            return True
-        operations, memory_bytes = total.operations + cost.operations, total.memory_bytes + cost.memory_bytes
-        if operations > self.operations or memory_bytes > self.memory_bytes:
-            return False
-        if held is None or not flow.caller:
-            return True
-        share, share_bytes = held.operations + cost.operations, held.memory_bytes + cost.memory_bytes
-        return share <= self.operations - total.operations and share_bytes <= self.memory_bytes - total.memory_bytes
+            return None
+        own = Held() if held is None else held
+        bounds = (
+            ("max_queue_operations", "operations", self.operations, total.operations, own.operations, cost.operations),
+            ("max_queue_bytes", "bytes", self.memory_bytes, total.memory_bytes, own.memory_bytes, cost.memory_bytes),
+        )
+        for setting, unit, most, waiting, _, more in bounds:
+            if waiting + more > most:
+                return Problem("", f"room in a queue of {most} {unit} in all ({setting})", f"{more} beside {waiting} of waiting calls")
+        for setting, unit, most, waiting, mine, more in bounds if held is not None and flow.caller else ():
+            if mine + more > most - waiting:
+                wanted = f"one caller's waiting calls of one size to have at most as many {unit} as are left free ({setting})"
+                return Problem("", wanted, f"{mine + more} beside {most - waiting} free ones")
+        return None

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from service.attention.call import Call
-from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, Problem
+from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, take
 from service.serving.cost import Cost
 from service.serving.executor import Execution, Outcome, Settled, compute, failure
@@ -177,10 +177,8 @@ class Scheduler:
             for queue in (self._light, self._heavy):
                 self._drop([entry for entry in queue if entry.gone() and not entry.done()])
                 self._remove(queue, [entry for entry in queue if entry.gone() or entry.done()])
-        if not self._occupancy.has_room(flow, cost):
-            wanted = f"room in a queue of {self.limits.operations} operations and {self.limits.memory_bytes} bytes (max_queue_…)"
-            got = f"{cost.operations} operations and {cost.memory_bytes} bytes beside {self.load[0]} waiting calls"
-            raise Overloaded(self.retry_after, problems=[Problem("", wanted, got)])
+        if (refusal := self._occupancy.refusal(flow, cost)) is not None:
+            raise Overloaded(self.retry_after, problems=[refusal])
 
     def _remove(self, queue: FairQueue[Entry], entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
         """These entries wait no more; those that are `served` are among them."""

@@ -28,6 +28,13 @@ def test_one_caller_leaves_as_much_as_it_takes(one: Cost) -> None:
     assert filled(occupancy, Flow("a", 0), one) == 15
     assert filled(occupancy, Flow("", 0), one) == 15
     assert not occupancy.has_room(Flow("c", 4), one)
+    setting = "max_queue_operations" if one.operations else "max_queue_bytes"
+    in_all, shared = occupancy.refusal(Flow("c", 4), one), Occupancy(120, 120)
+    assert in_all and in_all.expected.startswith("room in a queue of 120 ") and setting in in_all.expected
+    filled(shared, Flow("a", 4), one)
+    share = shared.refusal(Flow("a", 4), one)
+    assert share and share.expected.startswith("one caller's waiting calls") and setting in share.expected
+    assert (in_all.got, share.got) == ("1 beside 120 of waiting calls", "61 beside 60 free ones")
 
 
 def test_the_first_call_of_a_caller_may_be_larger_than_its_share() -> None:

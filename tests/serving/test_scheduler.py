@@ -610,7 +610,7 @@ def test_law_5_a_full_queue_is_an_answer(limit: str) -> None:
 
         assert refusal.value.retry_after >= 1
         assert isinstance(refusal.value.retry_after, int)
-        assert "max_queue" in refusal.value.detail
+        assert {"operations": "max_queue_operations", "memory": "max_queue_bytes"}[limit] in refusal.value.detail
         assert not fits.done()
         bench.attention.door.set()
         await settled(busy, fits, *waiting)
