@@ -35,6 +35,7 @@ QUERY = {"query": [[0.25] * 64] * 3}
 ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that open it
     ("POST", "/attend", {"infer"}),
     ("POST", "/attend/plan", {"infer"}),
+    ("POST", "/v2/repository/index", set(SCOPES)),
     ("PUT", "/layers/new", {"admin"}),
     ("DELETE", "/layers/nobody", {"admin"}),
     ("GET", "/metrics", {"metrics"}),
@@ -104,6 +105,7 @@ def test_the_page_is_an_empty_shell_for_anyone(guarded: Guarded) -> None:
     [
         ("ModelInfer", service_pb2.ModelInferRequest(model_name="default"), {"infer"}),
         ("ModelMetadata", service_pb2.ModelMetadataRequest(name="default"), {"infer", "admin", "metrics"}),
+        ("RepositoryIndex", service_pb2.RepositoryIndexRequest(), {"infer", "admin", "metrics"}),
         ("RepositoryModelLoad", service_pb2.RepositoryModelLoadRequest(model_name="default"), {"admin"}),
         ("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name="nothing"), {"admin"}),
         ("ServerLive", service_pb2.ServerLiveRequest(), None),

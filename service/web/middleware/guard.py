@@ -17,12 +17,13 @@ from service.wire.negotiation import HTML, JSON, acceptable
 
 READING = frozenset({"GET", "HEAD"})
 ANY = frozenset({"infer", "admin", "metrics"})
-CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer|/v2/repository/index"
+CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first that matches: one of these scopes opens it
     (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
     (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the empty shell of the page
     (READING, re.compile(r"/metrics"), frozenset({"metrics"})),
     (READING, re.compile(r".*"), ANY),
+    (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY),  # reads layers, as GET /layers does
     (frozenset({"POST"}), re.compile(CALLS), frozenset({"infer"})),
 )
 ADMIN = frozenset({"admin"})  # for all that no rule names
