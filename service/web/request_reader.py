@@ -96,7 +96,7 @@ def deadline_of(scope: Scope, engine: Engine) -> float | None:
     except ValueError:
         seconds = math.nan
     if not (0 < seconds < 1e9):
-        raise InvalidRequest.where("", "an X-Request-Timeout in seconds", f'"{timeout[:40]}"')
+        raise InvalidRequest.where("", "an X-Request-Timeout of a positive number of seconds, less than 1e9", f'"{timeout[:40]}"')
     return engine.clock() + seconds
 
 

@@ -3,7 +3,8 @@
 What came is shown shortened: a refusal is no echo of the payload.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,7 +70,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _problem(error: Any, at: str) -> Problem:
+def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     got = shown(error.get("input"))
     if kind == "disagreement":
@@ -79,7 +80,9 @@ def _problem(error: Any, at: str) -> Problem:
     if kind == "missing":
         return Problem(place, EXPECTED[kind], "nothing")
     if kind == "extra_forbidden":
-        return Problem(place, "no field of that name", got)
+        name = str(error["loc"][-1])[:SHOWN]
+        near = get_close_matches(name, known, 1) if len(error["loc"]) == 1 else []
+        return Problem(place, "no field of that name", f"a field {shown(name)}" + "".join(f" (did you mean {name}?)" for name in near))
     if kind in ("literal_error", "enum"):
         return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
     if kind in COUNTED:
@@ -93,5 +96,5 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as refusal:
-        problems = [_problem(error, at) for error in refusal.errors(include_url=False)[:PROBLEMS]]
+        problems = [_problem(error, at, list(model.model_fields)) for error in refusal.errors(include_url=False)[:PROBLEMS]]
     raise InvalidRequest(problems=problems)

@@ -622,8 +622,8 @@ def test_a_deadline_that_does_not_pass(post: Post, timeout: str) -> None:
 def test_a_deadline_that_makes_no_sense(post: Post, timeout: str) -> None:
     """422, and the header has a name; a long one is not echoed."""
     words = refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 422)
-    assert "X-Request-Timeout" in words
-    assert len(words) < 200
+    assert "X-Request-Timeout of a positive number of seconds, less than 1e9" in words
+    assert len(words) < 260
 
 
 # A server of one's own

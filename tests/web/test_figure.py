@@ -98,7 +98,7 @@ def test_nothing_acceptable_is_said(http, layers):
         ({"kind": "concatenation", "heads": [0]}, "/figure/heads", "null, since the concatenation is of all heads", "a list of 1"),
         ({"item": 1}, "/figure/item", "an item below 1", "1"),
         ({"kind": "pie"}, "/figure/kind", 'one of "heads", "head", "mean", "std", "similarity" or "concatenation"', '"pie"'),
-        ({"colour": "red"}, "/figure/colour", "no field of that name", '"red"'),
+        ({"colour": "red"}, "/figure/colour", "no field of that name", 'a field "colour"'),
         ({"dpi": 10000}, "/figure/dpi", "less than or equal to 384", "10000"),
         ({"width": 12}, "/figure/width", "greater than or equal to 200", "12"),
         ({"maximum": 0}, "/figure/maximum", "greater than 0", "0"),

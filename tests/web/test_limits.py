@@ -116,6 +116,13 @@ def test_plain_values_of_a_body_are_bounded() -> None:
         assert "at most 131072 plain values in one body" in answer.text
 
 
+def test_one_long_string_of_a_list_is_refused_for_its_bytes() -> None:
+    body = {"query": [[0.5] * 64], "tokens": {"query": ["a" * (5 << 20)]}}
+    (answer,) = answers(Settings(access_log=False), {"url": "/attend", "json": body})
+    assert answer.status_code == 413
+    assert f"at most {4 << 20} bytes beside numbers" in answer.text
+
+
 @pytest.mark.parametrize("field", ["d_model", "key_dim", "output_dim", "num_heads"])
 def test_the_width_of_a_layer(field: str) -> None:
     """Without projections a layer has no parameters that tell how wide it is; with them one of its rows may be long all the same."""

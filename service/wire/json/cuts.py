@@ -24,6 +24,7 @@ CUT = 1 << 16  # bytes from which on a value is cut out
 PIECE = 1 << 17  # bytes read at a time: with all that the parser makes of them, they stay in the processor's caches
 STEP = 1 << 18  # bytes looked at at a time
 REST = 4 << 20  # bytes that may be left
+OTHER = f"at most {REST} bytes beside numbers of tensors and base64"
 LONGEST_NAME = 64  # bytes
 OPENING, CLOSING = np.zeros(256, np.bool_), np.zeros(256, np.bool_)
 OPENING[[ord("["), ord("{")]] = CLOSING[[ord("]"), ord("}")]] = True
@@ -72,8 +73,7 @@ class Cuts:
             size += start - last
             last = stop
         if size + len(body) - last > REST:
-            wanted = f"at most {REST} bytes beside numbers of tensors and base64"
-            raise TooLarge.where("", wanted, str(size + len(body) - last))
+            raise TooLarge.where("", OTHER, str(size + len(body) - last))
         self.rest = b"".join((*pieces, body[last:]))
 
     def place_of(self, offset: int) -> str:
@@ -162,7 +162,9 @@ class CutList:
 
     def plain(self, at: str) -> Any:
         start, stop = self._place(self.low), self._place(self.high) + 1
-        if stop - start > REST or self.high - self.low > 2 * self.limits.values:
+        if stop - start > REST:
+            raise TooLarge.where(at, OTHER, str(stop - start))
+        if self.high - self.low > 2 * self.limits.values:
             raise TooLarge.where(at, f"at most {self.limits.values} plain values in one body", "more")
         return parse_slowly(self.body[start:stop], place_of=lambda offset: line_and_column(self.body, start + offset))
 
