@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -44,6 +44,7 @@ SHARED_MEMORY = "/dev/shm"
 SILENCE = 60  # seconds until a mute worker is replaced: it may be importing torch, or encoding a long reply
 LOOK = 0.1  # seconds between two looks whether a signal has come
 SWITCH_SECONDS = 0.0005  # after which a thread that decodes a large body lets the event loop run; Python's 5 ms would hold up light calls
+FIRST_REQUEST = 0.5  # seconds that connections without a request have for it once the port is closed
 LEAVING = 5.0  # seconds that a worker may take to end once all its work should be done
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -63,6 +64,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         log_config=None,
         server_header=False,
         http=Connection,
+        ws="none",
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
         root_path=settings.root_path,
@@ -117,7 +119,32 @@ def _url(settings: Settings, listening: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, for which SIGTERM is a way to end well: it would otherwise raise it again at the end, for exit status 143."""
+    """uvicorn's server, for which SIGTERM is a way to end well: it would otherwise raise it again at the end, for exit status 143.
+
+    When the port closes, it answers the connections that wait to be accepted, and those that were accepted and have not sent a request yet.
+    """
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        accepted = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + FIRST_REQUEST
+        joining = {loop.create_task(self._serve_accepted(connection)) for connection in accepted}
+        await asyncio.sleep(0)
+        while (not all(task.done() for task in joining) or self._awaits_requests()) and loop.time() < latest and not self.force_exit:
+            await asyncio.sleep(LOOK)
+        await super().shutdown(sockets)
+
+    async def _serve_accepted(self, connection: socket.socket) -> None:
+        make = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        with suppress(OSError):  # the other side has gone
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self.config.ssl)
+
+    def _awaits_requests(self) -> bool:
+        return any(isinstance(connection, Connection) and connection.cycle is None for connection in self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -217,6 +244,14 @@ class Supervisor(Multiprocess):
         log.warning("worker killed", pid=process.pid, reason=f"it had not ended after {self.patience:g} s")
         process.process.kill()
         process.process.join()
+
+
+def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait to be accepted. Closing the socket would reset them."""
+    listening.setblocking(False)
+    with suppress(OSError):  # there are no more, or no more file descriptors
+        while True:
+            yield listening.accept()[0]
 
 
 def _send(worker: Process, number: int) -> None:
