@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
+import httptools
 import structlog
 from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -24,7 +25,9 @@ log = structlog.get_logger("attend")
 EXTENSION = "attend.connection"  # under which a connection stands in the `extensions` of ASGI's scope
 VERSIONS = ("1.1", "1.0")
 FAREWELL = 5.0  # seconds that the other side of a TLS connection has for its own, at the end of the server
-LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers, about: what has not ended by then is refused
+LONGEST_HEAD = 64 * 1024  # bytes of a request's line and headers
+REQUEST_LINE = len(b"GET  HTTP/1.1\r\n")  # bytes of a request's line without its target
+HEADER_LINE = len(b": \r\n")  # bytes of a header without its name and value
 FRAMING = 8  # bytes of chunk headers and trailers for each byte of a body, beyond that many
 PIECE = 256 * 1024  # bytes of a reply handed to the transport at a time
 LINGER = 5.0  # seconds in which bytes behind a refused request are read and dropped
@@ -33,6 +36,45 @@ BUFFERED = 64 * 1024  # bytes in the transport above which it gets no more; TLS 
 
 class UnsupportedVersion(Exception):
     """A request line that ends in a version of HTTP which is not spoken here."""
+
+
+class UnsupportedMessage(Exception):
+    """A method or a transfer coding that is not implemented: what was expected, and what came."""
+
+
+class HeadTooLarge(Exception):
+    """A request line and headers of more than `LONGEST_HEAD` bytes."""
+
+
+class Parser(httptools.HttpRequestParser):
+    """httptools' parser, which ignores the header `Upgrade`, as RFC 9110 (section 7.8) asks of a server that supports no upgrade.
+
+    httptools takes such a request to end with its head, and what follows for another protocol. So the connection passes over this head, and
+    the parser reads it once more without `Upgrade`, and then the body.
+    """
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: a request may follow `Connection: close`
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        """Raises HttpParserError for bytes that are no HTTP, and for an exception in a callback."""
+        rest: memoryview | None = memoryview(data)
+        while rest is not None:
+            rest = self._feed_until_upgrade(rest)
+            if rest is not None:
+                head = self._connection.head_without_upgrade()
+                self.__init__(self._connection)  # type: ignore[misc]  # behind `Connection: close` it would read no further head
+                super().feed_data(head)
+
+    def _feed_until_upgrade(self, data: memoryview) -> memoryview | None:
+        """Return what follows a head that asks for an upgrade; None where there is no such head."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return data[upgrade.args[0] :]
+        return None
 
 
 class Watch:
@@ -83,12 +125,17 @@ class Connection(HttpToolsProtocol):
 
     watch: ClassVar[Watch] = Watch()
 
+    def __init__(self, *arguments: Any, **knobs: Any) -> None:
+        super().__init__(*arguments, **knobs)
+        self.parser = Parser(self)
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.lost = False  # whether nobody is there any more
         self._extensions = {EXTENSION: self}
         self._heard = self._handed = 0  # bytes that came, and of long replies that went to the transport
         self._content = self._framing = 0  # bytes of the request's body; and of its head, or around the chunks of its body
+        self._head = 0  # bytes of the request's line and headers
         self._headed = self._turned = False  # whether the headers are whole, or have just begun or ended
         self._state: tuple[str, Any] = ("", None)
         self._since, self._amount = self.watch.now, 0
@@ -110,22 +157,46 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if not self._turned:  # all of it belongs to one head, or to one body
             self._framing += len(data) - (self._content - content)
-            if self._framing > LONGEST_HEAD + FRAMING * self._content and not self.transport.is_closing():
+            if self._framing > LONGEST_HEAD + FRAMING * self._content and self._last_words is None and not self.transport.is_closing():
                 self._refuse_framing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head = REQUEST_LINE
         cast(Any, self.scope)["extensions"] = self._extensions
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headed:  # a trailer, which would join headers that have been read
+            self._count_head(len(name) + len(value) + HEADER_LINE)
             super().on_header(name, value)
 
+    def _count_head(self, size: int) -> None:
+        self._head += size
+        if self._head > LONGEST_HEAD:
+            raise HeadTooLarge
+
+    def head_without_upgrade(self) -> bytes:
+        """The request's line and headers as they came, without the header `Upgrade`."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise UnsupportedMessage("a method other than CONNECT", "CONNECT")
+        if self.parser.should_upgrade():  # this head will come again, without `Upgrade`
+            return
         self._content = self._framing = 0
         self._headed = self._turned = True
         if (version := self.parser.get_http_version()) not in VERSIONS:
             raise UnsupportedVersion(version)
+        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings and codings.lower() != b"chunked":
+            raise UnsupportedMessage("the transfer coding chunked alone", codings.decode("latin-1"))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -133,6 +204,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._content = self._framing = 0
         self._headed, self._turned = False, True
         super().on_message_complete()
@@ -208,6 +281,12 @@ class Connection(HttpToolsProtocol):
         if isinstance(beneath, UnsupportedVersion):
             self._refuse("unsupported_version", 505, "HTTP version not supported", "a request in HTTP/1.1 or HTTP/1.0", f"HTTP/{beneath}")
             return
+        if isinstance(beneath, UnsupportedMessage):
+            self._refuse("unsupported_message", 501, "not implemented", *beneath.args)
+            return
+        if isinstance(beneath, HeadTooLarge):
+            self._refuse_head()
+            return
         if isinstance(beneath, MemoryError):
             self._refuse("OutOfMemory", 507, "out of memory", "memory for the body of a request", "none")
             return
@@ -219,7 +298,11 @@ class Connection(HttpToolsProtocol):
             wanted = f"at most {LONGEST_HEAD} bytes of chunk headers and trailers, and {FRAMING} for each byte of a body"
             self._refuse("long_chunk_headers", 400, "chunk headers too large", wanted, "more")
         else:
-            self._refuse("long_headers", 431, "headers too large", f"headers of at most {LONGEST_HEAD} bytes", "more")
+            self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        wanted = f"a request line and headers of at most {LONGEST_HEAD} bytes"
+        self._refuse("long_headers", 431, "headers too large", wanted, "more")
 
     def _refuse(self, reason: str, status: int, title: str, expected: str, got: str) -> None:
         """A problem document and the end; whole requests that came before are answered first."""

@@ -300,6 +300,68 @@ def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
             assert one.post("/attend", content=b" " * size + BODY).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "upgrade",
+    [b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk", b"connection: upgrade\r\nUPGRADE: websocket"],
+    ids=["HTTP/2", "WebSocket"],
+)
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("size", [1, 1 << 16], ids=["byte by byte", "whole"])
+def test_an_upgrade_is_ignored(server: Server, upgrade: bytes, chunked: bool, size: int) -> None:
+    """The body is a body and not the next request, in whatever pieces it comes; requests behind it are answered."""
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    sent = b"POST /attend HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n" + framing + b"\r\n\r\n" + body
+    last = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close, upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with connect(server) as connection:
+        for start in range(0, len(sent + last), size):
+            connection.sendall((sent + last)[start : start + size])
+        head, _, left = everything(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    length = int(head.partition(b"content-length: ")[2].split()[0])
+    assert np.shape(json.loads(left[:length])["output"]) == (3, 64)
+    assert left[length:].startswith(b"HTTP/1.1 200 ") and left.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", "CONNECT"),
+        (b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "gzip, chunked"),
+        (b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n", "gzip, chunked"),
+    ],
+    ids=["CONNECT", "a list of codings", "two headers"],
+)
+def test_what_is_not_implemented_is_refused(server: Server, sent: bytes, got: str) -> None:
+    """Nothing behind such a head is taken for a request."""
+    before = counted(server, "unsupported_message")
+    with connect(server) as connection:
+        connection.sendall(sent + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        document = refusal(everything(connection))
+    assert (document["status"], document["errors"][0]["got"]) == (501, got)
+    assert counted(server, "unsupported_message") == before + 1
+
+
+@pytest.mark.parametrize("part", ["target", "one header", "many headers"])
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_head_of_more_than_64_kib_is_refused(server: Server, part: str, excess: int) -> None:
+    """To the byte, also where all of it is sent at once."""
+    start, end = b"GET /health/live", b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    room = 64 * 1024 - len(start + end) + len(b"\r\n") + excess  # the empty line is not counted
+    if part == "target":
+        sent = start + b"?" + b"a" * (room - 1) + end
+    else:
+        lines, left = divmod(room, 1000) if part == "many headers" else (0, room)
+        sent = start + end[:-2] + (b"X: " + b"a" * 995 + b"\r\n") * lines + b"Y: " + b"a" * (left - 5) + b"\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(sent)
+        answer = everything(connection)
+    if excess:
+        assert refusal(answer)["status"] == 431
+    else:
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_thousand_connections_at_once(server: Server) -> None:
     """All open before the first asks; all are answered, and answered alike."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
