@@ -34,7 +34,18 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "checkpoints": {"safetensors"},
     "serving": {"torch", "asyncio", "prometheus_client", "structlog", "safetensors", "tokenizers"},
     "client": {"httpx", "asyncio", "torch"},
-    "web": {"fastapi", "starlette", "uvicorn", "grpc", "grpc_health", "grpc_reflection", "google", "structlog", "opentelemetry"},
+    "web": {
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "httptools",
+        "grpc",
+        "grpc_health",
+        "grpc_reflection",
+        "google",
+        "structlog",
+        "opentelemetry",
+    },
 }
 WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the law
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
