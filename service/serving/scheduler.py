@@ -131,7 +131,8 @@ class Scheduler:
         rested = not self.busy
         self._queue_of(entry).append(entry)
         self._occupancy.add(entry.flow, cost)
-        self._next(loop, self.limits.delay if rested and entry.may_share else 0.0)
+        delayed = self.limits.delay and rested and entry.may_share  # in this order: a batch key costs as much as a short call's steps
+        self._next(loop, self.limits.delay if delayed else 0.0)
         timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
         try:
             return await future
