@@ -174,7 +174,7 @@ class Engine:
         phases.encode = self.clock() - encoding
         self._count(bound, outcome, phases)
         request = bound.request
-        wanted = request.outputs if bound.call.metrics_query is None else bound.call.metrics_query.metrics
+        wanted = request.wanted(bool(bound.layer.spec.positional)) if isinstance(request, AnalysisRequest) else request.outputs
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return EncodedReply(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
@@ -183,7 +183,7 @@ class Engine:
         started = self.clock()
         figure = await self._aside_for(raw, self.decoder.figure, raw)
         bound, phases = figure.bound, Phases(decode=self.clock() - started)
-        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
+        outcome = await self._submit(bound, raw)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
@@ -269,7 +269,7 @@ class Engine:
     async def _computed(self, bound: BoundCall, raw: RawRequest) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
         if self.shards is None or not bound.in_parts:
-            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
+            return await self._submit(bound, raw)
         started, parts = self.clock(), cut(bound.call, self.shards.count)
         try:
             async with asyncio.timeout(None if raw.deadline is None else raw.deadline - started):
@@ -278,6 +278,12 @@ class Engine:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer") from None
         result = await self._run_in_thread(join, bound.layer.attention, bound.call, results)
         return Outcome(result, 0.0, self.clock() - started, 1, Execution(bound.call.query.shape[0]))
+
+    async def _submit(self, bound: BoundCall, raw: RawRequest) -> Outcome:
+        """The call's outcome on this process's device."""
+        return await self.scheduler.submit(
+            bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller, operation=bound.operation
+        )
 
     async def _run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""

@@ -2,7 +2,7 @@
 
 A process adds its calls to a table per layer: a row per batch size, a column per field of `Totals`. Where several processes serve, a table
 is a file that its process maps into memory, and any process reads the sum over all files of a layer. A file outlives its process, so that
-counts survive a worker that dies, and goes with its layer. (prometheus_client's own files would keep the labels of removed layers for ever.)
+counts survive a worker that dies, and goes with its layer. (prometheus_client's own files keep the labels of removed layers for ever.)
 """
 
 import os

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.layers.files import demand_storable
+from service.serving.layers.files import demand_storable, demand_storable_spec
 from service.serving.layers.registry import HeldLayer, LayerRegistry, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerStore, Stamp, fault
 from service.serving.metrics import Metrics
@@ -70,6 +70,7 @@ class LayerLoader:
         change = 0
         async with self._alone(deadline), self._changing:
             spec, weights = await self.aside(read)
+            demand_storable_spec(spec, self.largest)
             layer = await self._made(name, spec, weights)
             await self.aside(demand_storable, layer, self.largest)
             if self.folder is not None:
