@@ -5,7 +5,7 @@ only the numbers can tell, and they are compared.
 """
 
 import numpy as np
-import plain_attention
+from support import plain_attention
 
 from service.checkpoints import read_layer
 from service.spec import LayerSpec
