@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from test_scheduler import run, turns
+from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.admission import LONGEST_WAIT, MEMORY, SHARE, ByteBudget
@@ -95,7 +95,7 @@ def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
     budget, size = ByteBudget(1000, lambda: now[0]), 100
     leases = [budget.lease(str(caller)) for caller in range(10)]
     for lease in leases:
-        lease.add(size)
+        lease.resize(size)
 
     def wait(caller: str, size: int) -> int:
         with pytest.raises(Overloaded) as refusal:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_scheduler import PATIENCE, REAL, request, run, turns
+from support.scheduler import PATIENCE, REAL, request, run, turns
 
 from service.serving.bound_call import BoundCall
 from service.serving.codec_pool import HEAVY, CodecPool, size_of
