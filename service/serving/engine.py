@@ -24,7 +24,7 @@ from service.serving.replies import build_reply, plan_of, predicted_bytes, refus
 from service.serving.requests import BoundCall, EncodedReply, RawRequest, Waiting
 from service.serving.scheduler import Scheduler
 from service.serving.shards import Shards, compute_in_shards
-from service.serving.statistics import Counter
+from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
 from service.wire.codec import Decoded, Encoded
 from service.wire.compression import pack, unpack
@@ -59,7 +59,7 @@ class Engine:
         registry: LayerRegistry,
         scheduler: Scheduler,
         metrics: Metrics,
-        statistics: Counter,
+        statistics: LayerStatistics,
         wire_limits: WireLimits,
         limits: ServingLimits,
     ) -> None:
@@ -97,7 +97,7 @@ class Engine:
             encoding = self.clock()
             encoded = await self.encode(bound, outcome.result, decoded, raw, waiting)
         except BaseException:  # a caller who has gone among them
-            self._count_failure(bound, self.clock() - started)
+            self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - encoding)
         self._count(bound, outcome, phases)
@@ -175,13 +175,8 @@ class Engine:
         self.codecs.close()
 
     def _count(self, bound: BoundCall, outcome: Outcome, phases: Phases) -> None:
-        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
-        if bound.figure is None:
-            self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution)
-
-    def _count_failure(self, bound: BoundCall, seconds: float) -> None:
-        if bound.figure is None:
-            self.statistics.failed(bound.layer.name, seconds)
+        self.metrics.computed(phases)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, bound.cost.operations)
 
 
 def _earliest(deadline: float | None, timeout: float | None, now: float) -> float | None:

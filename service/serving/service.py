@@ -25,7 +25,7 @@ from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits, Scheduler
-from service.serving.statistics import Counter
+from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.reply import Buffer
@@ -44,9 +44,10 @@ class Service:
         self.scheduler, self.metrics, self.wire_limits, self.limits = scheduler, metrics, wire_limits, limits
         self.clock = scheduler.clock
         self.registry = LayerRegistry(scheduler.device, limits)
-        self.statistics = Counter(metrics.folder, holds=self.registry.__contains__)
+        self.statistics = LayerStatistics(metrics.folder)
+        metrics.add(self.statistics)
         self.probe = Probe(scheduler)
-        self.loader = LayerLoader(self.registry, self.probe, metrics, store, self.statistics.forget, wire_limits.layer_bytes)
+        self.loader = LayerLoader(self.registry, self.probe, metrics, self.statistics, store, wire_limits.layer_bytes)
         self.engine = Engine(self.registry, scheduler, metrics, self.statistics, wire_limits, limits)
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self.gate = ShutdownGate()
@@ -155,7 +156,6 @@ class Service:
         self.loader.close()
         self.scheduler.close()
         self.statistics.close()
-        self.metrics.by_layer.close()
         self.engine.close()
 
 
