@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from test_scheduler import run, turns
+from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.admission import SHARE, ByteBudget

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 from safetensors.numpy import load
+from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_scheduler import PATIENCE, REAL, run, turns
+from support.scheduler import PATIENCE, REAL, run, turns
 
 from service.serving.codec_pool import HEAVY, CodecPool
 from service.serving.cost import ServingLimits

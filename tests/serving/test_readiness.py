@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_scheduler import ASIDE, Attention, Clock, held, request, run, turns
+from support.scheduler import ASIDE, Attention, Clock, held, request, run, turns
 
 from service.errors import Overloaded, ServiceFault
 from service.serving.batching import BatchLimits

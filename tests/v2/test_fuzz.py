@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import Server
-from protocol import in_bytes, in_json, read, refused
+from support.server import Server
+from support.v2 import in_bytes, in_json, read, refused
 
 from service.errors import RequestError
 from service.wire.limits import WireLimits

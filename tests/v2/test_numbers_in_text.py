@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol import described, in_bytes
+from support.v2 import described, in_bytes
 
 from service.errors import MalformedBody, RequestError
 from service.wire.json import cuts as json_cuts

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from live import Server
 from starlette.testclient import TestClient
-from test_grpc import SERVICE, address_of, entry, request
-from test_processes import LONG, PATIENCE, HalfSent, ask, events, only, several_cores, until, workers_of
+from support.grpc_calls import SERVICE, address_of, entry, request
+from support.processes import LONG, PATIENCE, HalfSent, ask, events, only, several_cores, until, workers_of
+from support.server import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.settings import Settings
