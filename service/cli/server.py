@@ -78,18 +78,18 @@ def application(settings: Settings, threads: int) -> FastAPI:
     keep_memory()
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
-    engine, inner = app.state.engine, app.router.lifespan_context
+    service, inner = app.state.service, app.router.lifespan_context
     Connection.watch = Watch(
         settings.client_timeout,
-        engine.metrics.failed,
+        service.metrics.failed,
         settings.access_log,
-        partial(engine.metrics.answered, "other"),
+        partial(service.metrics.answered, "other"),
         settings.min_client_rate,
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        handle_signals(engine, settings.drain_seconds, is_worker=settings.workers > 1)
+        handle_signals(service, settings.drain_seconds, is_worker=settings.workers > 1)
         async with inner(app):
             yield
         ignore_hangup()

@@ -16,12 +16,12 @@ from types import FrameType
 
 import structlog
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 
 log = structlog.get_logger("attend")
 
 
-def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
+def handle_signals(service: Service, seconds: float, is_worker: bool) -> None:
     """Installs the handlers, between a signal and uvicorn's handler for it. To be called on the event loop of the server.
 
     A worker that gets SIGHUP is being replaced: it ends its connections as in a drain of so many `seconds`, but stays ready, since a load
@@ -33,33 +33,33 @@ def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
 
     def stop(frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(partial(log.info, "stopping"))
-        loop.call_soon_threadsafe(engine.stop_admitting)
+        loop.call_soon_threadsafe(service.stop_admitting)
         close(signal.SIGTERM, frame)
 
     def drain(number: int, frame: FrameType | None) -> None:
-        if engine.draining or not seconds:
+        if service.draining or not seconds:
             stop(frame)
             return
-        engine.draining = True
+        service.draining = True
         loop.call_soon_threadsafe(partial(log.info, "draining", seconds=seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, stop, frame)
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        if engine.draining or engine.retiring:  # a terminal that closes may send it twice
+        if service.draining or service.retiring:  # a terminal that closes may send it twice
             return
         if not is_worker:
             drain(number, frame)
             return
-        engine.retiring = True
+        service.retiring = True
         loop.call_soon_threadsafe(partial(log.info, "retiring", seconds=seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, retire, frame)
 
     def retire(frame: FrameType | None) -> None:
-        if not engine.draining:
+        if not service.draining:
             stop(frame)
 
     def leave(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(engine.stop_admitting)
+        loop.call_soon_threadsafe(service.stop_admitting)
         interrupt(number, frame)
 
     signal.signal(signal.SIGTERM, drain)
