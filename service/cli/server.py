@@ -19,7 +19,8 @@ from service.cli.logs import configure_logs
 from service.cli.signals import exit_with_supervisor, handle_signals, ignore_hangup
 from service.settings import Settings
 from service.web.app import create_app
-from service.web.connections import Connection, Watch
+from service.web.connections import Connection
+from service.web.watch import Watch
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
