@@ -26,7 +26,7 @@ from service.web.grpc.methods import Heard, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.access import milliseconds, request_id
 from service.web.middleware.guard import ADMIN, ANY, demand_key
-from service.web.middleware.telemetry import Telemetry, Told
+from service.web.middleware.telemetry import Ending, Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # of the keys that open a method, where not any does
@@ -170,7 +170,7 @@ class Calls:
         started, trailing = service.clock(), [("x-request-id", heard.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
-            trailing.append(("traceresponse", span.in_words))
+            trailing.append(("traceresponse", span.traceparent))
         code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
         try:
             await answer(tuple(trailing))
@@ -183,7 +183,7 @@ class Calls:
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            code, detail, reason = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend", "unforeseen"
+            code, detail, reason = grpc.StatusCode.INTERNAL, "unexpected error; the server's log has the cause", "unforeseen"
             log.exception("unforeseen", method=name, request_id=heard.request_id)
         finally:
             seconds = service.clock() - started
@@ -191,8 +191,8 @@ class Calls:
             if reason:
                 service.metrics.failed(reason)
             if traces is not None and span is not None:
-                told = Told(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
-                traces.end_call(span, full_name, code.name, told, seconds)
+                ending = Ending(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                traces.end_call(span, full_name, code.name, ending, seconds)
             if self.surroundings.log_requests:
                 log.info(
                     "request",
