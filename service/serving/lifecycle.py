@@ -1,4 +1,4 @@
-"""The way in. It closes once, for all: whoever else lets calls in beside the HTTP server closes together with it, and not after it."""
+"""The gate that shutdown closes: it stops new calls of all servers of the process at the same time, and waits for those that are in."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,7 +22,7 @@ class ShutdownGate:
         return not self._closing.is_set()
 
     def add(self, close: Close) -> None:
-        """Another one that is to close with this one; `close` returns when what came in by it has been answered."""
+        """Has `close` called when the gate closes; it returns when the calls that another server has taken are answered."""
         self._others.append(close)
 
     def close(self) -> None:
@@ -32,17 +32,17 @@ class ShutdownGate:
             self._leaving = [asyncio.get_running_loop().create_task(close()) for close in self._others]
 
     async def closed(self) -> None:
-        """Returns when all that came in by the others has been answered."""
+        """Returns when the other servers have answered what they had taken."""
         await asyncio.gather(*self._leaving)
 
     async def closes_within(self, seconds: float) -> None:
-        """Returns once it closes, or after so many seconds."""
+        """Returns once the gate closes, or after that time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
     async def until_closed(self, coming: AsyncIterator[T]) -> AsyncIterator[T]:
-        """What comes, until there is no more, or the door closes."""
+        """The items, until there are no more or the gate closes."""
         closing = asyncio.create_task(self._closing.wait())
         try:
             while True:
