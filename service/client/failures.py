@@ -23,7 +23,7 @@ from service.errors import (
     Unreachable,
     Untrusted,
 )
-from service.wire.answer import decode_document
+from service.wire.client_codec import decode_document
 from service.wire.problems import validate
 from service.wire.schemas.attend import ProblemDocument
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.tensors import Array
-from service.wire.answer import decode_binary_reply, decode_metrics, decode_reply
+from service.wire.client_codec import decode_binary_reply, decode_metrics, decode_reply
 from service.wire.negotiation import SAFETENSORS
 from service.wire.schemas.attend import LayerReference
 

@@ -15,8 +15,9 @@ from command import run_attend
 from service.attention.reference.forward import attend
 from service.cli.server_check import draw
 from service.cli.tolerances import OUTPUTS, finding, findings
-from service.wire.answer import decode_reply
-from service.wire.reply import Reply, encode_json
+from service.wire.client_codec import decode_reply
+from service.wire.json.writer import encode_json
+from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
