@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
 from safetensors.numpy import save_file
+from support.server import Server
 
 from service.serving.layers.coordination import Claim
 from service.serving.layers.store import LayerStore
@@ -330,6 +330,16 @@ def test_a_layer_that_could_not_be_read_back_is_not_taken(start: Start, tmp_path
     assert 19000 < len(file) <= 20480
     again = ask(server, "PUT", "/layers/large", content=file, headers={"Content-Type": "application/vnd.safetensors"})
     assert again.status_code == 200, again.text
+
+
+def test_a_layer_whose_file_would_be_too_large_is_refused_before_its_weights_are_drawn(start: Start) -> None:
+    """268 million parameters are within the limit on parameters, but their file of 1 GiB and a header is not within --max-layer-bytes."""
+    server = start()
+    refused = put(server, "large", {"spec": {"d_model": 8192, "num_heads": 8, "bias": False}}, 413)
+    assert "max_layer_bytes" in refused["detail"]
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    assert peak < 1 << 30
 
 
 def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 from safetensors.numpy import load
+from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
+from service.attention.metrics import compute
 from service.attention.metrics.compute import measure
+from service.attention.metrics.query import MetricsQuery
 from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
@@ -25,10 +27,9 @@ from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
-from service.serving import executor
 from service.serving.cost import ServingLimits
-from service.serving.engine import open_engine
 from service.serving.requests import RawRequest
+from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
@@ -389,20 +390,20 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
     """However small: they are many steps, and take their turn on the device's thread with everything else."""
     threads: list[int] = []
 
-    def watched(layer: MultiHeadAttention, call: Call) -> Result:
+    def watched(layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> Result:
         threads.append(threading.get_ident())
-        return measure(layer, call)
+        return measure(layer, call, query)
 
     async def ask() -> bytes:
-        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
-    monkeypatch.setattr(executor, "measure", watched)
-    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    monkeypatch.setattr(compute, "measure", watched)
+    service = open_service("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))
     finally:
-        engine.close()
+        service.close()
 
     assert reply["metrics"]["confidence"] == [1.0, 1.0]
     assert len(threads) == 1 and threading.get_ident() not in threads
