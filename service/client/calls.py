@@ -15,10 +15,9 @@ from service.client.failures import refusal
 from service.client.result import AnalysisResult, AttendResult, read_metrics, read_result
 from service.errors import BadReply, InvalidRequest, MalformedBody, RequestError
 from service.spec import LayerSpec
-from service.wire.client_codec import decode_document
+from service.wire.client_codec import decode_document, encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import validate
-from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Document, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest

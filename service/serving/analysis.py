@@ -23,7 +23,7 @@ from service.tensors import BY_TORCH, DATATYPES, Array
 from service.wire.codec import Decoded
 from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import POSITIONAL, SHAPES, INDEX_PARTS, WORDED, AnalysisRequest
+from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, WORDED, AnalysisRequest
 
 PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
 SORTED = {"keys_for_mass"}

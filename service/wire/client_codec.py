@@ -4,7 +4,7 @@ In JSON, small tensors are written as nested lists, which people can read. Large
 infinities), are written as base64. Every number arrives as it was. The server validates requests; only what cannot be written, or would
 arrive as another value, is refused here.
 
-Replies in base64 or safetensors give the arrays that the server had. Nested lists have no datatype: their numbers become float64, keys int64.
+Replies in base64 or safetensors give the arrays that the server had. Nested lists have no datatype: numbers become float64, keys int64.
 """
 
 import binascii

@@ -176,7 +176,7 @@ def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) 
 
 
 def test_other_values_among_numbers_are_read_in_pieces() -> None:
-    """Those that a bias or a mask may have. They are read as numbers meanwhile, and must not be taken for these or become part of others."""
+    """Those that a bias or a mask may have. They are read as numbers, and must neither be taken for these nor become part of others."""
     lowest = -1e308  # the number as which "-inf" is read
     rows = [[0, "-inf", 1.5, lowest, "-inf"]] * 20
     bias = assert_same(json.dumps({"bias": rows}).encode())["bias"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
-from service.wire.json import writer
 from service.wire.client_codec import decode_reply
+from service.wire.json import writer
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions

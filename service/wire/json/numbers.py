@@ -1,8 +1,8 @@
 """Lists of numbers in a JSON text -> arrays. No Python object is made per number.
 
-simdjson parses the numbers. It holds the interpreter's lock meanwhile, and it flattens nested lists. So a long list is parsed in pieces, cut
-at commas: numpy finds a piece's brackets, simdjson parses the piece with blanks in their place, and when all numbers are read, the brackets
-are compared with those that an array has.
+simdjson parses the numbers. It holds the interpreter's lock meanwhile, and it flattens nested lists. So a long list is parsed in pieces,
+cut at commas: numpy finds a piece's brackets, simdjson parses the piece with blanks in their place, and when all numbers are read, the
+brackets are compared with those that an array has.
 """
 
 import math
@@ -80,12 +80,13 @@ def _parse(text: bytes) -> Array | None:
     """A list of any depth as float64; None unless it is regular."""
     try:
         document = _parser().parse(text)
-        shape, rows = [], document
+        shape: list[int] = []
+        rows = document
         while isinstance(rows, simdjson.Array) and len(shape) <= MAX_RANK:
             shape.append(len(rows))
             rows = rows[0] if len(rows) else None
         lists = sum(math.prod(shape[:axis]) for axis in range(len(shape)))
-        if isinstance(rows, simdjson.Array) or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
+        if isinstance(rows, simdjson.Array) or 0 in shape or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
             return None
         numbers = np.frombuffer(document.as_buffer(of_type="d"), np.float64)
         return numbers.reshape(shape) if numbers.size == math.prod(shape) and _rows_agree(document, shape) else None

@@ -1,8 +1,8 @@
 """JSON bytes -> the members of a document, tensors as numpy arrays. No Python object is made per number.
 
-Lists of numbers and long base64 strings are found without parsing and cut out. What is left, the rest, is small: the strict reader parses it.
-The numbers are then read from the text by `numbers.py`. A small body that is refused is parsed again as a whole, by the strict reader alone,
-which finds the place of the fault.
+Lists of numbers and long base64 strings are found without parsing and cut out. What is left, the rest, is small: the strict reader
+parses it. The numbers are then read from the text by `numbers.py`. A small body that is refused is parsed again as a whole, by the strict
+reader alone, which finds the place of the fault.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from service.errors import InvalidRequest, RequestError, TooLarge
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
 from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
@@ -84,17 +84,17 @@ class Parts(NamedTuple):
         return line_and_column(self.text, min(offset, len(self.text)))
 
 
-def cut_values(text: bytes, limits: WireLimits) -> Parts:
-    """The text without the lists of numbers and the long base64 strings that are values of members. Raises TooLarge.
+def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALUE) -> Parts:
+    """The text without lists of numbers and long base64 strings: those values of members that follow `before`. Raises TooLarge.
 
-    Nothing is parsed. In JSON a quotation mark before a colon ends a key, so a value follows. Up to the next quotation mark or brace there are
-    neither strings nor objects, so a list that begins there has numbers alone and ends before. If the text is not JSON, neither is the rest or
-    one of the values, and reading them will say so.
+    Nothing is parsed. In JSON a quotation mark before a colon ends a key, so a value follows. Up to the next quotation mark or brace there
+    are neither strings nor objects, so a list that begins there has numbers alone and ends before. If the text is not JSON, the rest or
+    one of the values is not JSON either, and is refused when it is read.
     """
     pieces: list[bytes] = []
     cut: list[Cut] = []
     begin = position = size = 0
-    while found := VALUE.search(text, position, begin + REST - size):
+    while found := before.search(text, position, begin + REST - size):
         start = found.end()
         value = _number_list(text, start, limits) if text[start : start + 1] == b"[" else _base64_text(text, start)
         position = start + 1

@@ -1,7 +1,7 @@
 """Replies -> JSON. orjson writes numbers from the arrays' own memory; no Python object is made per number.
 
-orjson holds the interpreter's lock until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each null
-is then replaced by what the caller wants in its place.
+orjson holds the interpreter's lock until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each
+null is then replaced by what the caller wants in its place.
 """
 
 import binascii
