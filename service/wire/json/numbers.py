@@ -86,7 +86,7 @@ def _parse(text: bytes) -> Array | None:
             shape.append(len(rows))
             rows = rows[0] if len(rows) else None
         lists = sum(math.prod(shape[:axis]) for axis in range(len(shape)))
-        if isinstance(rows, simdjson.Array) or 0 in shape or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
+        if len(shape) > MAX_RANK or 0 in shape or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
             return None
         numbers = np.frombuffer(document.as_buffer(of_type="d"), np.float64)
         return numbers.reshape(shape) if numbers.size == math.prod(shape) and _rows_agree(document, shape) else None
@@ -132,6 +132,7 @@ class _LongList:
         while start <= stop:
             end = stop if stop - start <= PIECE else text.rfind(b",", start, start + PIECE)
             if end < 0:
+                self._demand_depth(text.count(b"[", start, start + PIECE))
                 raise InvalidRequest.where(self._path(self.filled), f"a number of less than {PIECE} bytes", "a longer one")
             self._read(start, end)
             start = end + 1
@@ -219,7 +220,8 @@ class _LongList:
         """The shape of the array that has these brackets; None if no array has."""
         signs, slots = np.concatenate(self.signs), np.concatenate(self.slots)
         depth = np.cumsum(signs, dtype=np.int32)
-        if (rank := int(depth.max())) > MAX_RANK:
+        self._demand_depth(rank := int(depth.max()))
+        if rank > MAX_RANK:
             raise InvalidRequest.where(self.at, f"at most {MAX_RANK} nested lists", str(rank))
         if depth[-1] or not depth[:-1].all():
             return None
@@ -231,6 +233,10 @@ class _LongList:
                 return None
             sizes.append(size)
         return *(size // inner for size, inner in pairwise(sizes)), sizes[-1]
+
+    def _demand_depth(self, rank: int) -> None:
+        if rank > (deepest := self.source.limits.depth):
+            raise TooLarge.where(self.at, f"a document at most {deepest} deep (max_depth)", "one nested deeper")
 
     def _refuse_irregular(self) -> NoReturn:
         """Raises at the first item that is not what the first one at its depth is: a number, or a list of that length."""

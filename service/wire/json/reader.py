@@ -133,6 +133,8 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     reader = Reader(limits, shapes_alone)
     try:
         return reader.members(cut_values(body, limits).document(), kinds)
+    except TooLarge:
+        raise
     except RequestError:
         if len(body) > STRICT:
             raise

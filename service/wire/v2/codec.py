@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from service.errors import InvalidRequest, MalformedBody, RequestError
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.codec import Codec, Decoded, Encoded, Headers
@@ -86,15 +86,17 @@ def parse_template(template: bytes, nested: tuple[bool, ...], following: int, mo
 
 def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
     """The header, and the members of the request with their arrays. Raises MalformedBody, InvalidRequest or TooLarge."""
-    parts = cut_values(text, limits, DATA)
-    lists = [value for value in parts.cut if isinstance(value, NumberList)]
     try:
+        parts = cut_values(text, limits, DATA)
+        lists = [value for value in parts.cut if isinstance(value, NumberList)]
         parse = parse_template if len(parts.rest) <= LONGEST else parse_template.__wrapped__
         header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
         return header, _members(header, lists, following)
+    except TooLarge:
+        raise
     except RequestError:
         if len(text) > STRICT:
-            parts.document()  # raises where the JSON is malformed, with its place in the text
+            cut_values(text, limits, DATA).document()  # raises where the JSON is malformed, with its place in the text
             raise
     header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
     return header, _members(header, (), following)
