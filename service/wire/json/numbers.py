@@ -145,7 +145,7 @@ class _LongList:
         text = b"".join((b"[", memoryview(self.source.text)[start:end], b"]"))
         alone = _numbers_alone(text, self.kind)
         characters = np.frombuffer(alone, np.uint8)
-        brackets = np.flatnonzero((characters[1:-1] & 0xD9) == 0x59) + 1  # [ ] { } and Y _ y DEL
+        brackets = np.flatnonzero(characters[1:-1] > ord("Z")) + 1  # brackets, and the e of exponents
         kinds = characters[brackets]
         brackets = brackets[(kinds == OPEN) | (kinds == CLOSE)]
         if len(brackets):
@@ -178,9 +178,10 @@ class _LongList:
             place = int(brackets[int(np.argmax(wrong))])
             got = f"{chr(characters[place])!r} at {line_and_column(self.source.text, start + place - 1)}"
             raise MalformedBody.where("", "JSON", f"{got} (expecting ',' delimiter)")
-        commas = np.add.reduceat((characters == COMMA).view(np.uint8), np.concatenate(([0], brackets)), dtype=np.int32)
+        # a valid piece has fewer commas than uint16 holds
+        commas = np.add.reduceat((characters == COMMA).view(np.uint8), np.concatenate(([0], brackets)), dtype=np.uint16)
         self.signs.append(signs)
-        self.slots.append(self.filled + np.cumsum(commas[:-1]))
+        self.slots.append(self.filled + np.cumsum(commas[:-1], dtype=np.int64))
         self.opened += int(np.count_nonzero(signs > 0))
         if self.opened > self.source.limits.lists:
             raise TooLarge.where(self.at, f"at most {self.source.limits.lists} lists in one tensor", "more")
