@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.cli.backend import EngineBackend
 from service.cli.demo import SENTENCE
-from service.client import calls
+from service.client import operations
 from service.serving.embeddings import read_minilm
 from service.settings import Settings
 
@@ -32,8 +32,8 @@ def draw_pictures(folder: Path) -> None:
         backend.put_layer("minilm-layer-0", read.spec, read.weights)
         fields = {"layer": "minilm-layer-0", "query": read.vectors, "tokens": {"query": read.tokens}}
         for name, figure in PICTURES.items():
-            call = calls.figure(fields, {**figure, "format": "png", "dpi": 96})
-            (folder / name).write_bytes(backend.figure(call.in_json().body or b""))
+            operation = operations.figure(fields, {**figure, "format": "png", "dpi": 96})
+            (folder / name).write_bytes(backend.figure(operation.as_json().body or b""))
     finally:
         backend.close()
 

@@ -26,8 +26,8 @@ def show(*arguments: str) -> str:
 
 
 def by_hand(shown: str) -> list[str]:
-    """The lines under "Again, by hand"."""
-    return [line.strip() for line in shown.partition("Again, by hand\n")[2].splitlines()]
+    """The lines under "The same by hand"."""
+    return [line.strip() for line in shown.partition("The same by hand\n")[2].splitlines()]
 
 
 def repeat(start, lines: list[str]) -> dict[str, object]:
