@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Server, start_server
+from support.server import Server, start_server
 
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
 
@@ -37,7 +37,7 @@ def start() -> Iterator[Callable[..., Server]]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium for the tests of one file."""
-    from browsing import chromium  # which few tests need
+    from support.browser import chromium  # which few tests need
 
     with chromium() as browser:
         yield browser
@@ -53,7 +53,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 @pytest.fixture
 def receiver() -> Iterator[Any]:
     """A collector of traces and metrics."""
-    from otlp import Receiver
+    from support.otlp import Receiver
 
     one = Receiver()
     thread = threading.Thread(target=one.serve_forever)

@@ -14,8 +14,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from live import Server
 from matplotlib.image import imread
+from support.server import Server
 
 from service.settings import Settings, settings_table
 from service.spec import Init

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
 from safetensors.numpy import save_file
+from support.server import Server
 
 from service.serving.layers.coordination import Claim
 from service.serving.layers.store import LayerStore

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from live import Server
-from test_processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
+from support.processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
+from support.server import Server
 
 Start = Callable[..., Server]
 DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}

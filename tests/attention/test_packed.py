@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_whole import TOLERANCE, call_of, make
+from support.layers import TOLERANCE, call_of, make
 
 from service.attention import packed, whole
 from service.attention.call import Call, Result

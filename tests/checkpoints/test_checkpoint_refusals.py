@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from layers_by_hand import draw
+from support.checkpoints import draw
 
 from service.checkpoints import LAYOUTS, read_layer
 from service.checkpoints.detection import ALL_LAYOUTS

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 import pytest
-from layers_by_hand import draw
+from support.checkpoints import draw
 
 from service.checkpoints import detect, layers_in, read_layer
 from service.checkpoints.detection import ALL_LAYOUTS

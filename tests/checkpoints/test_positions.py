@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from layers_by_hand import B, Q, close, converted, cut, draw, heads_out, named
+from support.checkpoints import B, Q, close, converted, cut, draw, heads_out, named
 
 from service.checkpoints import read_layer
 from service.errors import InvalidRequest

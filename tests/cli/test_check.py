@@ -10,7 +10,7 @@ from threading import Thread
 import httpx
 import numpy as np
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case

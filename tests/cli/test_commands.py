@@ -10,8 +10,8 @@ import textwrap
 import httpx
 import pytest
 import trustme
-from command import run_attend
-from live import start_server
+from support.command import run_attend
+from support.server import start_server
 
 from service import __version__
 from service.settings import Settings

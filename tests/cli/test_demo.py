@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from command import run_attend
+from support.command import run_attend
 
 from service.cli.child import NotStarted, child_server
 from service.cli.demo import Vectors, read_sentence

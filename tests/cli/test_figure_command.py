@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]], "causal": True, "tokens": {"query": ["a", "b", "c"]}}
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")

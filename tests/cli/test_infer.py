@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0]], "causal": True, "outputs": ["output", "attention_weights", "scores"]}
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")

@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from command import run_attend
-from live import Server
 from safetensors.numpy import load_file, save_file
+from support.command import run_attend
+from support.server import Server
 
 from service.client import Client
 from service.errors import InvalidRequest

@@ -4,8 +4,8 @@ import base64
 import json
 from pathlib import Path
 
-import decoders
 import pytest
+from fuzz import decoders
 
 CORPUS: dict[str, list[str]] = json.loads(Path(__file__).with_name("corpus.json").read_text())
 

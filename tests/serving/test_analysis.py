@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 from safetensors.numpy import load
+from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
@@ -28,8 +28,8 @@ from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis_result
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
-from service.serving.engine import open_engine
 from service.serving.requests import RawRequest
+from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
@@ -395,15 +395,15 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
         return measure(layer, call, query)
 
     async def ask() -> bytes:
-        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
     monkeypatch.setattr(compute, "measure", watched)
-    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    service = open_service("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))
     finally:
-        engine.close()
+        service.close()
 
     assert reply["metrics"]["confidence"] == [1.0, 1.0]
     assert len(threads) == 1 and threading.get_ident() not in threads

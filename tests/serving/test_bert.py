@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from originals import FOLDER, array
+from support.framework_cases import FOLDER, array
 
 from service.serving.bert import Bert
 from service.spec import LayerSpec

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import DTYPES, in_bytes, in_json, read, refused
+from support.server import Server
+from support.v2 import DTYPES, in_bytes, in_json, read, refused
 
 B, Q, K, H = 2, 3, 5, 3
 SEQUENCES = {"query": (B, Q), "key": (B, K), "value": (B, K), "attend_keys": (B, K), "block_keys": (B, K), "head_scale": (B,)}

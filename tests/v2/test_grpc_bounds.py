@@ -14,8 +14,8 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live import Server, start_server
-from test_grpc import GOOD, INVALID, SERVICE, address_of, entry, request
+from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
+from support.server import Server, start_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded

@@ -9,8 +9,8 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import described, in_bytes, in_json, refused
+from support.server import Server
+from support.v2 import described, in_bytes, in_json, refused
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 QUERY = np.random.default_rng(59).standard_normal((2, 3, 6)).astype(np.float32)

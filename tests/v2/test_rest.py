@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import DTYPES, LAYERS, in_bytes, in_json, read, refused
 from starlette.testclient import TestClient
+from support.server import Server
+from support.v2 import DTYPES, LAYERS, in_bytes, in_json, read, refused
 
 from service.settings import Settings
 from service.web.app import create_app

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import trustme
 import uvicorn
-from live import Server, start_server
+from support.server import Server, start_server
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
@@ -165,7 +165,7 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     assert document["status"] == 400
     assert "HTTP/1.1" in document["detail"]
     assert counted(brisk, "malformed_http") == before + 1 and answered(brisk, "other", 400) == refused + 1
-    assert brisk.told(document["request_id"])["reason"] == "malformed_http"
+    assert brisk.access_line(document["request_id"])["reason"] == "malformed_http"
 
 
 @pytest.mark.parametrize("version", ["0.9", "2.0"])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import trustme
 import typer
-from live import Server, start_server
+from support.server import Server, start_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner, Result
 
@@ -182,7 +182,7 @@ def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
     for scope in SCOPES:
         guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
         assert guarded.keys[scope] not in guarded.file.read_text()
-        assert guarded.server.told(f"by-{scope}")["key"] == f"only-{scope}"
+        assert guarded.server.access_line(f"by-{scope}")["key"] == f"only-{scope}"
     assert guarded.file.stat().st_mode & 0o77 == 0
     assert not any(key in "".join(guarded.server.log) for key in guarded.keys.values())
 
@@ -236,7 +236,7 @@ def asked(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://attend.example") as client,
         ):
-            while not app.state.engine.started:
+            while not app.state.service.started:
                 await asyncio.sleep(0.001)
             return [await client.request(**request) for request in requests]
 
@@ -533,4 +533,4 @@ def test_behind_a_proxy(start: Callable[..., Server]) -> None:
 def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Server) -> None:
     """Anyone can write a header."""
     http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
-    assert server.told("untrusted")["client"] == "127.0.0.1"
+    assert server.access_line("untrusted")["client"] == "127.0.0.1"

@@ -9,7 +9,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from live import Server
+from support.server import Server
 
 SAFETENSORS = "application/vnd.safetensors"
 RNG = np.random.default_rng(20)

@@ -21,7 +21,7 @@ class Server:
     def events(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.log if line.startswith("{")]
 
-    def told(self, request_id: str) -> dict[str, object]:
+    def access_line(self, request_id: str) -> dict[str, object]:
         """The access line of that request, which is written after its answer."""
         for _ in range(6000):
             if found := [event for event in self.events if event.get("request_id") == request_id]:

