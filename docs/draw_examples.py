@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from service.cli.backend import EngineBackend
+from service.cli.backend import ServiceBackend
 from service.client import operations
 from service.settings import Settings
 from service.spec import LayerSpec
@@ -51,7 +51,7 @@ def _layer(seed: int, heads: int = 4) -> LayerSpec:
 
 def draw_examples(folder: Path) -> None:
     """Writes each figure into the folder."""
-    backend = EngineBackend(Settings())
+    backend = ServiceBackend(Settings())
     try:
         for name, spec, fields, figure in examples():
             backend.put_layer("analysed", spec)

@@ -6,7 +6,7 @@ They are what POST /attend/figure answers for the demo's sentence and the first 
 import sys
 from pathlib import Path
 
-from service.cli.backend import EngineBackend
+from service.cli.backend import ServiceBackend
 from service.cli.demo import SENTENCE
 from service.client import operations
 from service.serving.embeddings import read_minilm
@@ -27,7 +27,7 @@ PICTURES = {
 def draw_pictures(folder: Path) -> None:
     """Writes each picture into the folder."""
     read = read_minilm(SENTENCE)
-    backend = EngineBackend(Settings())
+    backend = ServiceBackend(Settings())
     try:
         backend.put_layer("minilm-layer-0", read.spec, read.weights)
         fields = {"layer": "minilm-layer-0", "query": read.vectors, "tokens": {"query": read.tokens}}

@@ -159,17 +159,20 @@ def _check(backend: Backend, name: str, case: Case) -> list[OutputError]:
 
 
 def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
-    """The error of every output. The scores that set the tolerance are those before anything is blocked."""
-    scale = case.request.get("scale")
-    keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)
-    products = np.abs(reference.query_projection @ keys.swapaxes(-1, -2))
-    largest_score = abs(case.spec.scale if scale is None else float(scale)) * float(products.max(initial=0.0))
-    errors = [
-        compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest_score) for name in OUTPUTS
-    ]
+    """The error of every output."""
+    largest = largest_score(case, reference)
+    errors = [compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest) for name in OUTPUTS]
     if fully_masked_rows != reference.fully_masked_rows:
         errors.append(_wrong("fully_masked_rows", f"{fully_masked_rows}, expected {reference.fully_masked_rows}"))
     return errors
+
+
+def largest_score(case: Case, reference: Reference) -> float:
+    """max|scores| before anything is capped, added or blocked, which is where rounding happens."""
+    scale = case.request.get("scale")
+    keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)
+    products = np.abs(reference.query_projection @ keys.swapaxes(-1, -2))
+    return abs(case.spec.scale if scale is None else float(scale)) * float(products.max(initial=0.0))
 
 
 def compare_output(name: str, expected: Array, got: Array | None, dtype: str, largest_score: float) -> OutputError:
