@@ -7,8 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import settings
 from support.server import Server, start_server
 
+# Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
+settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile("quick")
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
 
 

@@ -174,7 +174,6 @@ queued = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8), st.sampled_from([0, 3, 4]))
 def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]], rows: int) -> None:
     """Any queue, with calls arriving between batches: each call comes out once, in one of three ways, and none is overtaken by all."""
@@ -726,7 +725,7 @@ def crooked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 @pytest.mark.parametrize("product", ["torch's", "oneDNN's", "one that depends on its rows"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(heads=st.sampled_from([1, 3, 8]), width=st.integers(1, 64), data=st.data(), number=st.sampled_from([1, 2]))
 def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width: int, data: st.DataObject, number: int) -> None:
     """At any width, for calls of any lengths and batch sizes beside each other: what a measurement chooses changes no answer by more than
