@@ -332,6 +332,16 @@ def test_a_layer_that_could_not_be_read_back_is_not_taken(start: Start, tmp_path
     assert again.status_code == 200, again.text
 
 
+def test_a_layer_whose_file_would_be_too_large_is_refused_before_its_weights_are_drawn(start: Start) -> None:
+    """268 million parameters are within the limit on parameters, but their file of 1 GiB and a header is not within --max-layer-bytes."""
+    server = start()
+    refused = put(server, "large", {"spec": {"d_model": 8192, "num_heads": 8, "bias": False}}, 413)
+    assert "max_layer_bytes" in refused["detail"]
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    assert peak < 1 << 30
+
+
 def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -> None:
     """When one has answered, the other holds the layer too. One that stands still is waited for as long as the caller has time, and what
     is said then is true; once it is dead, nobody waits for it."""

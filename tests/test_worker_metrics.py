@@ -10,9 +10,6 @@ import httpx
 from support.processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
 from support.server import Server
 
-from service.serving.metrics import LayerCounters
-from service.serving.statistics import Counter as StatisticsCounter
-
 Start = Callable[..., Server]
 DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}
 CALLS = 'attend_requests_total{endpoint="/attend",status="200"}'
@@ -119,22 +116,3 @@ def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
                 assert not [sample for sample in left if f'"{name}"' in sample]
         series.append(len(left))
     assert series[1] == series[2]
-
-
-def test_a_call_that_outlives_its_layer_is_not_counted(tmp_path: Path) -> None:
-    """Else each would leave a series of its own behind."""
-    for folder in (None, tmp_path):
-        counters = LayerCounters(folder)
-        counters.hold("kept")
-        counters.hold("gone")
-        for _ in range(3):
-            counters.count("kept", 10)
-            counters.count("gone", 10)
-        counters.forget("gone")
-        counters.count("gone", 10)
-        samples = {(sample.name, sample.labels["layer"]): sample.value for family in counters.collect() for sample in family.samples}
-        assert samples == {("attend_layer_calls_total", "kept"): 3, ("attend_layer_operations_total", "kept"): 30}
-        counters.close()
-    statistics = StatisticsCounter(holds=lambda layer: layer != "gone")
-    statistics.failed("gone", 1.0)
-    assert not statistics.all()

@@ -1,6 +1,6 @@
 """One bound call and its result, as the layer sees them. Whoever makes a Call vouches that its shapes fit the layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from service.attention.masks import Masks
-from service.attention.metrics.query import MetricsQuery
 
 FullyMasked = Literal["zero", "uniform", "error"]
 Rows = Iterator[tuple[slice, Tensor, Tensor | None]]  # query rows, weights [b, heads, rows, k], visible [b|1, heads|1, rows|1, k|1]
-Reduction = Callable[[Rows], dict[str, Tensor]]  # takes the weights of a few query rows at a time, gives what becomes of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,6 @@ class Call:
     reproducible: bool = False
     part: bool = False  # one of several over other keys each: their log_sum_exp, by which they are weighed, is float64
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
-    reduction: Reduction | None = None  # what to take from the weights of `heads` without keeping them; its tensors join the result's
-    metrics_query: MetricsQuery | None = None  # metrics, in place of the outputs
 
     @property
     def selects(self) -> bool:
@@ -57,8 +53,7 @@ class Call:
             if (tensor := getattr(self.masks, name)) is not None
         }
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
-        metrics_query = None if self.metrics_query is None else self.metrics_query.to(device)
-        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), metrics_query=metrics_query, **others)
+        return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Knows no request: a `Call` is taken at its word.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -67,9 +68,6 @@ class MultiHeadAttention:
         if self.whole is not None and self.whole.takes(call):
             return self.whole(call)
         result = self._attend(call)
-        if call.reduction is not None:
-            query, key, _ = self.project(call)
-            result = replace(result, tensors=result.tensors | call.reduction(self.weigh(call, query, key, result.empty)))
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
@@ -88,7 +86,7 @@ class MultiHeadAttention:
         """What each call gives by itself, the rows of many in one product at each projection. Everything else may differ between them:
         lengths, masks, what they ask for.
 
-        They are such as `Projections.project` takes together, and want neither gradients nor a reduction.
+        They are such as `Projections.project` takes together, and want no gradients.
         """
         set_precision(self.spec.matmul_precision)
         if (whole := self.whole) is None:
@@ -218,6 +216,18 @@ class MultiHeadAttention:
         if kept is None or call.dropout is None:
             return weights
         return weights * kept(rows).to(weights.device) / (1 - call.dropout[0])
+
+
+class Operation(Protocol):
+    """A computation on a layer and a call that runs in place of the layer's own forward pass, such as metrics or the data of a figure."""
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        """The operation's tensors by name, each [batch, …] unless the operation says otherwise."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """The operation with its own tensors on `device`."""
+        ...
 
 
 def _merged(head_outputs: Tensor, call: Call) -> dict[str, Tensor]:

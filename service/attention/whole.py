@@ -51,7 +51,6 @@ class Whole:
             or call.reproducible
             or call.dropout is not None
             or call.head_scale is not None
-            or call.reduction is not None
             or masks.bias is not None
             or masks.blocks
         )

@@ -5,7 +5,6 @@ Everything that a request has in common with POST /attend goes the way of that; 
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from service.attention.call import Call, Result
 from service.attention.masks import open_keys
-from service.attention.metrics.compute import OVERFLOWED
+from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.query import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving.binding import cast
@@ -60,8 +59,11 @@ def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
             raise InvalidRequest.where(f"/{name}", "the same for all heads, since single_head is asked for", f"{array.shape[-3]} heads")
 
 
-def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
-    """The call with its question. Raises InvalidRequest where a number of the direction is not finite in the layer's dtype."""
+def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:
+    """The operation that computes the request's metrics.
+
+    Raises InvalidRequest where a number of the direction is not finite in the layer's dtype.
+    """
     options, metrics = request.analysis, request.wanted(bool(spec.positional))
     words: dict[str, Any] = {}
     if any(name in WORDED for name in metrics) and request.tokens is not None:
@@ -71,7 +73,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
         direction = direction if request.batched else direction[None]
-    metrics_query = MetricsQuery(
+    query = MetricsQuery(
         metrics,
         options.local_window,
         options.top_links,
@@ -81,7 +83,7 @@ def ask(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Call:
         words.get("key"),
         direction,
     )
-    return replace(call, metrics_query=metrics_query, heads=None, queries=None)  # what is selected of the weights is not asked for here
+    return MetricsOperation(query)
 
 
 def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

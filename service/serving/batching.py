@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
+from service.attention.layer import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import HeldLayer
 from service.serving.occupancy import OWN, Flow
@@ -33,6 +34,9 @@ class BatchKey(NamedTuple):
     packed: Any  # equal for calls whose rows can share a product; None for one whose cannot
 
 
+ALONE = BatchKey(None, None)
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A bound call that waits. `gone` says that its caller no longer cares, `done` that it has its answer already (its deadline came);
@@ -47,20 +51,21 @@ class Entry:
     done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
     flow: Flow = OWN
+    operation: Operation | None = None  # what runs in place of the layer's forward pass
     _kin: Any = field(init=False, default=...)
 
     @property
     def batch_key(self) -> BatchKey:
         """Found when there is company to compare it with, or to wait for: most calls have none."""
         if self._kin is ...:
-            self._kin = batch_key_of(self.layer, self.call)
+            self._kin = ALONE if self.operation is not None else batch_key_of(self.layer, self.call)
         batch_key: BatchKey = self._kin
         return batch_key
 
     @property
     def may_share(self) -> bool:
         """Whether there are calls that this one could be computed with."""
-        return self.batch_key != (None, None)
+        return self.batch_key != ALONE
 
     @property
     def rows(self) -> int:
@@ -133,9 +138,9 @@ def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
     order than a call's own: where the scores are of such size that softmax would turn that rounding into more than the answers may differ
     by, the call runs alone.
     """
-    alone = call.reproducible or call.output_gradient is not None or call.reduction is not None or call.metrics_query is not None
+    alone = call.reproducible or call.output_gradient is not None
     if alone or not layer.attention.projections.are_steady or _magnifies(layer, call):
-        return BatchKey(None, None)
+        return ALONE
     inputs = (id(layer), call.key is call.query, call.value is call.key)
     return BatchKey(None if call.dropout is not None else (*inputs, *_form(call)), inputs)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.attention.call import Call
+from service.attention.layer import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import HeldLayer
 from service.wire.schemas.attend import AttendRequest
@@ -17,3 +18,4 @@ class BoundCall:
     call: Call
     cost: Cost
     in_parts: bool = False  # too large for this process: others compute it, each some of the keys
+    operation: Operation | None = None  # what runs in place of the layer's forward pass

@@ -94,10 +94,10 @@ class Decoder:
         if problems:
             raise TooLarge(problems=problems)
         call = bind(request, layer.spec)
-        call = analysis.ask(request, layer.spec, call) if isinstance(request, AnalysisRequest) else call
+        operation = analysis.operation_of(request, layer.spec, call) if isinstance(request, AnalysisRequest) else None
         if shape is not None:
             layer.prepared.keep(shape, request, call, predicted, in_parts)
-        return BoundCall(request, layer, call, predicted, in_parts)
+        return BoundCall(request, layer, call, predicted, in_parts, operation)
 
     def _as_before(self, shape: Hashable, members: dict[str, Any]) -> BoundCall | None:
         """The call of a request that differs from an earlier one of its layer in its numbers alone."""

@@ -36,7 +36,7 @@ from service.serving.replies import plan_of, predicted_bytes, refuse_empty, writ
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.shards import Shards, cut, join, share
-from service.serving.statistics import Counter
+from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -66,8 +66,9 @@ class Engine:
     ) -> None:
         self.registry, self.scheduler, self.metrics = registry, scheduler, metrics
         self.probe = Probe(scheduler)
-        self.statistics = Counter(metrics.folder, holds=registry.__contains__)
-        self.loader = LayerLoader(registry, self.probe, metrics, folder, self.statistics.forget, wire_limits.layer_bytes)
+        self.statistics = LayerStatistics(metrics.folder)
+        metrics.add(self.statistics)
+        self.loader = LayerLoader(registry, self.probe, metrics, self.statistics, folder, wire_limits.layer_bytes)
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.started = self.draining = False
         self.retiring = False  # another process takes over: connections are ended, but the server as a whole stays ready
@@ -171,10 +172,9 @@ class Engine:
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases.encode = self.clock() - encoding
-        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        self._count(bound, outcome, phases)
         request = bound.request
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution)
-        wanted = request.outputs if bound.call.metrics_query is None else bound.call.metrics_query.metrics
+        wanted = request.wanted(bool(bound.layer.spec.positional)) if isinstance(request, AnalysisRequest) else request.outputs
         about = {"layer": bound.layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys, "outputs": wanted}
         return EncodedReply(pieces, phases, {**about, "operations": bound.cost.operations, "batch": outcome.batch})
 
@@ -183,7 +183,7 @@ class Engine:
         started = self.clock()
         figure = await self._aside_for(raw, self.decoder.figure, raw)
         bound, phases = figure.bound, Phases(decode=self.clock() - started)
-        outcome = await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
+        outcome = await self._submit(bound, raw)
         phases.queue, phases.compute = outcome.queue, outcome.compute
         started = self.clock()
         refuse_empty(bound, outcome.result)
@@ -195,8 +195,12 @@ class Engine:
         if raw.reply_coding:
             pieces = await self._aside_for(raw, pack, pieces, raw.reply_coding)
         phases.encode = self.clock() - started
-        self.metrics.computed(phases, bound.layer.name, bound.cost.operations)
+        self._count(bound, outcome, phases)
         return EncodedReply(pieces, phases, {**about, "figure": figure.spec.kind, "format": figure.spec.format}, figure.media_type)
+
+    def _count(self, bound: BoundCall, outcome: Outcome, phases: Phases) -> None:
+        self.metrics.computed(phases)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, bound.cost.operations)
 
     async def plan(self, raw: RawRequest) -> Plan:
         """POST /attend/plan: the same request, up to the point where arrays would be made."""
@@ -259,14 +263,13 @@ class Engine:
         self.loader.close()
         self.scheduler.close()
         self.statistics.close()
-        self.metrics.by_layer.close()
         self.renderer.close()
         self._codecs.close()
 
     async def _computed(self, bound: BoundCall, raw: RawRequest) -> Outcome:
         """The call's outcome: of this process's device, or of all shards together."""
         if self.shards is None or not bound.in_parts:
-            return await self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller)
+            return await self._submit(bound, raw)
         started, parts = self.clock(), cut(bound.call, self.shards.count)
         try:
             async with asyncio.timeout(None if raw.deadline is None else raw.deadline - started):
@@ -275,6 +278,12 @@ class Engine:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before there was an answer") from None
         result = await self._run_in_thread(join, bound.layer.attention, bound.call, results)
         return Outcome(result, 0.0, self.clock() - started, 1, Execution(bound.call.query.shape[0]))
+
+    async def _submit(self, bound: BoundCall, raw: RawRequest) -> Outcome:
+        """The call's outcome on this process's device."""
+        return await self.scheduler.submit(
+            bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller, operation=bound.operation
+        )
 
     async def _run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Off the event loop."""

@@ -7,12 +7,12 @@ import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from service.attention.call import Call, Result
-from service.attention.metrics.compute import measure
+from service.attention.layer import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, halves, split, stack, stacks
 from service.serving.layers.registry import HeldLayer
@@ -65,24 +65,24 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
 def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
     """Every entry with its own, those of one stack after another."""
     stacked = list(stacks(batch))
-    results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked])
+    results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked], batch[0].operation)
     pairs: list[tuple[Entry, Result]] = []
     for entries, result in zip(stacked, results, strict=True):
         pairs += zip(entries, split(_on_cpu(result), [entry.call.query.shape[0] for entry in entries]), strict=True)
     return pairs
 
 
-def run(layer: HeldLayer, calls: Sequence[Call]) -> Sequence[Result]:
-    """The calls through their layer, together, or the only one's metrics."""
-    calls = [call.to(layer.attention.device) for call in calls]
-    return [_alone(layer, calls[0])] if len(calls) == 1 else layer.attention.together(calls)
+def run(layer: HeldLayer, calls: Sequence[Call], operation: Operation | None = None) -> Sequence[Result]:
+    """The result of each call, on the layer's device. A call with an operation comes alone.
 
-
-def _alone(layer: HeldLayer, call: Call) -> Result:
-    """The result of one call; of a reproducible one by one thread of arithmetic, however many the server was given."""
-    if not call.reproducible:
-        return _answer(layer, call)
-    return one_core().submit(_answer, layer, call).result()
+    A reproducible call also comes alone, and is computed by one thread, however many the server was given.
+    """
+    attention = layer.attention
+    calls = [call.to(attention.device) for call in calls]
+    if len(calls) > 1:
+        return attention.together(calls)
+    forward = attention if operation is None else partial(operation.to(attention.device), attention)
+    return [one_core().submit(forward, calls[0]).result() if calls[0].reproducible else forward(calls[0])]
 
 
 @cache
@@ -103,10 +103,6 @@ def one_core() -> ThreadPoolExecutor:
 def _take_one_core() -> None:
     torch.get_num_threads()  # a thread takes the default when it first asks: later, it would undo the next line
     torch.set_num_threads(1)
-
-
-def _answer(layer: HeldLayer, call: Call) -> Result:
-    return layer.attention(call) if call.metrics_query is None else measure(layer.attention, call)
 
 
 def _on_cpu(result: Result) -> Result:

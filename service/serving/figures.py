@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from service.attention.call import Result
-from service.attention.figures import FigureSpec, Format, compose, draw, reduction_for
+from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.binding import bind
 from service.serving.bound_call import BoundCall
@@ -66,9 +66,9 @@ def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits:
     shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     cost = predict(shown, layer.spec)
     check(cost, limits)
-    reduction = reduction_for(spec)
-    call = replace(bind(shown, layer.spec), reduction=reduction, heads=spec.heads if reduction else None)
-    return BoundFigure(BoundCall(shown, layer, call, cost), spec)
+    operation = operation_for(spec)
+    call = replace(bind(shown, layer.spec), heads=spec.heads if operation else None)
+    return BoundFigure(BoundCall(shown, layer, call, cost, operation=operation), spec)
 
 
 def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:

@@ -1,21 +1,16 @@
 """Counters and histograms, and the one place that names them. The phases are the numbers that `Server-Timing` shows."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from service.serving.shared_counters import SharedCounters
-
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
 
-WRAP = 1 << 62  # where a counter begins anew: shared counters have 64 bits
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -36,58 +31,6 @@ class Phases:
         )
 
 
-class LayerCounters(Collector):
-    """Calls and predicted operations by layer, for as long as the layer is held. Several workers share them through a file, since the
-    library's files keep the labels of removed layers for ever."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}  # of this process: calls, operations
-        self._shared = None if folder is None else SharedCounters(folder, width=2, prefix="layers-")
-
-    def hold(self, layer: str) -> None:
-        """From now on calls to the layer are counted."""
-        self._counts.setdefault(layer, (0, 0))
-
-    def count(self, layer: str, operations: int) -> None:
-        """Counts a call; nothing where the layer was removed while the call was computed."""
-        if (before := self._counts.get(layer)) is None:
-            return
-        counts = self._counts[layer] = before[0] + 1, (before[1] + operations) % WRAP
-        if self._shared is not None:
-            self._shared.write(layer, 0, counts)
-
-    def forget(self, layer: str) -> None:
-        """Drops the counts of a layer that was removed."""
-        self._counts.pop(layer, None)
-        if self._shared is not None:
-            self._shared.forget(layer)
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Two metrics, of the layers that were called."""
-        calls = CounterMetricFamily("attend_layer_calls", "Calls computed, by layer.", labels=["layer"])
-        operations = CounterMetricFamily("attend_layer_operations", "Predicted operations computed, by layer.", labels=["layer"])
-        for layer, counts in self._all().items():
-            if counts[0]:
-                calls.add_metric([layer], counts[0])
-                operations.add_metric([layer], counts[1])
-        yield calls
-        yield operations
-
-    def _all(self) -> dict[str, tuple[int, int]]:
-        """Layer -> calls and operations, of all processes that share them."""
-        if self._shared is None:
-            return self._counts
-        together: dict[str, tuple[int, int]] = {}
-        for layer, _, (calls, operations) in self._shared.read():
-            before = together.get(layer, (0, 0))
-            together[layer] = before[0] + calls, before[1] + operations
-        return together
-
-    def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-
-
 class Metrics:
     """One process's metrics, in a registry of their own. What a request touches is looked up once: a label costs more than a count."""
 
@@ -103,8 +46,6 @@ class Metrics:
         self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
         self._received = Counter("attend_received_bytes", "Of request bodies, as they came.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Of reply bodies, as they went.", registry=self.registry)
-        self.by_layer = LayerCounters(self.folder)
-        self.registry.register(self.by_layer)
         self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
         self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
         self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
@@ -115,6 +56,12 @@ class Metrics:
         self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
         self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
         self._answered: dict[tuple[str, int], Counter] = {}
+        self._collectors: list[Collector] = []
+
+    def add(self, collector: Collector) -> None:
+        """Includes metrics that are counted elsewhere, and over all workers there."""
+        self.registry.register(collector)
+        self._collectors.append(collector)
 
     def _gauge(self, name: str, text: str, over_workers: Any = "livesum") -> Gauge:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
@@ -131,11 +78,10 @@ class Metrics:
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()
 
-    def computed(self, phases: Phases, layer: str, operations: int) -> None:
-        """A call has its reply."""
+    def computed(self, phases: Phases) -> None:
+        """Counts the phases of a call that has its reply."""
         for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
             histogram.observe(seconds)
-        self.by_layer.count(layer, operations)
 
     def abandoned(self, count: int) -> None:
         """Calls that were dropped because their callers had gone."""
@@ -163,5 +109,6 @@ class Metrics:
             return generate_latest(self.registry)
         everyone = CollectorRegistry()
         MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]  # the library has no annotations
-        everyone.register(self.by_layer)
+        for collector in self._collectors:
+            everyone.register(collector)
         return generate_latest(everyone)

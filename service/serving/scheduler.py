@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from service.attention.call import Call
+from service.attention.layer import Operation
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, take
 from service.serving.cost import Cost
@@ -119,14 +120,18 @@ class Scheduler:
         deadline: float | None = None,
         gone: Callable[[], bool] = lambda: False,
         caller: str = "",
+        operation: Operation | None = None,
     ) -> Outcome:
-        """The outcome of a bound call. Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault."""
+        """The outcome of a bound call: of `operation` where there is one, else of the layer's forward pass.
+
+        Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
         abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # two things to ask of a future
         answered = lambda: future.done() and not future.cancelled()  # noqa: E731
         flow = Flow(caller, size_class(cost.operations))
-        entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future), flow)
+        entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future), flow, operation)
         self._admit(entry)
         rested = not self.busy
         self._queue_of(entry).append(entry)
@@ -164,8 +169,8 @@ class Scheduler:
         self._thread.shutdown()
 
     def _queue_of(self, entry: Entry) -> FairQueue[Entry]:
-        """Light calls of a CPU go to the event loop. Metrics are many small steps, and a delay is for all calls."""
-        light = entry.cost.operations <= INLINE_OPERATIONS and entry.call.metrics_query is None
+        """Light calls of a CPU go to the event loop. Operations are many small steps, and a delay is for all calls."""
+        light = entry.cost.operations <= INLINE_OPERATIONS and entry.operation is None
         return self._light if light and self.device.type == "cpu" and not self.limits.delay else self._heavy
 
     def _admit(self, entry: Entry) -> None:

@@ -37,7 +37,7 @@ def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any)
         bias = torch.from_numpy(np.log(weights))[None]
     masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
     asked = MetricsQuery(tuple(names), query_words=WORDS, key_words=WORDS, **metrics_query)
-    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset(), metrics_query=asked)).tensors
+    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset()), asked).tensors
 
 
 UNIFORM = np.full((N, N), 1 / N)
@@ -143,10 +143,10 @@ def test_a_long_sequence_is_read_in_blocks() -> None:
     names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
     others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
     metrics_query = MetricsQuery((*names, *others), query_words=words, key_words=words)
-    call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset(), metrics_query=metrics_query)
+    call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset())
 
     with Largest() as watched:
-        result = measure(layer, call)
+        result = measure(layer, call, metrics_query)
 
     assert 4 * 8 * n * n == 1 << 29
     assert watched.largest <= 1 << 24
@@ -160,11 +160,12 @@ def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     x = torch.from_numpy(rng.standard_normal((2, N, 12)))
     masks = Masks(torch.arange(N)[None], N, lengths=torch.tensor([[N], [4]]), right=1, aligned=True)
     names = (*OF_WEIGHTS, "zero_ablation")
-    call = Call(x, x, x, masks, 2**-0.5, frozenset(), metrics_query=MetricsQuery(names, query_words=WORDS, key_words=WORDS))
-    whole = measure(layer, call).tensors
+    call = Call(x, x, x, masks, 2**-0.5, frozenset())
+    metrics_query = MetricsQuery(names, query_words=WORDS, key_words=WORDS)
+    whole = measure(layer, call, metrics_query).tensors
 
     monkeypatch.setattr(blocks, "BLOCK", 1)
-    pieces = measure(layer, call).tensors
+    pieces = measure(layer, call, metrics_query).tensors
 
     assert set(whole) == set(pieces)
     for name, tensor in whole.items():
@@ -187,7 +188,7 @@ def test_gradient_importance_is_the_gradient() -> None:
         (gradient,) = torch.autograd.grad(loss, factor)
 
         metrics_query = MetricsQuery(("contribution", "gradient_importance"), direction=toward)
-        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset(), metrics_query=metrics_query)).tensors
+        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset()), metrics_query).tensors
 
         gradient = gradient[..., 0, 0]
         np.testing.assert_allclose(made["contribution"], gradient, rtol=1e-10)

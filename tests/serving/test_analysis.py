@@ -16,7 +16,9 @@ from support.plain_metrics import Item, between_metrics, output_metrics, row_met
 
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
+from service.attention.metrics import compute
 from service.attention.metrics.compute import measure
+from service.attention.metrics.query import MetricsQuery
 from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
@@ -25,7 +27,6 @@ from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
-from service.serving import executor
 from service.serving.cost import ServingLimits
 from service.serving.engine import open_engine
 from service.serving.requests import RawRequest
@@ -387,15 +388,15 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
     """However small: they are many steps, and take their turn on the device's thread with everything else."""
     threads: list[int] = []
 
-    def watched(layer: MultiHeadAttention, call: Call) -> Result:
+    def watched(layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> Result:
         threads.append(threading.get_ident())
-        return measure(layer, call)
+        return measure(layer, call, query)
 
     async def ask() -> bytes:
         await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
         return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
-    monkeypatch.setattr(executor, "measure", watched)
+    monkeypatch.setattr(compute, "measure", watched)
     engine = open_engine("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))

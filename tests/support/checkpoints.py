@@ -5,10 +5,10 @@ only the numbers can tell, and they are compared.
 """
 
 import numpy as np
-from support import plain_attention
 
 from service.checkpoints import read_layer
 from service.spec import LayerSpec
+from support import plain_attention
 
 B, Q, K = 2, 3, 5
 

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import numpy as np
 from safetensors.numpy import save
-from support.server import start_server
 
 from service.client import Client
 from service.tensors import DATATYPES, Array
+from support.server import start_server
 
 FOLDER = Path(__file__).parent.parent / "golden" / "frameworks"
 FILES = sorted(FOLDER.glob("*.json"))

@@ -5,8 +5,9 @@ from typing import Any
 import grpc
 import numpy as np
 import tritonclient.grpc as triton
-from support.server import Server
 from tritonclient.grpc import service_pb2
+
+from support.server import Server
 
 QUERY = np.random.default_rng(31).standard_normal((2, 3, 6)).astype(np.float32)
 KEY = np.random.default_rng(32).standard_normal((2, 5, 6)).astype(np.float32)

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.server import Server
 
 from service.serving.threads import usable_cores
+from support.server import Server
 
 QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
 LONG = "600"  # seconds of drain that no test sees the end of

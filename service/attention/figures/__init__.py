@@ -7,7 +7,7 @@ Knows no request. matplotlib is loaded when something is drawn, not before; only
 
 from collections.abc import Callable
 
-from service.attention.figures.panels import compose, reduction_for
+from service.attention.figures.panels import compose, operation_for
 from service.attention.figures.picture import FigureSpec, Format, Picture
 
 
@@ -28,4 +28,4 @@ def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'.encode() if spec.format == "svg" else write_html(plot, svg)
 
 
-__all__ = ["FigureSpec", "Format", "Picture", "compose", "draw", "reduction_for"]
+__all__ = ["FigureSpec", "Format", "Picture", "compose", "draw", "operation_for"]

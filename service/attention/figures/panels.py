@@ -1,6 +1,6 @@
 """The kinds of figure: what each one reduces the weights to, and how that becomes panels.
 
-`reduction_for` is called before anything is computed, `compose` with the result. Pure: arrays and labels in, a picture out.
+`operation_for` is called before anything is computed, `compose` with the result. Pure: arrays and labels in, a picture out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.attention.figures.layout import WIDEST, resolution
 from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture, Scale
-from service.attention.figures.reductions import Pooling, Similarity, mean_across, pool_array, std_across
+from service.attention.figures.reductions import Pooling, Similarity, WeightReduction, mean_across, pool_array, std_across
 from service.errors import InvalidRequest
 from service.tensors import Array
 
@@ -38,13 +38,13 @@ SCALES = {  # its name beside the colour bar, and the words of the note below
 }
 
 
-def reduction_for(spec: FigureSpec) -> Pooling | Similarity | None:
-    """The reduction of the weights that the figure shows; None for a figure of outputs."""
+def operation_for(spec: FigureSpec) -> WeightReduction | None:
+    """The operation that computes what the figure shows; None for a figure of outputs, which the layer itself computes."""
     if spec.kind == "concatenation":
         return None
     if spec.kind == "similarity":
-        return Similarity(spec.item)
-    return Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, ACROSS.get(spec.kind))
+        return WeightReduction(Similarity(spec.item))
+    return WeightReduction(Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, ACROSS.get(spec.kind)))
 
 
 def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Picture:

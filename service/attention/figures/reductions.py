@@ -8,8 +8,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from service.attention.call import Rows
+from service.attention.call import Call, Result, Rows
 from service.attention.figures.picture import Pool
+from service.attention.layer import MultiHeadAttention
+
+Reduction = Callable[[Rows], dict[str, Tensor]]  # blocks of weights -> tensors by name
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReduction:
+    """The operation that reduces the weights of a call's heads block by block, in place of its outputs."""
+
+    reduction: Reduction
+
+    @torch.inference_mode()
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        """The reduction's tensors."""
+        query, key, _ = layer.project(call)
+        empty = layer.empty_rows(call)
+        return Result(self.reduction(layer.weigh(call, query, key, empty)), empty)
+
+    def to(self, device: torch.device) -> "WeightReduction":
+        return self
 
 
 def mean_across(weights: Tensor) -> Tensor:

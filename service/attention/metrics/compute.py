@@ -5,7 +5,7 @@ the layer itself, which may make them without weights.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from service.attention.layer import MultiHeadAttention
 from service.attention.masks import open_keys
 from service.attention.metrics import importance, similarity, value_norms
 from service.attention.metrics.per_row import ROW_METRICS, Block, read_block
+from service.attention.metrics.query import MetricsQuery
 from service.attention.metrics.single_head import SingleHead, merged
 from service.attention.metrics.strongest_links import StrongestLinks
 
@@ -27,14 +28,26 @@ OVERFLOWED = "overflowed"  # tensor of a result, a single bool: whether any of w
 OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
 
 
-@torch.inference_mode()
-def measure(layer: MultiHeadAttention, call: Call) -> Result:
-    """The metrics of `call.question`, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
+@dataclass(frozen=True, slots=True)
+class MetricsOperation:
+    """The operation that computes metrics in place of outputs; a selection of weights in the call is ignored."""
 
-    The call selects no weights and drops none. `overflowed` among them tells that numbers are left out, or NaN, which are no numbers.
+    query: MetricsQuery
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        return measure(layer, replace(call, heads=None, queries=None), self.query)
+
+    def to(self, device: torch.device) -> "MetricsOperation":
+        return MetricsOperation(self.query.to(device))
+
+
+@torch.inference_mode()
+def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) -> Result:
+    """The metrics asked for, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
+
+    The call selects no weights and has no dropout. The tensor `overflowed` is true where numbers are left out or NaN, since something
+    that the metrics are computed from is not finite.
     """
-    assert call.metrics_query is not None
-    metrics_query = call.metrics_query
     query, key, value = layer.project(call)
     empty = layer.empty_rows(call)
     real = open_keys(call.masks, call.key.shape[0])
@@ -47,12 +60,12 @@ def measure(layer: MultiHeadAttention, call: Call) -> Result:
         norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
         made["value_norms"] = norms
     if OF_WEIGHTS & set(metrics_query.metrics):
-        made |= _read_weights(layer, call, (query, key, value), empty, real, norms)
+        made |= _read_weights(layer, call, metrics_query, (query, key, value), empty, real, norms)
         overflowed.append(made[OVERFLOWED])
     if metrics_query.asks("subspace_disagreement"):
         made["subspace_disagreement"] = similarity.disagreement(value_norms.subspace_products(value, real))
     if metrics_query.asks("output_disagreement", *OF_PRODUCTS):
-        made |= _read_outputs(layer, call, empty)
+        made |= _read_outputs(layer, call, metrics_query, empty)
         overflowed.append(made[OVERFLOWED])
     wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in metrics_query.metrics}
     return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, empty)
@@ -61,14 +74,13 @@ def measure(layer: MultiHeadAttention, call: Call) -> Result:
 def _read_weights(
     layer: MultiHeadAttention,
     call: Call,
+    metrics_query: MetricsQuery,
     projected: Projected,
     empty: Tensor | None,
     real: Tensor,
     norms: Tensor | None,
 ) -> dict[str, Tensor]:
     """Every metric that is made of weights, in one pass over the query rows."""
-    metrics_query = call.metrics_query
-    assert metrics_query is not None
     rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if metrics_query.asks(name, name + PER_QUERY)}
     links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), similarity.CosineSimilarity(), similarity.JensenShannon()
     likened = metrics_query.asks("cosine_similarity", "position_disagreement")
@@ -77,7 +89,7 @@ def _read_weights(
     deviations: list[Tensor] = []
     apply_weights: list[Tensor] = []
     overflowed: list[Tensor] = []
-    for block in _blocks(layer, call, projected, empty, real):
+    for block in _blocks(layer, call, metrics_query, projected, empty, real):
         overflowed.append(block.overflowed.any())
         for name, parts in rows.items():
             parts.append(block.of_counted(ROW_METRICS[name](block, metrics_query)))
@@ -102,25 +114,27 @@ def _read_weights(
     if apply_weights:
         made["value_norm_weights"] = torch.cat(apply_weights, 2)
     if metrics_query.asks("single_head"):
-        made |= _compare_single(layer, call, projected, empty, real)
+        made |= _compare_single(layer, call, metrics_query, projected, empty, real)
     return made
 
 
 def _blocks(
     layer: MultiHeadAttention,
     call: Call,
+    metrics_query: MetricsQuery,
     projected: Projected,
     empty: Tensor | None,
     real: Tensor,
     rows: Iterable[slice] | None = None,
 ) -> Iterator[Block]:
-    assert call.metrics_query is not None
     first_key = real.to(torch.int8).argmax(-1)  # the first that is open
     for some, weights, visible in layer.weigh(call, projected[0], projected[1], empty, rows):
-        yield read_block(some, weights, visible, call.masks.positions, empty, first_key, call.metrics_query)
+        yield read_block(some, weights, visible, call.masks.positions, empty, first_key, metrics_query)
 
 
-def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected, empty: Tensor | None, real: Tensor) -> dict[str, Tensor]:
+def _compare_single(
+    layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, empty: Tensor | None, real: Tensor
+) -> dict[str, Tensor]:
     """The one-head layer beside the layer itself; blocks of both hold the same rows."""
     alone, *one = merged(call, *projected)
     none = None if empty is None else empty.all(1, keepdim=True)
@@ -128,22 +142,19 @@ def _compare_single(layer: MultiHeadAttention, call: Call, projected: Projected,
     wide = (one[0], one[1], one[2])
     batch, heads, num_queries, _ = projected[0].shape
     rows = tuple(row_blocks(batch * heads * call.masks.num_keys, num_queries))
-    many = _blocks(layer, call, projected, empty, real, rows)
-    for block, of_many in zip(_blocks(layer, alone, wide, none, real, rows), many, strict=True):
+    many = _blocks(layer, call, metrics_query, projected, empty, real, rows)
+    for block, of_many in zip(_blocks(layer, alone, metrics_query, wide, none, real, rows), many, strict=True):
         single.read(block, of_many, one[2])
-    plain = replace(call, outputs=frozenset({"output"}), metrics_query=None)
-    output = layer(plain).tensors["output"]
+    output = layer(replace(call, outputs=frozenset({"output"}))).tensors["output"]
     alike = layer.project_back(single.outputs.to(layer.dtype), call)
-    counts = _counts(call, none, 1)[:, 0]
+    counts = _counts(call, metrics_query, none, 1)[:, 0]
     return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
 
 
-def _read_outputs(layer: MultiHeadAttention, call: Call, empty: Tensor | None) -> dict[str, Tensor]:
+def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, empty: Tensor | None) -> dict[str, Tensor]:
     """Every metric that is made of head outputs."""
-    metrics_query = call.metrics_query
-    assert metrics_query is not None
-    heads = layer(replace(call, outputs=frozenset({"head_outputs"}), metrics_query=None)).tensors["head_outputs"]
-    counts = _counts(call, empty, heads.shape[1])
+    heads = layer(replace(call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
+    counts = _counts(call, metrics_query, empty, heads.shape[1])
     made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
     if metrics_query.asks("output_disagreement"):
         made["output_disagreement"] = similarity.disagreement(value_norms.output_products(heads, counts))
@@ -161,10 +172,9 @@ def _read_outputs(layer: MultiHeadAttention, call: Call, empty: Tensor | None) -
     return made
 
 
-def _counts(call: Call, empty: Tensor | None, heads: int) -> Tensor:
+def _counts(call: Call, metrics_query: MetricsQuery, empty: Tensor | None, heads: int) -> Tensor:
     """bool [b, h, q]: the rows that have a key and are not padding."""
-    assert call.metrics_query is not None
     counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
     if empty is not None:
         counts &= ~empty
-    return counts if call.metrics_query.queries is None else counts & call.metrics_query.queries[:, None]
+    return counts if metrics_query.queries is None else counts & metrics_query.queries[:, None]

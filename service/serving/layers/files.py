@@ -12,7 +12,7 @@ from service.checkpoints import read_layer
 from service.errors import InvalidRequest, Problem, RequestError, TooLarge
 from service.serving.layers.registry import HeldLayer
 from service.spec import LayerSpec
-from service.tensors import Array
+from service.tensors import BY_TORCH, Array
 from service.wire.json import reader as json_reader
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
 from service.wire.problems import validate
@@ -66,8 +66,16 @@ def stored_pieces(layer: HeldLayer) -> list[Buffer]:
 
 
 def demand_storable(layer: HeldLayer, largest: int) -> None:
-    """Raises TooLarge where the layer's file would have more bytes than are read: it could be written, and never come back."""
-    size = sum(memoryview(piece).nbytes for piece in stored_pieces(layer))
+    """Raise TooLarge where the layer's file would be larger than the service reads: it could be written, but not loaded again."""
+    _demand_file_size(sum(memoryview(piece).nbytes for piece in stored_pieces(layer)), largest)
+
+
+def demand_storable_spec(spec: LayerSpec, largest: int) -> None:
+    """Raise TooLarge where weights and spec alone exceed the largest file: known before weights are drawn, which takes long."""
+    _demand_file_size(spec.num_parameters * BY_TORCH[spec.dtype].size + len(spec.model_dump_json()), largest)
+
+
+def _demand_file_size(size: int, largest: int) -> None:
     if size > largest:
         raise TooLarge.where("/spec", f"a layer whose file has at most {largest} bytes (max_layer_bytes)", str(size))
 
