@@ -178,19 +178,25 @@ from service.serving.layers.registry import LayerRegistry
 from service.serving.cost import ServingLimits
 from service.spec import LayerSpec
 
-path, name, seed, victim = Path(sys.argv[1]), *sys.argv[2:]
-layer = LayerRegistry(torch.device("cpu"), ServingLimits()).make(name, LayerSpec(d_model=4, num_heads=2, seed=int(seed)))
-kept = store.LayerStore(path, 1 << 20)
-kept.open()
+kept = store.LayerStore(Path(sys.argv[1]), 1 << 20)
+registry = LayerRegistry(torch.device("cpu"), ServingLimits())
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-if victim == "write":
-    whole = os.write
-    os.write = lambda file, piece: (whole(file, bytes(piece)[: len(piece) // 2]), die())
-elif victim == "rename":
-    Path.rename = die
-elif victim == "flush":
-    store._flush = die
-kept.write(layer)
+for name in ("write", "rename", "flush"):
+    for seed, victim in ((1, "nobody"), (2, name)):
+        layer = registry.make(name, LayerSpec(d_model=4, num_heads=2, seed=seed))
+        writer = os.fork()
+        if writer == 0:
+            kept.open()
+            if victim == "write":
+                whole = os.write
+                os.write = lambda file, piece: (whole(file, bytes(piece)[: len(piece) // 2]), die())
+            elif victim == "rename":
+                Path.rename = die
+            elif victim == "flush":
+                store._flush = die
+            kept.write(layer)
+            os._exit(0)
+        print(name, victim, os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]), any(sorted(Path(sys.argv[1]).glob(".*.part"))))
 """
 
 
@@ -214,11 +220,16 @@ def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Pat
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:
     """SIGKILL in the middle of the bytes, before the rename, and after it."""
-    for name in ("write", "rename", "flush"):
-        for seed, victim in (("1", "nobody"), ("2", name)):
-            writer = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path), name, seed, victim], capture_output=True, text=True)
-            assert writer.returncode == (0 if victim == "nobody" else -signal.SIGKILL), writer.stderr
-        assert any(file.endswith(".part") for file in files(tmp_path)) == (name != "flush")  # what the dead leave, until someone opens
+    done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], capture_output=True, text=True, check=True)
+    killed = -signal.SIGKILL
+    assert [line.split() for line in done.stdout.splitlines()] == [  # name, who kills, exit code, and whether a part is left
+        ["write", "nobody", "0", "False"],
+        ["write", "write", f"{killed}", "True"],
+        ["rename", "nobody", "0", "False"],
+        ["rename", "rename", f"{killed}", "True"],
+        ["flush", "nobody", "0", "False"],
+        ["flush", "flush", f"{killed}", "False"],
+    ]
 
     server = start("--layers-dir", str(tmp_path))
     held = {layer["name"]: layer["spec"]["seed"] for layer in ask(server, "GET", "/layers").json()["layers"]}

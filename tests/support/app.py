@@ -15,9 +15,9 @@ from service.web.connections import Connection
 
 @contextmanager
 def serve_here(settings: Settings) -> Iterator[str]:
-    """The URL of a server in a thread of this process, on a socket of its own, ready. It starts in a tenth of the time of `start_server`."""
+    """The URL of a server in a thread of this process, once it is ready. It starts in a tenth of the time of `start_server`."""
     app = create_app(settings)
-    config = uvicorn.Config(app, http=Connection, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=20)
+    config = uvicorn.Config(app, http=Connection, log_config=None, server_header=False, timeout_graceful_shutdown=20)
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
