@@ -32,8 +32,8 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.cli.exits import complain
 from service.cli.logs import configure_logs
-from service.serving.engine import Engine
 from service.serving.metrics import MULTIPROCESS
+from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app, is_local
 from service.web.connections import Connection, Watch
@@ -293,14 +293,14 @@ def _application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     inner = app.router.lifespan_context
-    metrics = app.state.engine.metrics
+    metrics = app.state.service.metrics
     Connection.watch = Watch(
         settings.client_timeout, metrics.failed, settings.access_log, partial(metrics.answered, "other"), settings.min_client_rate
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        handle_signals(app.state.engine, settings.drain_seconds, is_worker=settings.workers > 1)
+        handle_signals(app.state.service, settings.drain_seconds, is_worker=settings.workers > 1)
         async with inner(app):
             yield
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -340,7 +340,7 @@ def keep_memory() -> None:
         mallopt(parameter, value)
 
 
-def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
+def handle_signals(service: Service, seconds: float, is_worker: bool) -> None:
     """Puts the drain between SIGTERM and what the server would do at once, and has other doors close with the server's. To be called on the
     server's loop.
 
@@ -353,33 +353,33 @@ def handle_signals(engine: Engine, seconds: float, is_worker: bool) -> None:
 
     def stop(frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(partial(log.info, "stopping"))
-        loop.call_soon_threadsafe(engine.stop_admitting)
+        loop.call_soon_threadsafe(service.stop_admitting)
         close(signal.SIGTERM, frame)
 
     def drain(number: int, frame: FrameType | None) -> None:
-        if engine.draining or not seconds:
+        if service.draining or not seconds:
             stop(frame)
             return
-        engine.draining = True
+        service.draining = True
         loop.call_soon_threadsafe(partial(log.info, "draining", seconds=seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, stop, frame)
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        if engine.draining or engine.retiring:  # a terminal that closes may say it twice
+        if service.draining or service.retiring:  # a terminal that closes may say it twice
             return
         if not is_worker:
             drain(number, frame)
             return
-        engine.retiring = True
+        service.retiring = True
         loop.call_soon_threadsafe(partial(log.info, "retiring", seconds=seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, retire, frame)
 
     def retire(frame: FrameType | None) -> None:
-        if not engine.draining:
+        if not service.draining:
             stop(frame)
 
     def leave(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(engine.stop_admitting)
+        loop.call_soon_threadsafe(service.stop_admitting)
         interrupt(number, frame)
 
     signal.signal(signal.SIGTERM, drain)

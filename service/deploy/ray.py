@@ -24,7 +24,7 @@ from service.serving.cost import Cost
 from service.serving.layers.registry import HeldLayer
 from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
-from service.web.app import create_app, create_engine
+from service.web.app import create_app, create_service
 
 ATTEMPTS = 5  # at one part, over actors that leave in the middle of it
 PAUSE = 0.2  # seconds between them, times their number
@@ -38,16 +38,16 @@ class Attend:
     def __init__(self, settings: Settings, shards: DeploymentHandle | None = None) -> None:
         _prepare(settings)
         self._app = create_app(_among_others(settings))
-        self._engine = self._app.state.engine
+        self._service = self._app.state.service
         if shards is not None:
-            self._engine.cut_among(RayShards(shards, settings.shards))
+            self._service.engine.shards = RayShards(shards, settings.shards)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return _Pickled(self._app)
 
     async def check_health(self) -> None:
         """RawRequest by Ray, which replaces a replica that raises."""
-        if not await self._engine.answers():
+        if not await self._service.answers():
             raise NotReady("the layers could not be loaded, or the device does not answer")
 
 
@@ -57,22 +57,22 @@ class Shard:
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         _prepare(settings)
-        self._engine = create_engine(settings)
-        await self._engine.start(settings.all_layers())
-        self._layers = ShardLayers(self._engine.registry)
+        self._service = create_service(settings)
+        await self._service.start(settings.all_layers())
+        self._layers = ShardLayers(self._service.registry)
 
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
         """The result of a part. Raises LayerNotFound; LayerConflict where the layer of that name is another one here."""
         layer = self._layers.find(name, fingerprint)
-        return (await self._engine.scheduler.submit(layer, part, cost)).result
+        return (await self._service.scheduler.submit(layer, part, cost)).result
 
     async def check_health(self) -> None:
-        if not await self._engine.answers():
+        if not await self._service.answers():
             raise NotReady("the device does not answer")
 
 
 class RayShards:
-    """The actors as the engine knows them: each part goes to one that is free, and to another where that one leaves."""
+    """The actors, as `serving/shards.py` calls them: each part goes to one that is free, and to another where that one leaves."""
 
     def __init__(self, handle: DeploymentHandle, count: int) -> None:
         self.handle, self.count = handle, count

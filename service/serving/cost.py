@@ -6,7 +6,7 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -132,6 +132,24 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
         wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
         problems.append(Problem("", wanted, str(cost.reply_bytes)))
     return problems
+
+
+def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
+    """Why a call is not admitted (empty if it is), and whether it is admitted only in parts, one for each of the shards.
+
+    The reply is assembled in one place, so its bounds are not extended. Dropout is drawn over all keys at once, and gradients flow through
+    all of them: such calls are not cut into parts.
+    """
+    problems = admit(cost, limits)
+    if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
+        return problems, False
+    return (problems, False) if admit(share(cost, shards), limits) else ([], True)
+
+
+def share(cost: Cost, shards: int) -> Cost:
+    """The cost of one of so many parts."""
+    work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
+    return replace(cost, **work)
 
 
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:

@@ -22,7 +22,7 @@ from service.wire.json.strict import parse_slowly
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest, PutLayer
-from service.wire.v2.exchange import Exchange
+from service.wire.v2.codec import V2Codec
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
 TOKENS = (
@@ -104,8 +104,9 @@ def hold_v2(body: bytes) -> None:
     """The first two bytes say how many of the last are tensors'."""
     behind, body = int.from_bytes(body[:2], "little"), body[2:]
     size = len(body) if behind == BYTES_ALONE else len(body) - behind
+    parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
     with suppress(RequestError):
-        members = Exchange("default", "" if behind == BYTES_ALONE else str(size)).parse(body, AttendRequest.tensors, LIMITS)
+        members = dict(V2Codec().decode(body, parameters, AttendRequest.tensors, LIMITS).members)
         head, rest = parse_slowly(body[:size]), body[size:]
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy

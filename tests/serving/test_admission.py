@@ -116,7 +116,7 @@ async def serving(**settings: Any) -> AsyncIterator[Any]:
     """A started application of these settings."""
     app = create_app(Settings(d_model=4, num_heads=2, access_log=False, **settings))
     async with app.router.lifespan_context(app):
-        while not app.state.engine.started:
+        while not app.state.service.started:
             await asyncio.sleep(0.001)
         yield app
 
@@ -140,9 +140,9 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             await turns()
             assert await ask() == 200  # nothing of the first has come
             first.push(body[:-1], more=True)
-            while not app.state.engine.budget.held:
+            while not app.state.service.budget.held:
                 await turns()
-            assert app.state.engine.budget.held == size - 1
+            assert app.state.service.budget.held == size - 1
             assert await ask() == 429
             small = Exchange(app, 25, "192.0.2.2")
             small.push(body[:25])
@@ -153,7 +153,7 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             assert first.status == 200
             for _ in range(3):
                 assert await ask() == 200
-            assert app.state.engine.budget.held == 0
+            assert app.state.service.budget.held == 0
 
     run(test())
 
@@ -176,7 +176,7 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
 
     async def test() -> None:
         async with serving(max_queue_bytes=1 << 20) as app:
-            budget = app.state.engine.budget
+            budget = app.state.service.budget
             slow = Exchange(app, len(body), "192.0.2.1", path)
             slow.taking.clear()
             slow.push(body)
@@ -186,13 +186,13 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
             await turns()
             size = budget.held
             if path in ("/attend", "/v2/models/default/infer"):
-                computed = app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+                computed = app.state.service.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
                 again = Exchange(app, len(body), "192.0.2.1", path)
                 again.push(body)
                 await again.answered
                 assert again.status == 429
                 assert "max_queue_bytes" in again.reply.decode()
-                assert computed == app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+                assert computed == app.state.service.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
             slow.taking.set()
             await slow.answered
             assert size == len(slow.reply)
@@ -211,7 +211,7 @@ def test_a_deadline_covers_the_body() -> None:
             await exchange.answered
             assert exchange.status == 504
             assert "body" in json.loads(exchange.reply)["detail"]
-            assert app.state.engine.budget.held == 0
+            assert app.state.service.budget.held == 0
 
     run(test())
 
@@ -226,7 +226,8 @@ def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: typ
     async def test() -> None:
         async with serving() as app:
             asked = RawRequest(b"no JSON".ljust(1 << 20), **knobs)
-            call = getattr(app.state.engine, method)
+            service = app.state.service
+            call = service.put_layer if method == "put_layer" else getattr(service.engine, method)
             with pytest.raises(kind):
                 await (call("new", asked) if method == "put_layer" else call(asked))
             assert len(asked.body) == 1 << 20

@@ -28,8 +28,8 @@ from service.client import AnalysisResult, Client
 from service.client.result import read_metrics
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
-from service.serving.engine import open_engine
 from service.serving.requests import RawRequest
+from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
@@ -393,15 +393,15 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
         return measure(layer, call, query)
 
     async def ask() -> bytes:
-        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
     monkeypatch.setattr(compute, "measure", watched)
-    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    service = open_service("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))
     finally:
-        engine.close()
+        service.close()
 
     assert reply["metrics"]["confidence"] == [1.0, 1.0]
     assert len(threads) == 1 and threading.get_ident() not in threads

@@ -26,17 +26,16 @@ from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMem
 from service.serving import batching, executor, probe, scheduler
 from service.serving.binding import bind, fit
 from service.serving.cost import Cost, ServingLimits, predict
-from service.serving.engine import open_engine
 from service.serving.executor import Execution, Outcome
 from service.serving.requests import RawRequest
 from service.serving.scheduler import OOM_UNREADY
+from service.serving.service import open_service
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.wire.codec import CODECS
+from service.wire.codec import Decoded, JsonCodec
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
@@ -77,27 +76,27 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
     """A bad body is refused while the device is busy with others, and leaves no trace in the queue nor in their batch."""
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu", WireLimits(), ServingLimits())
         attention = Attention()
-        engine.registry.put(held(attention))
+        service.registry.put(held(attention))
         good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.door.clear()
-        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
-        waiting = asyncio.create_task(engine.attend(good))
+        waiting = asyncio.create_task(service.engine.attend(good))
         await turns()
 
-        before = list(engine.scheduler.waiting)
+        before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
-            await engine.attend(RawRequest(body))
-        assert list(engine.scheduler.waiting) == before
+            await service.engine.attend(RawRequest(body))
+        assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
         attention.door.set()
         await busy
         assert b'"output"' in bytes((await waiting).pieces[0])
         assert attention.sizes == [1, 1]
-        engine.close()
+        service.close()
 
     run(test())
 
@@ -163,20 +162,20 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
         server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=1))
         listening = socket.create_server(("127.0.0.1", 0))
         served = asyncio.create_task(server.serve([listening]))
-        engine, attention = app.state.engine, Attention()
-        while not engine.started:
+        service, attention = app.state.service, Attention()
+        while not service.started:
             await asyncio.sleep(0.001)
-        engine.registry.put(held(attention))
+        service.registry.put(held(attention))
         attention.door.clear()
-        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
         body = b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}'.ljust(size)
         writer.write(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        while not engine.scheduler.waiting:
+        while not service.scheduler.waiting:
             await asyncio.sleep(0.001)
-        (waits,) = engine.scheduler.waiting
+        (waits,) = service.scheduler.waiting
         assert not waits.gone()
         writer.close()
         while not waits.gone():
@@ -187,7 +186,7 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
             await asyncio.sleep(0.001)
 
         assert attention.sizes == [1]
-        assert engine.metrics.registry.get_sample_value("attend_abandoned_calls_total") == 1
+        assert service.metrics.registry.get_sample_value("attend_abandoned_calls_total") == 1
         server.should_exit = True
         await served
 
@@ -924,9 +923,9 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
     """A call that does not fit is that call's affair; several in a row are the device's. The first that fits ends it."""
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        await engine.start({})
-        engine.registry.put(REAL)
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        await service.start({})
+        service.registry.put(REAL)
         attention = Attention()
         attention.fault = beyond(1, MemoryError)
         layer = held(attention)
@@ -934,25 +933,25 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
         async def ask(b: int) -> bool:
             """Whether it fits."""
             try:
-                await engine.scheduler.submit(layer, request(b), Cost({}, ASIDE, 0, 1, 0))
+                await service.scheduler.submit(layer, request(b), Cost({}, ASIDE, 0, 1, 0))
             except OutOfMemory:
                 return False
             return True
 
-        assert engine.ready
+        assert service.ready
         for _ in range(OOM_UNREADY - 1):
             assert not await ask(2)
-            assert engine.ready
+            assert service.ready
         assert not await ask(2)
-        assert not engine.ready
+        assert not service.ready
         assert not await ask(2)
-        assert not engine.ready
+        assert not service.ready
         assert await ask(1)
-        assert engine.ready
+        assert service.ready
         for _ in range(OOM_UNREADY - 1):
             assert not await ask(2)
-        assert engine.ready
-        engine.close()
+        assert service.ready
+        service.close()
 
     run(test())
 
@@ -976,31 +975,31 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
 
     async def test() -> None:
         app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
-        engine, attention = app.state.engine, Attention()
+        service, attention = app.state.service, Attention()
         transport = httpx.ASGITransport(app)
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            while not engine.started:
+            while not service.started:
                 await asyncio.sleep(0.001)
-            for layer in engine.registry.all():
-                engine.registry.remove(layer.name)
-            engine.registry.put(held(attention))
+            for layer in service.registry.all():
+                service.registry.remove(layer.name)
+            service.registry.put(held(attention))
 
             async def fall() -> None:
                 attention.fault = beyond(0, MemoryError)
                 for _ in range(OOM_UNREADY):
                     with pytest.raises(OutOfMemory):
-                        await engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0))
-                assert not engine.ready
+                        await service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0))
+                assert not service.ready
 
             await fall()
             assert (await client.get("/health/ready")).status_code == 503
             attention.fault = lambda call: None
             assert (await client.get("/health/ready")).status_code == 200
-            assert engine.ready
+            assert service.ready
 
             await fall()
             attention.fault = lambda call: None
-            while not engine.ready:
+            while not service.ready:
                 await asyncio.sleep(0.001)
             assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
 
@@ -1143,26 +1142,25 @@ def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[
     run(test())
 
 
-def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
     """What counts is what there is to parse, not how well it was compressed on the way."""
     threads: list[int] = []
-    real = CODECS[JSON]
 
-    def parse(*args: Any) -> dict[str, Any]:
-        threads.append(threading.get_ident())
-        return real.parse(*args)
+    class Watched(JsonCodec):
+        def decode(self, *args: Any) -> Decoded:
+            threads.append(threading.get_ident())
+            return super().decode(*args)
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        engine.registry.put(REAL)
-        monkeypatch.setitem(CODECS, JSON, replace(real, parse=parse))
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(REAL)
         row = b"[0,0,0,0,0,0],"
         for rows in (10, 400_000):
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await engine.attend(RawRequest(packed, coding="gzip"))
-        engine.close()
+            await service.engine.attend(RawRequest(packed, Watched(), "gzip"))
+        service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
 

@@ -20,11 +20,11 @@ from service.attention.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
-from service.serving.cost import ServingLimits, predict
-from service.serving.engine import open_engine
+from service.serving.cost import ServingLimits, predict, refusals, share
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import RawRequest
-from service.serving.shards import ShardLayers, cut, join, refusals, share, without_sinks
+from service.serving.service import open_service
+from service.serving.shards import ShardLayers, cut, join, without_sinks
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest, Select
@@ -162,18 +162,18 @@ def ask(shards, limits=None, deadline=None, **fields):
     """The reply's document, or the error, of an engine with these shards and limits."""
 
     async def run():
-        engine = open_engine("cpu", WireLimits(), limits or ServingLimits())
+        service = open_service("cpu", WireLimits(), limits or ServingLimits())
         try:
-            await engine.start({"default": SPEC})
+            await service.start({"default": SPEC})
             if shards is not None:
-                engine.cut_among(shards)
+                service.engine.shards = shards
             body = orjson.dumps({**BODY, **fields})
-            until = None if deadline is None else engine.clock() + deadline
-            answer = await engine.attend(RawRequest(body, deadline=until))
-            plan = await engine.plan(RawRequest(body))
+            until = None if deadline is None else service.clock() + deadline
+            answer = await service.engine.attend(RawRequest(body, deadline=until))
+            plan = await service.engine.plan(RawRequest(body))
             return orjson.loads(b"".join(answer.pieces)), plan
         finally:
-            engine.close()
+            service.close()
 
     return asyncio.run(run())
 

@@ -23,7 +23,7 @@ from service.errors import RequestError
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
-from service.wire.v2.exchange import Exchange
+from service.wire.v2.codec import V2Codec
 
 QUERY = np.random.default_rng(41).standard_normal((2, 3, 6)).astype(np.float32)
 KEY = np.random.default_rng(43).standard_normal((2, 5, 6)).astype(np.float32)
@@ -33,9 +33,10 @@ SIZE = int(HEADERS["Inference-Header-Content-Length"])
 INFER = "/v2/models/tiny/infer"
 
 
-def parsed(body: bytes, length: str) -> AttendRequest:
+def parsed(body: bytes, length: str, model: str = "tiny") -> AttendRequest:
     """The request that a body makes. Raises RequestError, and nothing else."""
-    return validate(AttendRequest, Exchange("tiny", length).parse(body, AttendRequest.tensors, WireLimits()))
+    parameters = {"model": model, "header_length": length}
+    return validate(AttendRequest, V2Codec().decode(body, parameters, AttendRequest.tensors, WireLimits()).members)
 
 
 def is_the_good_one(request: AttendRequest) -> bool:
@@ -69,7 +70,7 @@ def test_bodies_that_tell_the_same_keep_numbers_of_their_own() -> None:
         np.testing.assert_array_equal(request.valid_lens, lengths[:, 0])
         assert request.select is not None
         assert request.select.heads == [1]
-        other = validate(AttendRequest, Exchange("other", size).parse(body, AttendRequest.tensors, WireLimits()))
+        other = parsed(body, size, "other")
         assert (request.layer, other.layer) == ("tiny", "other")
         with pytest.raises(RequestError):
             parsed(body + b"\0", size)

@@ -15,9 +15,8 @@ from service.errors import MalformedBody, RequestError
 from service.wire.json import cuts as json_cuts
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest
-from service.wire.v2 import header, lists, reading
-from service.wire.v2.exchange import Exchange
-from service.wire.v2.header_template import LONGEST, frame_of
+from service.wire.v2 import codec, header, tensors
+from service.wire.v2.codec import LONGEST, V2Codec, header_template
 
 QUERY = np.random.default_rng(47).standard_normal((2, 3, 5)).astype(np.float32)
 LENGTHS = np.array([[3], [2]])
@@ -36,10 +35,15 @@ GOOD: dict[str, Any] = {
 }
 
 
+def parsed(body: bytes, length: str = "") -> dict[str, Any]:
+    """The members of the request. Raises RequestError."""
+    return dict(V2Codec().decode(body, {"model": "tiny", "header_length": length}, AttendRequest.tensors, WireLimits()).members)
+
+
 def outcome(body: bytes, length: str = "") -> Any:
     """The members, arrays as dtype, shape and bytes; or the refusal."""
     try:
-        members = Exchange("tiny", length).parse(body, AttendRequest.tensors, WireLimits())
+        members = parsed(body, length)
     except RequestError as refusal:
         return type(refusal), refusal.problems
     return {n: (v.dtype.str, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for n, v in members.items()}
@@ -49,14 +53,14 @@ def agree(body: bytes, length: str = "") -> Any:
     """What comes of the body, whether or not its lists are found first."""
     quick = outcome(body, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "frame_of", lambda _: None)
+        patch.setattr(codec, "header_template", lambda _: None)
         assert quick == outcome(body, length)
     return quick
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "PIECE", 11)
+    monkeypatch.setattr(tensors, "PIECE", 11)
 
 
 def test_what_is_sent_is_read() -> None:
@@ -72,7 +76,7 @@ def test_what_is_sent_is_read() -> None:
 def test_its_lists_are_found() -> None:
     """Or the tests here would hold of nothing."""
     body = json.dumps(GOOD).encode()
-    frame = frame_of(body)
+    frame = header_template(body)
     assert frame is not None
     found = [json.loads(body[place]) for place in frame.lists]
     assert found == [entry["data"] for entry in GOOD["inputs"]]
@@ -172,7 +176,7 @@ EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 
 @pytest.mark.parametrize("nested", [False, True])
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast parser refuses them; the slow one is given a piece."""
-    monkeypatch.setattr(lists, "PIECE", 40)
+    monkeypatch.setattr(tensors, "PIECE", 40)
     monkeypatch.setattr(json_cuts, "CUT", 20)
     monkeypatch.setattr(header, "WORTHWHILE", 0)
     numbers: list[float] = [1.5] * 9
@@ -180,7 +184,7 @@ def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int
     data = [[numbers]] if nested else numbers
     entry = {"name": "query", "shape": [1, 1, 9], "datatype": "FP64", "data": data}
     body = json.dumps({"inputs": [entry, {**entry, "name": "key", "data": [0.125] * 9}]}).encode()
-    members = Exchange("tiny", "").parse(body, AttendRequest.tensors, WireLimits())
+    members = parsed(body)
     assert members["query"].tolist() == [[numbers]]
     assert len(body) > 200
 
@@ -214,11 +218,11 @@ def test_some_numbers_in_the_text_and_some_behind_it() -> None:
 def test_a_text_that_is_long_without_its_numbers_is_read_as_a_whole() -> None:
     long = {**GOOD, "id": "x" * LONGEST}
     body = json.dumps(long).encode()
-    assert frame_of(body) is None
+    assert header_template(body) is None
     assert agree(body) == outcome(json.dumps(GOOD).encode())
 
 
 def test_a_text_full_of_beginnings_is_gone_through_once() -> None:
     """Each search goes on where the last one ended; else this would take hours."""
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
-        assert frame_of(text * (1 << 20)) is None
+        assert header_template(text * (1 << 20)) is None

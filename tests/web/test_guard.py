@@ -235,7 +235,7 @@ def asked(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://attend.example") as client,
         ):
-            while not app.state.engine.started:
+            while not app.state.service.started:
                 await asyncio.sleep(0.001)
             return [await client.request(**request) for request in requests]
 

@@ -13,8 +13,8 @@ from grpc_health.v1 import health, health_pb2
 
 from service.errors import AttendError, MalformedBody
 from service.serving.admission import ByteBudget
-from service.serving.engine import Engine
 from service.serving.receiving import Cap, Readers
+from service.serving.service import Service
 from service.web.grpc.admission import KEYLESS, WATCHES, address_of
 from service.web.grpc.codes import code_of
 
@@ -25,8 +25,8 @@ STATE = health_pb2.HealthCheckResponse
 class Health:
     """One engine's. `names` are those that may be asked for besides the whole server."""
 
-    def __init__(self, engine: Engine, names: frozenset[str], largest: int, seconds: float) -> None:
-        self.engine, self.names = engine, names | {""}
+    def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
+        self.service, self.names = service, names | {""}
         self._readers, self._watches = Readers(KEYLESS, largest, seconds), Cap(WATCHES, "health watches")
         self._budget = ByteBudget(KEYLESS * largest)  # of its own: a server full of calls is a healthy one
 
@@ -55,13 +55,13 @@ class Health:
     async def _watch(self, context: Any) -> None:
         name, told = await self._name(context), None
         while True:
-            last = not self.engine.door.open  # before the state, which the door's closing changes
+            last = not self.service.gate.open  # before the state, which the door's closing changes
             if (status := await self._status(name)) != told:
                 await self._send(context, status)
                 told = status
             if last:
                 return
-            await self.engine.door.closes_within(INTERVAL)
+            await self.service.gate.closes_within(INTERVAL)
 
     async def _name(self, context: Any) -> str:
         """The service that is asked for."""
@@ -82,4 +82,4 @@ class Health:
     async def _status(self, name: str) -> int:
         if name not in self.names:
             return int(STATE.SERVICE_UNKNOWN)
-        return int(STATE.SERVING if await self.engine.serves() else STATE.NOT_SERVING)
+        return int(STATE.SERVING if await self.service.serves() else STATE.NOT_SERVING)

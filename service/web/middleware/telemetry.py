@@ -15,9 +15,10 @@ from typing import Any
 from starlette.types import Scope
 
 from service import __version__
-from service.serving.engine import Engine
 from service.serving.metrics import SECONDS, Phases
-from service.web.middleware.access import OTHER, Record, endpoint
+from service.serving.service import Service
+from service.web.middleware.access import OTHER, endpoint
+from service.web.record import Record
 
 PHASES = ("decode", "queue", "compute", "encode")
 CONTEXT = (b"traceparent", b"tracestate")
@@ -25,7 +26,7 @@ DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 
-def open_telemetry(engine: Engine) -> "Telemetry":
+def open_telemetry(service: Service) -> "Telemetry":
     """The exporters, running. Raises ModuleNotFoundError without the extra `otel`."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -40,7 +41,7 @@ def open_telemetry(engine: Engine) -> "Telemetry":
     traces = TracerProvider(resource=resource)
     traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     metrics = MeterProvider(resource=resource, metric_readers=[PeriodicExportingMetricReader(OTLPMetricExporter())])
-    return Telemetry(engine, traces, metrics)
+    return Telemetry(service, traces, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Told:
 class Telemetry:
     """What is told of every request and of every gRPC call, as spans and histograms."""
 
-    def __init__(self, engine: Engine, traces: Any, metrics: Any) -> None:
+    def __init__(self, service: Service, traces: Any, metrics: Any) -> None:
         from opentelemetry.metrics import Observation
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -87,7 +88,7 @@ class Telemetry:
         self._requests = histogram("http.server.request.duration", "From the first byte to the last.", DURATIONS)
         self._calls = histogram("rpc.server.call.duration", "Of gRPC calls, from the first byte to the last.", DURATIONS)
         self._phases = histogram("attend.phase.duration", "Time a request spends in a phase.", SECONDS)
-        gauges = {"attend.queue.calls": lambda: engine.scheduler.load[0], "attend.layers": lambda: len(engine.registry)}
+        gauges = {"attend.queue.calls": lambda: service.scheduler.load[0], "attend.layers": lambda: len(service.registry)}
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 

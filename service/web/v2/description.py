@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from service import __version__
 from service.serving.cost import largest_batch
-from service.serving.engine import Engine
 from service.serving.layers.registry import HeldLayer
+from service.serving.service import Service
 from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
@@ -81,7 +81,7 @@ def metadata_of(layer: HeldLayer) -> ModelMetadata:
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
-def config_of(layer: HeldLayer, engine: Engine, largest: int) -> ModelConfig:
+def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
     """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes: a message
     has at most `largest`."""
     spec = layer.spec
@@ -92,20 +92,20 @@ def config_of(layer: HeldLayer, engine: Engine, largest: int) -> ModelConfig:
         name=layer.name,
         platform=PLATFORM,
         version_policy={"specific": {"versions": [int(VERSION)]}},
-        max_batch_size=max(1, min(room, largest_batch(spec, engine.limits))),
+        max_batch_size=max(1, min(room, largest_batch(spec, service.limits))),
         input=[_config(tensor, tensor.name not in required) for tensor in _inputs(spec)],
         output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in BY_DEFAULT],
         dynamic_batching={
-            "max_queue_delay_microseconds": round(engine.scheduler.limits.delay * 1e6),
+            "max_queue_delay_microseconds": round(service.scheduler.limits.delay * 1e6),
             "default_queue_policy": {"allow_timeout_override": True},
         },
         model_transaction_policy={"decoupled": False},
     )
 
 
-def statistics_of(engine: Engine, layers: Sequence[HeldLayer], workers: int) -> Statistics:
+def statistics_of(service: Service, layers: Sequence[HeldLayer], workers: int) -> Statistics:
     """What has been counted of these models since the server started, by all its `workers`."""
-    counted = engine.statistics.all()
+    counted = service.statistics.all()
     return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
 
 

@@ -1,20 +1,44 @@
-"""A list of numbers as it stands in the JSON of a V2 request -> an array; a long one a piece at a time.
+"""Tensors of a V2 request, as bytes after the JSON or as lists of numbers in it -> arrays.
 
-In pieces, what the parser makes of the text stays in the processor's caches, and other threads have their turn. Whatever looks odd is no
-business of this file: such a request is read as a whole, which also finds what is wrong with it.
+A long list is parsed in pieces: what the parser returns stays in the processor's caches, and other threads run in between. A list that is
+irregular in any way is left to the slower reader, which also says what is wrong with it.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from service.tensors import Array, Datatype
-from service.wire.arrays import Kind, beyond_float64, held_exactly
+from service.wire.arrays import Kind, array_over, beyond_float64, held_exactly
 from service.wire.json.rows import parse_numbers, parse_rows
 from service.wire.limits import WireLimits
 
 PIECE = 1 << 17  # bytes
 NESTED = 1 << 20  # bytes of lists of lists; longer ones go the slower way, which takes them in pieces
+
+
+class BinaryTensor(NamedTuple):
+    """A tensor whose bytes follow the JSON, from `start` to `stop` among them; `at` points to its input."""
+
+    row: Datatype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    at: str
+
+    def array(self, following: memoryview) -> Array:
+        """The array, over those bytes. Raises InvalidRequest."""
+        return array_over(following[self.start : self.stop], self.row, self.shape, self.at)
+
+
+class JsonTensor(NamedTuple):
+    """A tensor whose numbers are in the JSON, in the input of that index."""
+
+    input: int
+    kind: Kind
+    row: Datatype
+    shape: tuple[int, ...]
 
 
 def array_of_list(text: bytes, place: slice, kind: Kind, row: Datatype, shape: tuple[int, ...], limits: WireLimits) -> Array | None:

@@ -1,27 +1,30 @@
-"""One ModelInfer and its reply, bytes both ways: what `wire/v2/exchange.py` is for HTTP.
+"""ModelInfer: protobuf messages both ways, the form of the Open Inference Protocol over gRPC.
 
-Here rather than in `wire`, which knows no protobuf: a client needs none. Numbers come raw, as the tensors' own bytes, or typed, in
-repeated fields; they go back raw. Arrays view the message they came in where its bytes are theirs.
+Here rather than in `wire`, which does without protobuf so that a client does. Numbers come raw, as the tensors' own bytes, or typed, in
+repeated fields; they are replied raw. Arrays view the message they came in where its bytes are the array's.
 """
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from service.errors import InvalidRequest, LayerNotFound, MalformedBody
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
-from service.web.grpc.wire_format import RAW_OUTPUTS, length_prefixed, split, varints
+from service.web.grpc.wire_format import RAW_OUTPUTS, SplitRequest, length_prefixed, split, varints
 from service.wire.arrays import Kind, array_over, demand_exact
+from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
 from service.wire.problems import shown
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.error_paths import Places, Sent
+from service.wire.v2.error_paths import InputPath, V2ErrorPaths
+from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.parameters import (
     FINAL,
     IGNORED,
@@ -52,72 +55,76 @@ FINAL_RESPONSE = "triton_final_response"
 INFER_RESPONSE = 2  # the field of a ModelStreamInferResponse
 
 
-class Exchange:
-    """A ModelInferRequest and its reply; in a `stream`, a ModelStreamInferResponse. After `parse`, `timeout` is what the request says of
-    it, in seconds, and `places` is where everything of it stands."""
+class GrpcCodec(Codec):
+    """ModelInferRequest and its reply; in a `stream`, a ModelStreamInferResponse. Replies have at most `largest` bytes."""
 
-    def __init__(self, stream: bool = False) -> None:
-        self.stream = stream
-        self.id = ""
-        self.marks_final = False  # whether the reply says that it is the last one to its request
-        self.outputs: list[str] = []
-        self.timeout: float | None = None
-        self.places: Places | None = None
+    writes_text = False
 
-    def parse(self, body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
-        """The members of a request for attention. Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
-        try:
-            parts = split(body)
-        except DecodeError:
-            raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
+    def __init__(self, largest: int, stream: bool = False) -> None:
+        self.largest_reply, self.stream = ("max_grpc_bytes", largest), stream
+
+    def decode(
+        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+    ) -> Decoded:
+        """Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
+        parts = _split(body)
         request, pieces = parts.message, parts.raw
-        self.id = request.id
         demand_version(request.model_version)
         if not request.inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
         if pieces and len(pieces) != len(request.inputs):
             wanted = f"{len(request.inputs)} pieces, one for each input"
             raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
-        tensors, places = [], []
+        tensors, paths = [], []
         for i, entry in enumerate(request.inputs):
-            sent, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
-            tensors.append((sent.name, array))
-            places.append(sent)
-        parameters = values_of(request.parameters)
-        self.timeout = seconds_of(parameters)
-        self.marks_final = self.stream and parameters.get(FINAL) is True
+            path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
+            tensors.append((path.name, array))
+            paths.append(path)
+        options = values_of(request.parameters)
+        timeout = seconds_of(options)
         for i, output in enumerate(request.outputs):
             demand_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
-        parameters.pop("binary_data_output", None)  # as it is here anyway
-        self.outputs = [output.name for output in request.outputs]
-        members = members_of(request.model_name, tensors, parameters, self.outputs)
+        options.pop("binary_data_output", None)  # as it is here anyway
+        outputs = tuple(output.name for output in request.outputs)
+        members = members_of(request.model_name, tensors, options, outputs)
         drop_columns(members)
         refuse_decimals(members)
-        self.places = Places(places, "/model_name")
-        return members
+        marks_final = self.stream and options.get(FINAL) is True
+        reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
+        return Decoded(members, reply_format, timeout, V2ErrorPaths(tuple(paths), "/model_name"))
 
-    def encode(self, reply: Reply, options: ReplyOptions) -> list[Buffer]:
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply, as one message. Its tensors are written beside the protobuf library, which would copy them once more."""
-        response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=self.id)
+        response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
-        if self.marks_final:
+        if reply_format.marks_final:
             response.parameters[FINAL_RESPONSE].bool_param = True
         pieces: list[Buffer] = []
-        for name, array in arrays_asked(reply, self.outputs):
+        for name, array in arrays_asked(reply, reply_format.outputs):
             array, _ = wire_array(name, array, reply.datatype, options)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
             pieces += [length_prefixed(RAW_OUTPUTS, array.nbytes), raw(array)]
         pieces.insert(0, response.SerializeToString())
         if self.stream:
             pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
-        return [b"".join(pieces)]
+        return Encoded((), [b"".join(pieces)])
 
-    def refusal(self, detail: str) -> bytes:
-        """The reply in a stream to a request that is refused."""
-        response = inference_pb2.ModelStreamInferResponse(error_message=detail)
-        response.infer_response.id = self.id
-        return bytes(response.SerializeToString())
+
+def refusal_in_stream(body: bytes, detail: str) -> bytes:
+    """The reply in a stream to a request that is refused; it has the request's id, if that can be read."""
+    response = inference_pb2.ModelStreamInferResponse(error_message=detail)
+    with suppress(RequestError):
+        response.infer_response.id = _split(body).message.id
+    return bytes(response.SerializeToString())
+
+
+def _split(body: bytes) -> SplitRequest:
+    """The message and its tensors. Raises MalformedBody or TooLarge."""
+    try:
+        return split(body)
+    except DecodeError:
+        raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
 
 
 def demand_version(version: str) -> None:
@@ -136,20 +143,20 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[Sent, Array]:
-    """One input: how it was sent, and its array."""
+def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[InputPath, Array]:
+    """One input: its path, and its array."""
     demand_input(entry.name, f"{at}/name")
     demand_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
         array = _typed(typed or {}, row, shape, f"{at}/contents")
-        return Sent(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
+        return InputPath(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
     if typed is not None:
         raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
     if len(piece) != math.prod(shape) * row.size:
         wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
         raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
-    return Sent(entry.name, shape), array_over(piece, row, shape, at)
+    return InputPath(entry.name, shape), array_over(piece, row, shape, at)
 
 
 def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tuple[int, ...], at: str) -> Array:
