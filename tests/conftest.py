@@ -23,6 +23,14 @@ structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
 
 
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs more than the extra `test` installs is slow as well."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("checkpoint", "browser", "gateway", "ray")):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""

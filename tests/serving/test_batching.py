@@ -654,7 +654,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("width", [64, 192, 512])
+@pytest.mark.parametrize("width", [64, 192, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shared", [True, False], ids=["self", "three"])
 def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: int, number: int, threads: Callable[[int], None]) -> None:
     """Short calls without masks have ways of their own, alone, stacked and side by side; beside them some with masks."""
@@ -683,7 +683,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize("width", [64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
 def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dtype: str, threads: Callable[[int], None]) -> None:
     """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""

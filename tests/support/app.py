@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import uvicorn
 
 from service.settings import Settings
@@ -21,12 +22,12 @@ def serve_here(settings: Settings) -> Iterator[str]:
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
+    url, deadline = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic() + 60
     try:
-        deadline = time.monotonic() + 60
-        while not app.state.engine.ready:
-            assert thread.is_alive() and time.monotonic() < deadline, "not ready"
-            time.sleep(0.001)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        while httpx.get(f"{url}/health/ready").status_code != 200:
+            assert time.monotonic() < deadline, "not ready"
+            time.sleep(0.01)
+        yield url
     finally:
         server.should_exit = True
         thread.join(60)
