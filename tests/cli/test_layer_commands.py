@@ -1,4 +1,4 @@
-"""`attend layers add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
+"""`attend layers list`, `add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
 
 import json
 import os
@@ -40,6 +40,9 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
     assert added.returncode == 0, added.stderr
     document = json.loads(added.stdout)
     assert document == http.get("/layers/one").json() and document["spec"]["num_heads"] == 2
+
+    listed = run_attend("layers", "list", *place, "--json")
+    assert listed.stdout == run_attend("layers", *place, "--json").stdout and document in json.loads(listed.stdout)["layers"]
 
     exported = run_attend("layers", "export", "one", "-o", str(file), *place, "--json")
     assert json.loads(exported.stdout) == {"layer": "one", "file": str(file), "bytes": file.stat().st_size}
