@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
@@ -83,7 +83,6 @@ def ask(client: Client, case: Case, **more: Any) -> AnalysisResult:
     return client.analysis(**case.request, layer="analysed", analysis=options, **more)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: int) -> None:
     """Grouped heads, cross-attention, padding, masks per head, rows without a key, sinks, positions: all that a request may hold."""
@@ -139,7 +138,6 @@ def _links_agree(ours: dict[str, Any], theirs: list[list[tuple[float, int, int]]
             assert [(i, j) for _, i, j in links] == list(zip(ours["queries"][h][:found], ours["keys"][h][:found], strict=True))
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_closed_form_agrees_with_ablation(client: Client, seed: int) -> None:
     """Towards a direction, what a head contributes is what is lost without it; and the contributions of all leave the output's bias."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.attention.random_cases import Case, random_case
@@ -29,7 +29,6 @@ def weights_of(case: Case) -> dict[str, Any]:
     return draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
 
 
-@settings(max_examples=120, deadline=None)
 @given(seed=SEEDS)
 def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     """Every output of a random call to a random layer."""
@@ -43,7 +42,6 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     assert wrong == [], case.spec
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_gradients_agree_with_the_formulas(client: Client, seed: int) -> None:
     """Of a random direction in the output, by each of the three inputs, for float64 layers."""
