@@ -1,10 +1,15 @@
 """Budget for the bytes of request bodies and replies that one process holds at once, whatever protocol brought them."""
 
+import math
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from service.errors import Overloaded, Problem
 
 SHARE = 2  # times the free bytes that one caller may hold
+MEMORY = 5.0  # seconds after which a release counts for 1/e in the rate of releases
+LONGEST_WAIT = 30  # seconds: later the rate says nothing
 
 
 class ByteBudget:
@@ -15,8 +20,9 @@ class ByteBudget:
     comes later finds room. One request counts as half of the capacity at most, so that the largest legal one is admitted beside others.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.held = capacity, 0
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capacity, self.held, self.clock = capacity, 0, clock
+        self._released, self._at = 0.0, clock()  # counted bytes, fading with time; as of then
         self._counted = 0  # of `held`, with at most half of the capacity for each request
         self._callers: dict[str, int] = {}  # what each caller has of `_counted`
 
@@ -33,15 +39,27 @@ class ByteBudget:
         owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
             expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", expected, f"{size} beside {self._counted}")])
+            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
         if owned > SHARE * free:
             expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+            missing = (owned - SHARE * free) / (1 + SHARE)  # the caller's own bytes, which become free ones
+            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+
+    def _wait(self, missing: float) -> int:
+        """Seconds until so many bytes are released, at the rate of the last seconds."""
+        rate = self._released * self._fading() / MEMORY
+        return math.ceil(min(missing / rate, LONGEST_WAIT)) if rate else LONGEST_WAIT
+
+    def _fading(self) -> float:
+        return math.exp((self._at - self.clock()) / MEMORY)
 
     def take(self, caller: str, held: int, counted: int) -> None:
         """Adds to what the caller holds, or takes away from it."""
         self.held += held
         self._counted += counted
+        if counted < 0:
+            self._released = self._released * self._fading() - counted
+            self._at = self.clock()
         owned = self._callers.get(caller, 0) + counted
         if owned:
             self._callers[caller] = owned

@@ -108,7 +108,6 @@ def spaced(document: Any, draw: Any) -> str:
     return f"{draw(SPACES)}{json.dumps(document)}{draw(SPACES)}"
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_spaces_and_the_order_of_members_change_nothing(data: st.DataObject) -> None:
     shuffled = {**GOOD, "inputs": [dict(data.draw(st.permutations(list(entry.items())))) for entry in GOOD["inputs"]]}
@@ -122,7 +121,7 @@ BITS = [*'[]{},:"\\ -.0', "[[", "]]", "},{", "true", "null", "1e9", "1e400", "Na
 BITS += ['"data":', '"data":[1]', '"d\\u0061ta":[1,2,3,4]']
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=10 * settings().max_examples)
 @given(
     st.lists(st.tuples(st.integers(0, len(SMALL)), st.integers(0, 3), st.sampled_from(["", *BITS])), min_size=1, max_size=3),
 )
@@ -148,7 +147,6 @@ def test_a_comma_too_many_is_refused_wherever_the_pieces_end(commas: str) -> Non
         assert agree(body.encode())[0] is MalformedBody
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     st.sampled_from(["FP64", "FP32", "FP16", "BF16", "INT8"]),

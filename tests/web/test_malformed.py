@@ -895,10 +895,10 @@ def test_a_byte_order_mark_is_passed_over(http: httpx.Client, layers: dict[str, 
     assert (fast.status_code, slow.status_code) == (200, 200), slow.text
 
 
-def test_a_parameter_budget_is_shared_by_all_layers(start: Callable[..., Any]) -> None:
+def test_a_parameter_budget_is_shared_by_all_layers(start_here: Callable[..., str]) -> None:
     """A layer that fits by itself is refused where it does not fit beside the others, and may replace one that it then fits in for."""
-    server = start("--max-total-parameters", "17000")  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
-    with httpx.Client(base_url=server.url) as client:
+    url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
+    with httpx.Client(base_url=url) as client:
         hold(
             put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 held", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),

@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
 from service.serving.receiving import Cap, Turn, answer_stream, readers_within
 from service.serving.service import Service
+from service.web.errors import retry_after
 from service.web.grpc.admission import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
@@ -178,7 +179,7 @@ class Calls:
         except AttendError as error:
             code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
-                trailing.append(("retry-after", str(error.retry_after)))
+                trailing.append(("retry-after", retry_after(error)))
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
