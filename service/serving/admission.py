@@ -4,6 +4,8 @@ What a call costs to compute is predicted in `cost.py`, and how many calls wait 
 """
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ from weakref import WeakValueDictionary
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 
 SHARE = 2  # times the free bytes that one caller may hold
+MEMORY = 5.0  # seconds after which a release counts for 1/e in the rate of releases
+LONGEST_WAIT = 30  # seconds: later the rate says nothing
 MOST_TURNS = 64
 Receive = Callable[[], Awaitable[Any]]  # the next message, or anything but bytes where there are no more
 
@@ -27,10 +31,11 @@ class ByteBudget:
     others.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.held = capacity, 0
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capacity, self.held, self.clock = capacity, 0, clock
         self.largest_request = capacity // 2  # bytes that one request counts as, at most
         self._counted = 0  # of `held`, with at most `largest_request` for each request
+        self._released, self._at = 0.0, clock()  # counted bytes, fading with time; as of then
         self._callers: dict[str, int] = {}  # what each caller has of `_counted`
 
     def lease(self, caller: str) -> "Lease":
@@ -42,10 +47,19 @@ class ByteBudget:
         owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
             expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", expected, f"{size} beside {self._counted}")])
+            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
         if owned > SHARE * free:
             expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
-            raise Overloaded(1, problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+            missing = (owned - SHARE * free) / (1 + SHARE)  # the caller's own bytes, which become free ones
+            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+
+    def _wait(self, missing: float) -> int:
+        """Seconds until so many bytes are released, at the rate of the last seconds."""
+        rate = self._released * self._fading() / MEMORY
+        return math.ceil(min(missing / rate, LONGEST_WAIT)) if rate else LONGEST_WAIT
+
+    def _fading(self) -> float:
+        return math.exp((self._at - self.clock()) / MEMORY)
 
     def change(self, caller: str, held: int, counted: int) -> None:
         """Adds to what the caller holds, or takes away from it."""
@@ -53,6 +67,9 @@ class ByteBudget:
         if not counted:
             return
         self._counted += counted
+        if counted < 0:
+            self._released = self._released * self._fading() - counted
+            self._at = self.clock()
         owned = self._callers.get(caller, 0) + counted
         if owned:
             self._callers[caller] = owned

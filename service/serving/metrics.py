@@ -1,4 +1,4 @@
-"""Counters and histograms, and the one place that names them. The phases are the numbers that `Server-Timing` shows."""
+"""The metrics of one process, and the phases of a request that they and `Server-Timing` show."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's folder for several processes; read when it is imported
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -24,7 +24,7 @@ class Phases:
     encode: float = 0.0
 
     def server_timing(self) -> str:
-        """The value of the header: milliseconds, in the order of the path."""
+        """The value of the header Server-Timing, in milliseconds."""
         return (
             f"decode;dur={self.decode * 1e3:.3f}, queue;dur={self.queue * 1e3:.3f}, "
             f"compute;dur={self.compute * 1e3:.3f}, encode;dur={self.encode * 1e3:.3f}"
@@ -32,29 +32,29 @@ class Phases:
 
 
 class Metrics:
-    """One process's metrics, in a registry of their own. What a request touches is looked up once: a label costs more than a count."""
+    """The metrics of one process. Labelled counters are looked up once: a look-up costs more than counting."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None  # where several workers count together
-        self.shared = self.folder is not None  # whoever of them is asked tells of all
+        self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None
+        self.shared = self.folder is not None  # each worker reports the metrics of all
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
         self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
-        self._received = Counter("attend_received_bytes", "Of request bodies, as they came.", registry=self.registry)
-        self._sent = Counter("attend_sent_bytes", "Of reply bodies, as they went.", registry=self.registry)
-        self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
-        self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
-        self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
-        self.layers = self._gauge("attend_layers", "Layers held.", "livemax")
-        names = {"calls": "Calls that wait.", "operations": "Predicted operations that wait.", "bytes": "Predicted memory that waits."}
+        self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
+        self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
+        self._abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry)
+        self._batch = Histogram("attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
+        self._splits = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry)
+        self.layers = self._gauge("attend_layers", "Layers in memory.", "livemax")
+        names = {"calls": "Waiting calls.", "operations": "Their predicted operations.", "bytes": "Their predicted memory."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
-        self._held = self._gauge("attend_held_body_bytes", "Request bodies and replies, until the last byte of the reply is sent.")
-        self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
-        self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
+        self._held = self._gauge("attend_held_body_bytes", "Bytes of requests and replies, until a reply is sent.")
+        self._memory = self._gauge("attend_device_memory_bytes", "Memory in use on the device; on a CPU, by the process.")
+        self._ready = self._gauge("attend_ready", "1 if the server is ready, else 0.", "livemin")
         self._answered: dict[tuple[str, int], Counter] = {}
         self._collectors: list[Collector] = []
 
@@ -67,7 +67,7 @@ class Metrics:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
 
     def answered(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
-        """A request came to its end, however it did."""
+        """Counts a request that has ended, with a reply or without (status 0)."""
         if (counter := self._answered.get((endpoint, status))) is None:
             counter = self._answered[endpoint, status] = self._requests.labels(endpoint, str(status))
         counter.inc()
@@ -84,19 +84,19 @@ class Metrics:
             histogram.observe(seconds)
 
     def abandoned(self, count: int) -> None:
-        """Calls that were dropped because their callers had gone."""
+        """Counts calls that were dropped because their callers had gone."""
         self._abandoned.inc(count)
 
     def batched(self, calls: int) -> None:
-        """A batch went to the device."""
+        """Counts a batch of so many calls."""
         self._batch.observe(calls)
 
     def split(self) -> None:
-        """A batch did not fit into memory, and is tried in halves."""
+        """Counts a batch that did not fit into memory and is split in halves."""
         self._splits.inc()
 
     def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
-        """How things stand now: calls, operations and bytes that wait; bytes of bodies; memory of the device."""
+        """Sets the gauges: `queue` is the calls, operations and bytes that wait; `held` and `memory` are bytes."""
         for gauge, value in zip(self._queue, queue, strict=True):
             gauge.set(value)
         self._held.set(held)
@@ -104,11 +104,11 @@ class Metrics:
         self._ready.set(ready)
 
     def text(self) -> bytes:
-        """The Prometheus exposition format. With several workers it is the sum over all of them, whichever is asked."""
+        """The metrics in Prometheus's format; with several workers, summed over all of them."""
         if not self.shared:
             return generate_latest(self.registry)
-        everyone = CollectorRegistry()
-        MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]  # the library has no annotations
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library has no annotations
         for collector in self._collectors:
-            everyone.register(collector)
-        return generate_latest(everyone)
+            registry.register(collector)
+        return generate_latest(registry)

@@ -110,7 +110,7 @@ class Service:
 
     def stop_admitting(self) -> None:
         """Lets no more calls in; those that are in are answered."""
-        self.draining = True
+        self.draining |= not self.retiring
         self.gate.close()
 
     def sample(self) -> None:

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import __version__
-from service.errors import Forbidden, LayerConflict
+from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
@@ -72,6 +72,8 @@ def create_app(settings: Settings) -> FastAPI:
         async with _grpc(settings, service, offer, keyring, traces):
             if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
                 await service.begin(settings.all_layers())
+                if not service.started:  # the log says why
+                    raise NotReady("the layers could not be loaded")
             else:
                 service.begin(settings.all_layers())
             yield

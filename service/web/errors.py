@@ -5,7 +5,10 @@ A class without a row takes its nearest ancestor's. No reply shows a stack trace
 """
 
 import json
+import math
+import random
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -72,10 +75,15 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
     if status == 500:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
     status, media_type, body = refusal(scope, status, error.title, error.detail, error.problems)
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, errors.Overloaded) else None
+    headers = {"Retry-After": retry_after(error)} if isinstance(error, errors.Overloaded) else None
     if isinstance(error, errors.Unauthenticated):
         headers = {"WWW-Authenticate": 'Bearer realm="attend"'}
     return Response(body, status, headers, media_type=media_type)
+
+
+def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = random.randint) -> str:
+    """Seconds to wait: the estimate, and up to half of it more, so that callers refused together do not all return together."""
+    return str(draw(error.retry_after, error.retry_after + math.ceil(error.retry_after / 2)))
 
 
 def out_of_memory(error: Exception, scope: Any) -> Response:

@@ -10,10 +10,11 @@ import pytest
 from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.admission import SHARE, ByteBudget
+from service.serving.admission import LONGEST_WAIT, MEMORY, SHARE, ByteBudget
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
+from service.web.errors import retry_after
 from service.web.request_reader import network_of
 
 CAPACITY = 1 << 20
@@ -86,6 +87,41 @@ def test_a_demand_takes_nothing_and_a_release_gives_all_back() -> None:
     assert budget.held == lease.held == 0
     lease.release()
     assert fill(budget, "a") > CAPACITY // 2
+
+
+def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
+    """From the bytes that are missing and the rate at which bytes were released; where nothing is released, the longest wait."""
+    now = [100.0]
+    budget, size = ByteBudget(1000, lambda: now[0]), 100
+    leases = [budget.lease(str(caller)) for caller in range(10)]
+    for lease in leases:
+        lease.resize(size)
+
+    def wait(caller: str, size: int) -> int:
+        with pytest.raises(Overloaded) as refusal:
+            budget.lease(caller).demand(size)
+        return refusal.value.retry_after
+
+    assert wait("new", size) == LONGEST_WAIT
+    for _ in range(200):  # 100 bytes each half second, which others take at once
+        now[0] += 0.5
+        leases[0].release()
+        leases[0].resize(size)
+    assert wait("new", size) == 1
+    assert [wait("new", size) for size in (400, 500)] == [2, 3]
+    now[0] += MEMORY
+    assert wait("new", 400) > 4, "releases of long ago count for less"
+    now[0] += 3600
+    assert wait("new", 400) == LONGEST_WAIT
+    leases[0].release()
+    assert wait("1", size) < LONGEST_WAIT
+
+
+def test_retry_after_is_spread() -> None:
+    """Upwards, and by at most half: callers who were refused together return one after another."""
+    refusal = Overloaded(10)
+    assert (retry_after(refusal, lambda low, high: low), retry_after(refusal, lambda low, high: high)) == ("10", "15")
+    assert retry_after(Overloaded(1), lambda low, high: high) == "2"
 
 
 class Exchange:

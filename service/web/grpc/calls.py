@@ -18,6 +18,7 @@ from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, T
 from service.serving.admission import CallLimit, turns_within
 from service.serving.service import Service
 from service.serving.streams import Turn, answer_stream
+from service.web.errors import retry_after
 from service.web.grpc.channel import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
@@ -179,7 +180,7 @@ class Calls:
         except AttendError as error:
             code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
-                trailing.append(("retry-after", str(error.retry_after)))
+                trailing.append(("retry-after", retry_after(error)))
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
