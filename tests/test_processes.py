@@ -34,7 +34,7 @@ from support.processes import (
     events,
     kill_one,
     only,
-    several_cores,
+    several_workers,
     state,
     until,
     workers_of,
@@ -133,7 +133,7 @@ def pair() -> Iterator[Server]:
     server.stop()
 
 
-@several_cores
+@several_workers
 def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
     """The same answer from both, and whoever is asked tells what all of them have done."""
     parent = pair.process.pid
@@ -154,7 +154,7 @@ def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
     assert all(document == documents[0] for document in documents)
 
 
-@several_cores
+@several_workers
 def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
     """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
     for worker in workers_of(pair.process.pid):
@@ -167,7 +167,7 @@ def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
             assert [layer["name"] for layer in ask(pair.url, path="/layers").json()["layers"]] == ["default"]
 
 
-@several_cores
+@several_workers
 def test_law_11_the_plan_is_shown(pair: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
     index = ask(pair.url, path="/").json()
@@ -177,7 +177,7 @@ def test_law_11_the_plan_is_shown(pair: Server) -> None:
     assert {event["threads"] for event in events(pair, "ready")} == {listening["threads"]}
 
 
-@several_cores
+@several_workers
 def test_a_killed_worker_comes_back(pair: Server) -> None:
     """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
     answer = attend(pair.url).json()
@@ -216,7 +216,7 @@ def test_a_supervisor_that_gets_a_signal_waits_for_no_silent_worker() -> None:
     worker.join()
 
 
-@several_cores
+@several_workers
 def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None:
     """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
     server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
@@ -231,7 +231,7 @@ def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None
     assert not state(still)
 
 
-@several_cores
+@several_workers
 def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None:
     """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
     that is ready."""
@@ -269,7 +269,7 @@ print(pieces)
     assert all(piece.endswith("\n") and "said" in piece for piece in pieces)
 
 
-@several_cores
+@several_workers
 def test_law_10_with_several_workers(start: Start) -> None:
     """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
     server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
@@ -362,7 +362,7 @@ def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
     assert sum(event.get("path") == "/attend" and event["status"] == 200 for event in events(server, "request")) == len(answered)
 
 
-@several_cores
+@several_workers
 def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
     """Callers open a connection for each call, without pause, and ignore readiness: each is answered, or finds the port closed."""
     server, callers = start("--workers", "2", "--drain-seconds", "1"), 6
@@ -401,7 +401,7 @@ def break_folder(path: Path) -> Path:
     return broken
 
 
-@several_cores
+@several_workers
 def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""
     break_folder(tmp_path)
@@ -415,7 +415,7 @@ def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
     assert len(events(found, "not ready")) <= 2
 
 
-@several_cores
+@several_workers
 def test_a_worker_that_cannot_be_replaced_is_tried_again(start: Start, tmp_path: Path) -> None:
     """The other worker serves meanwhile, and the pauses grow."""
     server = start("--workers", "2", "--layers-dir", str(tmp_path))
@@ -478,7 +478,7 @@ def test_one_process_drains_on_sighup(start: Start, hangups: None) -> None:
     assert "Traceback" not in "".join(server.log)
 
 
-@several_cores
+@several_workers
 def test_sighup_replaces_the_workers_and_forgets_the_old(start: Start, hangups: None) -> None:
     """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
     dies without a word: its workers answer what they have, close the door and leave."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from support.processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
+from support.processes import HalfSent, ask, attend, events, kill_one, only, several_workers, until, workers_of
 from support.server import Server
 
 Start = Callable[..., Server]
@@ -28,7 +28,7 @@ def two_workers(start: Start, *flags: str) -> Server:
     return server
 
 
-@several_cores
+@several_workers
 def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
     """Requests, refusals, bytes, phases, batches and layers' calls: what each did is told by the other as well."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
@@ -51,7 +51,7 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
             assert grown["attend_sent_bytes_total"] >= received
 
 
-@several_cores
+@several_workers
 def test_gauges_tell_of_all_workers(start: Start) -> None:
     """What waits in either, and the bodies that either holds; one stands still meanwhile, so that only the other can tell."""
     server = two_workers(start, "--batch-delay", "3")
@@ -74,7 +74,7 @@ def test_gauges_tell_of_all_workers(start: Start) -> None:
     until(lambda: not any(told(server.url)[name] for name in idle), "nothing waits")
 
 
-@several_cores
+@several_workers
 def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
     """What it held is held no more: neither its layers nor its memory."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
@@ -91,7 +91,7 @@ def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
         assert told(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
 
 
-@several_cores
+@several_workers
 def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
     """Whoever makes, calls and removes layers does not fill the metrics: after each removal there are as many series as before. Of layers
     that are held there are never more than the limit."""

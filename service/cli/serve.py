@@ -111,9 +111,13 @@ def _listen(settings: Settings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
     _clear(settings.uds)
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(settings.uds))
-    settings.uds.chmod(0o666)  # like a port, open to all users of this machine
-    listening.listen(2048)
+    try:
+        listening.bind(str(settings.uds))
+        settings.uds.chmod(0o666)  # like a port, open to all users of this machine
+        listening.listen(2048)
+    except OSError:
+        listening.close()
+        raise
     return listening
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import TOLERANCE, call_of, make
 
@@ -26,7 +26,6 @@ def shared(call: Call, how: str) -> Call:
     return replace(call, key=key, value=call.value if how == "none" else key)
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 3, 5, 8]),
     width=st.sampled_from([1, 2, 3, 7, 8, 16]),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import TOLERANCE, call_of, make
 
@@ -21,7 +21,6 @@ def distance(layer: MultiHeadAttention, plain: MultiHeadAttention, call: Call) -
     return max(float((got[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in got)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 3, 5, 8]),
     width=st.sampled_from([1, 2, 3, 7, 8, 16]),

@@ -26,8 +26,8 @@ def here() -> bytes:
     return done.stdout
 
 
-def test_in_process_and_by_url_give_the_same(start, file, here):
-    there = run_attend("infer", file, "--json", "--url", start(*LAYER).url)
+def test_in_process_and_by_url_give_the_same(start_here, file, here):
+    there = run_attend("infer", file, "--json", "--url", start_here(d_model=4, num_heads=2, seed=5))
     assert there.returncode == 0 and json.loads(here) == json.loads(there.stdout)
     assert list(json.loads(here)) == ["layer", "fully_masked_rows", *BODY["outputs"]]
 

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.command import run_attend
+from support.command import run_attend, spawn_attend
 from support.server import Server
 
 from service.client import Client
@@ -139,7 +139,7 @@ def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None
 
 def test_a_server_without_its_folder_says_so(checkpoint: Path) -> None:
     """Before it listens; where a file stands in the way, for one."""
-    done = run_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
+    done = spawn_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
     assert done.returncode == 2 and b"attend serve: cannot use" in done.stderr
 
 

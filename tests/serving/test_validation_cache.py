@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import AttendError, InvalidRequest
@@ -88,7 +88,6 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
 REMEMBERING = engine()
 
 
-@settings(max_examples=400, deadline=None)
 @given(requests())
 def test_a_request_like_an_earlier_one_gives_the_same_call_or_the_same_refusal(body: dict[str, Any]) -> None:
     anew = outcome(engine(), body)

@@ -14,7 +14,7 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.server import Server
 from support.v2 import in_bytes, in_json, read, refused
@@ -92,7 +92,6 @@ def test_lengths_that_are_no_number_are_refused(v2: httpx.Client, length: str) -
 
 
 @given(st.integers(0, len(BODY) - 1), st.integers(0, 255))
-@settings(max_examples=400, deadline=None)
 def test_a_byte_that_changed_is_refused_or_was_not_part_of_the_meaning(place: int, byte: int) -> None:
     """In the JSON another byte makes another option, or no request; in the tensors another number, and that number only."""
     body = BODY[:place] + bytes([byte]) + BODY[place + 1 :]
@@ -139,7 +138,6 @@ def with_value(place: tuple[Any, ...], value: Any) -> bytes:
 
 
 @given(st.sampled_from(PLACES), JSON_VALUES)
-@settings(max_examples=600, deadline=None)
 def test_any_value_anywhere_is_taken_or_refused(place: tuple[Any, ...], value: Any) -> None:
     """By the form, with and without the `data` that sends it through the other parser."""
     body = with_value(place, value)
@@ -151,7 +149,6 @@ def test_any_value_anywhere_is_taken_or_refused(place: tuple[Any, ...], value: A
 
 
 @given(st.sampled_from(PLACES), JSON_VALUES)
-@settings(max_examples=100, deadline=None)
 def test_a_server_answers_or_refuses_it(v2: httpx.Client, place: tuple[Any, ...], value: Any) -> None:
     answer = v2.post(INFER, content=with_value(place, value))
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.testclient import TestClient
 from support.grpc_calls import SERVICE, address_of, entry, request
-from support.processes import LONG, PATIENCE, HalfSent, ask, events, only, several_cores, until, workers_of
+from support.processes import LONG, PATIENCE, HalfSent, ask, events, only, several_workers, until, workers_of
 from support.server import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -233,7 +233,7 @@ def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) ->
             assert len(done.stderr.splitlines()) == 1
 
 
-@several_cores
+@several_workers
 def test_workers_share_one_port(start: Callable[..., Server]) -> None:
     """Also where any will do. Calls reach all of them, and their statistics are one."""
     server = start("--workers", "2", "--threads", "1", "--grpc-port", "0")

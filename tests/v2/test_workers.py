@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 from starlette.testclient import TestClient
-from support.processes import ask, events, kill_one, only, several_cores, until, workers_of
+from support.processes import ask, events, kill_one, only, several_workers, until, workers_of
 from support.server import start_server
 from support.v2 import in_json, read, refused
 
@@ -37,7 +37,7 @@ def totals(url: str) -> tuple[int, int, int, int]:
     return found["inference_count"], found["execution_count"], outcomes["success"]["count"], outcomes["fail"]["count"]
 
 
-@several_cores
+@several_workers
 def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
@@ -67,7 +67,7 @@ def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
         server.stop()
 
 
-@several_cores
+@several_workers
 def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     """Also where a worker that had counted is dead, and where the one that is asked to unload has not counted."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
@@ -92,7 +92,7 @@ def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
         server.stop()
 
 
-@several_cores
+@several_workers
 def test_the_index_is_everyones(tmp_path: Path) -> None:
     """What one worker loaded, every one lists as ready, and what it unloaded, as unavailable; what it removed, none."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")

@@ -6,7 +6,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import pytest
 import trustme
 import typer
+from support.command import run_attend
 from support.server import Server, start_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner, Result
@@ -215,8 +215,7 @@ def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> 
     file = tmp_path / "keys.txt"
     with pytest.raises(BadKeys):
         Keyring(file)
-    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--keys-file", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = serve("--port", "0", "--keys-file", str(file))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     secret, key = make_key("one", ["infer"])
     write_keys(file, [key])
@@ -443,8 +442,8 @@ def test_layers_are_written_over_a_unix_socket_with_a_key(start: Callable[..., S
 
 def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
     """The command where it is to refuse."""
-    command = [sys.executable, "-m", "service", "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_attend("serve", *flags)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What surrounds the methods of GRPCInferenceService: keys, bounds, messages, and what is told of every call.
 
-Every handler reads its message itself, so that nothing is read for a caller without a key: see `admission.py`.
+Every handler reads its message itself, so that nothing is read for a caller without a key: see `channel.py`.
 """
 
 import re
@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
-from service.serving.receiving import Cap, Turn, answer_stream, readers_within
+from service.serving.admission import CallLimit, turns_within
 from service.serving.service import Service
+from service.serving.streams import Turn, answer_stream
 from service.web.errors import retry_after
-from service.web.grpc.admission import CALLS, STREAMS, address_of
+from service.web.grpc.channel import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
@@ -76,8 +77,8 @@ class Calls:
 
     def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
         self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
-        self._readers = readers_within(service.budget, largest, seconds)
-        self._calls, self._streams = Cap(CALLS, "calls"), Cap(STREAMS, "streams")
+        self._turns = turns_within(service.budget, largest, seconds)
+        self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server. A method with one message each way is handled as a stream of one, which is the same on the wire."""
@@ -115,7 +116,7 @@ class Calls:
             caller = self._caller(name, heard, metadata, context)
             with self._calls.place(caller), self.service.budget.lease(caller) as heard.lease:
                 read = SCOPES.get(name, ANY)
-                await _send(context, await method(await self._readers.read(context.read, heard.lease) if read else b"", heard))
+                await _send(context, await method(await self._turns.receive(context.read, heard.lease) if read else b"", heard))
 
         if (failure := await self._told(name, heard, metadata, answer)) is not None:
             await context.abort(failure.code, failure.detail, failure.metadata)
