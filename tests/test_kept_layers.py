@@ -147,7 +147,7 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     ignored = sorted((event["file"], event["reason"]) for event in second.events if event["event"] == "layer file ignored")
     link, misnamed, other = (
         "it is a link, which is not followed",
-        "its name is not that of a layer with .safetensors or .unloaded",
+        "its name is not the name of a layer followed by .safetensors or .unloaded",
         "it is not a file",
     )
     assert ignored == [
