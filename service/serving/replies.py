@@ -30,7 +30,7 @@ def written(bound: BoundCall, result: Result, raw: RawRequest) -> list[Buffer]:
 
 def refuse_empty(bound: BoundCall, result: Result) -> None:
     """Raises InvalidRequest where a row has no key and the caller wanted to be told so."""
-    if bound.call.fully_masked == "error" and (first := result.first_empty()):
+    if bound.call.fully_masked == "error" and (first := result.first_fully_masked()):
         raise masked_rows(first)
 
 
