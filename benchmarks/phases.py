@@ -64,28 +64,30 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     from service.errors import AttendError
     from service.serving.batching import Entry
     from service.serving.cost import ServingLimits
-    from service.serving.engine import open_engine
+    from service.serving.engine import ATTEND
     from service.serving.executor import compute
-    from service.serving.replies import written
+    from service.serving.replies import build_reply
     from service.serving.requests import RawRequest
+    from service.serving.service import open_service
     from service.spec import LayerSpec
+    from service.wire.codec import CODECS
     from service.wire.limits import WireLimits
     from service.wire.negotiation import JSON, SAFETENSORS
 
     torch.set_num_threads(1)
-    engine = open_engine("cpu", WireLimits(), ServingLimits())
-    layer = engine.registry.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
+    service = open_service("cpu", WireLimits(), ServingLimits())
+    layer = service.registry.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
     layer.attention.tune()
-    engine.registry.put(layer)
-    media_type = SAFETENSORS if form == "st" else JSON
+    service.registry.put(layer)
+    codec = CODECS[SAFETENSORS if form == "st" else JSON]
 
     def answer(body: bytes) -> None:
-        raw = RawRequest(body, media_type, reply_form=media_type)
-        bound = engine.decoder.bound(raw)
-        [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], engine.clock)
+        raw = RawRequest(body, codec, reply_codec=codec)
+        decoded, bound = service.engine.decode_and_bind(raw, ATTEND)
+        [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        written(bound, outcome.result, raw)
+        codec.encode(build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:

@@ -1,6 +1,6 @@
-"""Every setting of a server, read once: flags over environment (ATTEND_…) over a TOML file over the defaults here. Frozen afterwards.
+"""All settings of a server, read once and then frozen. Flags win over variables (ATTEND_…), those over a TOML file, that over the defaults.
 
-Only `cli` and `web/app` import this; everything below gets the values it needs. Unknown names are refused wherever they stand.
+Only `cli` and `web/app` import this; the packages below get the values they need. Unknown names are refused in all three places.
 """
 
 import ipaddress
@@ -19,116 +19,120 @@ from service.wire.limits import MIB
 from service.wire.schemas.attend import LAYER_NAME
 
 PREFIX = "ATTEND_"
-INJECTED = re.compile(r"(tcp|udp|sctp)://")  # how the value of such a variable begins
-CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # what clients and commands with --url read; no setting of a server
-KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # what it puts into every pod beside a Service of the name attend
-LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # items of that form, with commas
+INJECTED = re.compile(r"(tcp|udp|sctp)://")  # the values of variables that Kubernetes derives from a Service
+CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # read by clients and by commands with --url; not settings of a server
+KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # variables that Kubernetes sets in every pod beside a Service named attend
+LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # items of a form, separated by commas
 EXAMPLE = '{"small": {"d_model": 8, "num_heads": 2}}'
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
 
 class BadSettings(Exception):
-    """A setting that does not exist or has no sensible value; the message names it and where it came from."""
+    """A setting that does not exist or has no sensible value; the message names it and where it was set."""
 
 
 class Settings(BaseSettings):
-    """All settings. The description of each field is its help text, on the command line and in the README."""
+    """All settings. The description of each field is its help text, on the command line and in docs/settings.md."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port for gRPC beside it (extra `grpc`); none if not set.")
-    device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda, cuda:1, … or auto.")
-    threads: int | None = Field(default=None, ge=1, description="Threads for arithmetic; the cores this process may use if not set.")
-    workers: int = Field(default=1, ge=1, description="Processes behind the one port, each with its own layers.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
+    grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port of the gRPC server (extra `grpc`); no gRPC if not set.")
+    device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: cpu, cuda, cuda:1, … or auto.")
+    threads: int | None = Field(default=None, ge=1, description="Threads per worker for arithmetic; if not set, its share of the cores.")
+    workers: int = Field(default=1, ge=1, description="Processes that share the port; each holds all layers.")
 
     d_model: int = Field(default=64, description="Width of the layer `default`.")
-    num_heads: int = Field(default=8, description="Heads of the layer `default`.")
-    key_dim: int | None = Field(default=None, description="Width of its keys; d_model if not set.")
-    value_dim: int | None = Field(default=None, description="Width of its values; d_model if not set.")
-    bias: bool | None = Field(default=None, description="Whether its projections have biases; depends on init if not set.")
-    scale: float | None = Field(default=None, description="Its factor on query·key; 1/sqrt(head_dim) if not set.")
-    softcap: float | None = Field(default=None, description="Its softcap; none if not set.")
-    seed: int = Field(default=0, description="Seed of its weights.")
-    init: Init = Field(default="xavier_uniform", description="How its weights are drawn.")
-    dtype: DType = Field(default="float32", description="Of its weights and arithmetic.")
-    matmul_precision: MatmulPrecision = Field(default="highest", description="Of its float32 products; high and medium allow TF32.")
+    num_heads: int = Field(default=8, description="Number of heads of the layer `default`.")
+    key_dim: int | None = Field(default=None, description="Width of the keys of `default`; d_model if not set.")
+    value_dim: int | None = Field(default=None, description="Width of the values of `default`; d_model if not set.")
+    bias: bool | None = Field(default=None, description="Whether the projections of `default` have biases; depends on init if not set.")
+    scale: float | None = Field(default=None, description="Scale of the scores of `default`; 1/sqrt(head_dim) if not set.")
+    softcap: float | None = Field(default=None, description="Soft cap of the scores of `default`; none if not set.")
+    seed: int = Field(default=0, description="Seed of the weights of `default`.")
+    init: Init = Field(default="xavier_uniform", description="Initialization of the weights of `default`.")
+    dtype: DType = Field(default="float32", description="Data type of the weights and arithmetic of `default`.")
+    matmul_precision: MatmulPrecision = Field(default="highest", description="Precision of float32 products; high and medium allow TF32.")
     layers: Annotated[dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec], NoDecode] = Field(
-        default={}, description="More layers by name; tables [layers.NAME] in the file, JSON elsewhere."
+        default={}, description="More layers by name: tables [layers.NAME] in the file, JSON in a flag or variable."
     )
 
-    layers_dir: Path | None = Field(default=None, description="Folder that keeps layers put over HTTP; in memory alone if not set.")
+    layers_dir: Path | None = Field(default=None, description="Folder that stores layers put over HTTP; memory only if not set.")
 
-    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body.")
-    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC message, request or reply; max_body_bytes if less.")
-    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file that brings or keeps a layer.")
-    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of a JSON body.")
-    max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Largest layer.")
-    max_layer_width: int = Field(default=1 << 16, ge=1, description="Widest row that a layer takes, projects to or gives.")
-    max_total_parameters: int = Field(default=1 << 30, ge=1, description="All layers together.")
-    max_layers: int = Field(default=1000, ge=1, description="Layers held at once, `default` among them.")
-    max_scores: int = Field(default=1 << 28, ge=1, description="Attention weights and scores one reply may hold.")
-    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call.")
+    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
+    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC message in bytes, either way; max_body_bytes if less.")
+    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
+    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
+    max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Parameters of the largest layer.")
+    max_layer_width: int = Field(default=1 << 16, ge=1, description="Largest width of a layer: of its inputs, projections and outputs.")
+    max_total_parameters: int = Field(default=1 << 30, ge=1, description="Parameters of all layers together.")
+    max_layers: int = Field(default=1000, ge=1, description="Number of layers, including `default`.")
+    max_scores: int = Field(default=1 << 28, ge=1, description="Numbers of attention weights and scores in one reply.")
+    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
 
-    max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work that may wait.")
-    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Predicted memory that may wait; also, bodies and replies held.")
-    max_batch_calls: int = Field(default=64, ge=1, description="Calls computed together.")
+    max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
+    max_queue_bytes: int = Field(
+        default=2048 * MIB,
+        ge=MIB,
+        description="Predicted memory of waiting calls; also all bodies and replies held.",
+    )
+    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
-    request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds of requests that set none.")
+    request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")
-    drain_seconds: float = Field(default=5.0, ge=0, description="After SIGTERM, how long readiness says no while work is still taken.")
-    shutdown_seconds: int = Field(default=25, ge=1, description="After that, how long accepted work may take to finish.")
+    drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
+    shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
 
     max_operations: int = Field(default=10**13, ge=1, description="Predicted work of one call, in floating-point operations.")
-    max_batch_items: int = Field(default=65536, ge=1, description="Batch axis of one call.")
+    max_batch_items: int = Field(default=65536, ge=1, description="Length of the batch axis of one call.")
     max_pairs: int = Field(default=1 << 36, ge=1, description="Heads x queries x keys of one batch item.")
-    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply.")
+    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply, in bytes.")
     max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")
 
-    keys_file: Path | None = Field(default=None, description="Keys of callers (`attend keys add`): then every route but health wants one.")
+    keys_file: Path | None = Field(default=None, description="File of API keys (`attend keys add`); every route but health needs one.")
     allowed_hosts: str = Field(
         default="",
         pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
-        description="Names that Host may have, without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
+        description="Names allowed in Host, without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
     )
     cors_origins: str = Field(
         default="",
         pattern=LISTED.format(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@,]+"),
-        description="Origins of web pages that may call, such as https://a.example, with commas, or *; none if not set.",
+        description="Origins of web pages that may call, such as https://a.example, separated by commas, or *; none if not set.",
     )
-    tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key the server speaks HTTPS.")
+    tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key, the server uses TLS.")
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
-    uds: Path | None = Field(default=None, description="A Unix socket to listen on instead of host and port.")
-    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Prefix that a proxy in front takes away, such as /attend.")
+    uds: Path | None = Field(default=None, description="Unix socket to listen on, instead of host and port.")
+    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Path prefix that a proxy removes, such as /attend.")
     trusted_proxies: str = Field(
-        default="", description="Addresses or networks whose X-Forwarded-For and -Proto are believed, with commas, or *."
+        default="", description="Addresses or networks of proxies whose X-Forwarded-For and -Proto are used, separated by commas, or *."
     )
-    client_timeout: float = Field(default=20.0, gt=0, description="Seconds that request headers may take.")
+    client_timeout: float = Field(default=20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     min_client_rate: int = Field(
-        default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must come and a reply be taken."
+        default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must arrive and a reply be read."
     )
     keepalive_timeout: float = Field(
-        default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway in front must close its own earlier."
+        default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway must close its idle connections earlier."
     )
     ready_timeout: float = Field(
         default=2.0,
         gt=0,
-        description="Seconds in which the device must answer to be ready; a long call may take ten times its predicted time more.",
+        description="Seconds in which the device must answer for readiness, plus ten times the predicted time of a running call.",
     )
-    telemetry: bool = Field(default=False, description="Traces and metrics by OTLP, as OTEL_… variables say (extra `otel`).")
+    telemetry: bool = Field(default=False, description="Send traces and metrics by OTLP, configured by OTEL_… variables (extra `otel`).")
 
-    replicas: int = Field(default=4, ge=1, description="Under Ray Serve: most replicas that autoscaling starts.")
-    replica_cpus: float = Field(default=1.0, gt=0, description="Under Ray Serve: cores of a replica, or a fraction of one.")
-    replica_gpus: float = Field(default=0.0, ge=0, description="Under Ray Serve: GPUs of a replica, or a fraction of one.")
+    replicas: int = Field(default=4, ge=1, description="With Ray Serve: largest number of replicas.")
+    replica_cpus: float = Field(default=1.0, gt=0, description="With Ray Serve: cores of each replica; fractions are allowed.")
+    replica_gpus: float = Field(default=0.0, ge=0, description="With Ray Serve: GPUs of each replica; fractions are allowed.")
     shards: int = Field(
-        default=0, ge=0, description="Under Ray Serve: actors that share the keys of a call too large for one process; none at 0."
+        default=0, ge=0, description="With Ray Serve: actors that divide a call too large for one replica among them, by keys; none at 0."
     )
 
-    log_format: Literal["console", "json"] = Field(default="console", description="How log lines are written.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
-    access_log: bool = Field(default=True, description="One log line per request.")
+    log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
+    access_log: bool = Field(default=True, description="Log one line per request.")
 
     @classmethod
     def settings_customise_sources(
@@ -179,7 +183,7 @@ class Settings(BaseSettings):
         return LayerSpec(**{name: value for name, value in given.items() if value is not None})
 
     def all_layers(self) -> dict[str, LayerSpec]:
-        """Every configured layer by name; `default` among them, which the table `layers` may define instead."""
+        """All configured layers by name. `default` is among them; `layers` may redefine it."""
         return {"default": self.default_layer(), **self.layers}
 
 
@@ -189,7 +193,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
     for name in os.environ:
         ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
         if ours and name.removeprefix(PREFIX).lower() not in known:
-            raise BadSettings(f"the environment variable {name} is no setting; see `attend serve --help`")
+            raise BadSettings(f"the environment variable {name} is not a setting; see `attend serve --help`")
     from_file, in_environment = _file(config, known) if config else {}, _in_environment()
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
@@ -202,12 +206,12 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
 
 
 def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
-    """Raises BadSettings where a configured layer could never be made."""
+    """Raises BadSettings where a configured layer exceeds a limit."""
     together = 0
     for name, spec in layers.items():
         together += spec.num_parameters
         if spec.init is None:
-            raise BadSettings(f'the layer "{name}": expected a way to draw the weights (init), got null')
+            raise BadSettings(f'the layer "{name}": expected an initialization of the weights (init), got null')
         if spec.num_parameters > settings.max_layer_parameters:
             wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
             raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
@@ -222,7 +226,7 @@ def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
 
 
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
-    """Where the value of every setting comes from: its flag, its variable, the file, or "default"."""
+    """Setting -> where its value comes from: its flag, its variable, the file, or "default"."""
     from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
     origins = dict.fromkeys(Settings.model_fields, "default")
     origins |= {name: str(config) for name in from_file}
@@ -236,7 +240,7 @@ def _in_environment() -> set[str]:
 
 
 def injected_variables() -> list[str]:
-    """Variables that Kubernetes made of a Service of the name attend, such as ATTEND_PORT=tcp://10.0.0.1:80; they are no settings."""
+    """Variables that Kubernetes derives from a Service named attend, such as ATTEND_PORT=tcp://10.0.0.1:80. They are not settings."""
     return [name for name, text in os.environ.items() if name.startswith(PREFIX) and INJECTED.match(text)]
 
 
@@ -246,10 +250,10 @@ def _file(config: Path, known: set[str]) -> dict[str, Any]:
     except OSError as error:
         raise BadSettings(f"cannot read the settings file {config}: {error.strerror}") from None
     except ValueError as error:
-        raise BadSettings(f"the settings file {config} is no TOML: {error}") from None
+        raise BadSettings(f"the settings file {config} is not TOML: {error}") from None
     for name in document:
         if name not in known:
-            raise BadSettings(f'"{name}" in {config} is no setting; see `attend serve --help`')
+            raise BadSettings(f'"{name}" in {config} is not a setting; see `attend serve --help`')
     return document
 
 
@@ -263,15 +267,15 @@ def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], conf
     else:
         source, within = f"{'.'.join(path)} in {config}" if config else ".".join(path), ""
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "string_pattern_mismatch" and len(path) == 1:  # a pattern says less than the description
+    if error["type"] == "string_pattern_mismatch" and len(path) == 1:  # the description is clearer than the pattern
         wanted = str(Settings.model_fields[name].description).rstrip(".")
         message = f"expected {wanted[0].lower()}{wanted[1:]}, got {json.dumps(error['input'])}"
-    source = f"{source}: " if name else ""  # what several settings must agree on has no one place
+    source = f"{source}: " if name else ""  # an error about several settings names no single one
     return f"{source}{message[0].lower()}{message[1:]}{within}"
 
 
 def settings_table() -> str:
-    """Every setting as a Markdown table; the documentation holds it, and a test that it does."""
+    """All settings as a Markdown table, which stands in docs/settings.md."""
     rows = ["| flag | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = (

@@ -1,15 +1,34 @@
 """Fixtures that every room's tests share."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 import httpx
 import pytest
-from live import Server, start_server
+import structlog
+from hypothesis import settings
+from support.server import Server, start_server
 
+# Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
+settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile("quick")
+# Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
+renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
+
+
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs more than the extra `test` installs is slow as well."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("checkpoint", "browser", "gateway", "ray")):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +53,19 @@ def start() -> Iterator[Callable[..., Server]]:
         one.stop()
 
 
+@pytest.fixture
+def start_here() -> Iterator[Callable[..., str]]:
+    """Starts servers with settings of one's own in this process, where processes, signals and the command line are not the point."""
+    from support.app import Settings, serve_here  # with torch, which not every test needs
+
+    with ExitStack() as servers:
+        yield lambda **settings: servers.enter_context(serve_here(Settings(access_log=False, **settings)))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium for the tests of one file."""
-    from browsing import chromium  # which few tests need
+    from support.browser import chromium  # which few tests need
 
     with chromium() as browser:
         yield browser
@@ -53,7 +81,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 @pytest.fixture
 def receiver() -> Iterator[Any]:
     """A collector of traces and metrics."""
-    from otlp import Receiver
+    from support.otlp import Receiver
 
     one = Receiver()
     thread = threading.Thread(target=one.serve_forever)

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
-from live import Server
 from matplotlib.image import imread
+from support.command import run_attend
+from support.server import Server
 
 from service.settings import Settings, settings_table
 from service.spec import Init
@@ -112,23 +114,23 @@ LINES = sorted({line for page in PAGES for line in re.findall(r"(?:^|`|&& )(atte
 def test_every_command_of_the_documentation_exists(command: str) -> None:
     """With every flag that is written behind it, in a block or in the text."""
     names = command.split()[1:]
-    env = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
-    done = subprocess.run([sys.executable, "-m", "service", *names, "--help"], capture_output=True, text=True, env=env, check=False)
+    done = run_attend(*names, "--help", env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"})
 
     assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode()
     for line in LINES:
         if re.match(rf"{command}\b(?! (?:add|export|remove|list)\b)", line):
             for flag in re.findall(r" (--?[a-z][\w-]*)", line):
-                assert re.search(rf" {flag}\b", done.stdout), f"{line}: {flag}"
+                assert re.search(rf" {flag}\b", shown), f"{line}: {flag}"
 
 
-def test_the_commands_on_a_request_work_as_pasted(tmp_path: Path) -> None:
+def test_the_commands_on_a_request_work_as_pasted(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this order, in an empty folder."""
     commands = [line for block in blocks("sh", page("pictures.md")) for line in block.splitlines() if "request.json" in line]
     assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
+    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     for command in commands:
-        arguments = shlex.split(command, comments=True)[1:]
-        done = subprocess.run([sys.executable, "-m", "service", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = run_attend(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
     assert (tmp_path / "similarity.svg").read_bytes().startswith(b"<?xml")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live import Server
 from matplotlib.image import imread
+from support.server import Server
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "heads.md").read_text()

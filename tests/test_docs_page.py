@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from live import Server
+from support.server import Server
 
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from live import Server
+from support.server import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 SAMPLES = Path(__file__).parent.parent / "deploy" / "gateways"
@@ -119,7 +119,7 @@ def test_a_gateway_passes_what_the_service_is_told(gateway: Gateway) -> None:
         assert client.post("/attend", content=large, headers={"X-Request-Id": "large"}).status_code == 200
         assert client.post("/attend", json={}).headers["content-type"] == "application/problem+json"
         assert client.get("/health/ready", headers={"Accept-Encoding": "gzip"}).status_code == 200
-    assert gateway.server.told("large")["client"] == "127.0.0.2"
+    assert gateway.server.access_line("large")["client"] == "127.0.0.2"
     with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live

@@ -9,37 +9,45 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from live import Server
 from safetensors.numpy import save_file
+from support.app import serve_here
+from support.processes import several_workers
+from support.server import Server
 
 from service.serving.layers.coordination import Claim
 from service.serving.layers.store import LayerStore
+from service.settings import Settings
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
 OTHER = {"spec": {"d_model": 4, "num_heads": 2, "seed": 2}}
 
 
-def ask(server: Server, method: str, path: str, **knobs: Any) -> httpx.Response:
+def here(folder: Path | None, **settings: Any) -> AbstractContextManager[str]:
+    """The URL of a server in this process that keeps its layers there, for the tests whose servers need not be killed."""
+    return serve_here(Settings(layers_dir=folder, access_log=False, **settings))
+
+
+def ask(server: Server | str, method: str, path: str, **knobs: Any) -> httpx.Response:
     """One request on a connection of its own, which any worker may take."""
-    with httpx.Client(base_url=server.url, timeout=60, headers={"Connection": "close"}) as client:
+    with httpx.Client(base_url=server if isinstance(server, str) else server.url, timeout=60, headers={"Connection": "close"}) as client:
         return client.request(method, path, **knobs)
 
 
-def put(server: Server, name: str, document: dict[str, Any], status: int) -> Any:
+def put(server: Server | str, name: str, document: dict[str, Any], status: int) -> Any:
     answer = ask(server, "PUT", f"/layers/{name}", json=document)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-def names(server: Server) -> list[str]:
+def names(server: Server | str) -> list[str]:
     return [layer["name"] for layer in ask(server, "GET", "/layers").json()["layers"]]
 
 
@@ -50,13 +58,12 @@ def files(folder: Path) -> list[str]:
 def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: Start, tmp_path: Path) -> None:
     """The same document, seed and fingerprint; in a file that anyone can read, and that another server takes."""
     folder = tmp_path / "new" / "layers"
-    first = start("--layers-dir", str(folder))
-    kept, gone = put(first, "kept", TINY, 201), put(first, "gone", OTHER, 201)
-    put(first, "kept", OTHER, 200)
-    kept = put(first, "kept", {"spec": {**TINY["spec"], "dtype": "bfloat16"}}, 200)
-    assert ask(first, "DELETE", "/layers/gone").status_code == 204
-    assert ask(first, "DELETE", "/layers/gone").status_code == 404
-    first.stop()
+    with here(folder) as first:
+        kept, gone = put(first, "kept", TINY, 201), put(first, "gone", OTHER, 201)
+        put(first, "kept", OTHER, 200)
+        kept = put(first, "kept", {"spec": {**TINY["spec"], "dtype": "bfloat16"}}, 200)
+        assert ask(first, "DELETE", "/layers/gone").status_code == 204
+        assert ask(first, "DELETE", "/layers/gone").status_code == 404
 
     assert files(folder) == ["kept.safetensors"]
     second = start("--layers-dir", str(folder))
@@ -64,37 +71,34 @@ def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: St
     assert ask(second, "GET", "/layers/kept").json() == kept != gone
 
 
-def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(start: Start, tmp_path: Path) -> None:
+def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(tmp_path: Path) -> None:
     """Its file is kept under another name, also for another server on the same folder; DELETE removes it."""
-    first, second = start("--layers-dir", str(tmp_path)), start("--layers-dir", str(tmp_path))
-    made = put(first, "mine", TINY, 201)
-    for name in ("replaced", "removed"):
-        put(first, name, TINY, 201)
-    for name in ("mine", "replaced", "removed"):
-        assert ask(first, "POST", f"/v2/repository/models/{name}/unload").status_code == 200
-    assert files(tmp_path) == ["mine.unloaded", "removed.unloaded", "replaced.unloaded"]
-    assert ask(second, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
-    assert put(second, "replaced", OTHER, 200) == ask(first, "GET", "/layers/replaced").json()
-    assert ask(second, "DELETE", "/layers/removed").status_code == 204
-    assert [ask(server, "GET", "/layers/removed").status_code for server in (first, second)] == [404, 404]
-    first.stop()
-    second.stop()
+    with here(tmp_path) as first, here(tmp_path) as second:
+        made = put(first, "mine", TINY, 201)
+        for name in ("replaced", "removed"):
+            put(first, name, TINY, 201)
+        for name in ("mine", "replaced", "removed"):
+            assert ask(first, "POST", f"/v2/repository/models/{name}/unload").status_code == 200
+        assert files(tmp_path) == ["mine.unloaded", "removed.unloaded", "replaced.unloaded"]
+        assert ask(second, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+        assert put(second, "replaced", OTHER, 200) == ask(first, "GET", "/layers/replaced").json()
+        assert ask(second, "DELETE", "/layers/removed").status_code == 204
+        assert [ask(server, "GET", "/layers/removed").status_code for server in (first, second)] == [404, 404]
 
     assert files(tmp_path) == ["mine.unloaded", "replaced.safetensors"]
-    third = start("--layers-dir", str(tmp_path))
-    assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
-    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 409
-    assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
-    assert ask(third, "GET", "/layers/mine").json() == made
-    assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 200
-    assert files(tmp_path) == ["mine.safetensors", "replaced.safetensors"]
+    with here(tmp_path) as third:
+        assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+        assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 409
+        assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
+        assert ask(third, "GET", "/layers/mine").json() == made
+        assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 200
+        assert files(tmp_path) == ["mine.safetensors", "replaced.safetensors"]
 
 
 def test_a_written_file_counts_where_that_of_an_unloaded_layer_is_left(start: Start, tmp_path: Path) -> None:
     """As a process leaves them that dies between writing the one and removing the other; a file that is no layer stops nobody."""
-    first = start("--layers-dir", str(tmp_path))
-    made = put(first, "mine", TINY, 201)
-    first.stop()
+    with here(tmp_path) as first:
+        made = put(first, "mine", TINY, 201)
     (tmp_path / "mine.unloaded").write_bytes(b"an old one")
     (tmp_path / "odd.unloaded").write_bytes(b"none")
 
@@ -109,10 +113,9 @@ def test_a_written_file_counts_where_that_of_an_unloaded_layer_is_left(start: St
 
 def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
     """They are neither replaced nor removed where that would not last, and a file of their name is left alone."""
-    first = start("--layers-dir", str(tmp_path))
-    put(first, "mine", TINY, 201)
-    assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
-    first.stop()
+    with here(tmp_path) as first:
+        put(first, "mine", TINY, 201)
+        assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
     second = start("--layers-dir", str(tmp_path), env={"ATTEND_LAYERS": json.dumps({"mine": OTHER["spec"]})})
     assert ask(second, "GET", "/layers/mine").json()["spec"]["seed"] == 2
     assert ask(second, "DELETE", "/layers/mine").status_code == 409
@@ -122,9 +125,8 @@ def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
 
 def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> None:
     """Torn, foreign, changed, linked, misnamed, no file: each is passed over, with one line in the log; the others load."""
-    first = start("--layers-dir", str(tmp_path))
-    put(first, "good", TINY, 201)
-    first.stop()
+    with here(tmp_path) as first:
+        put(first, "good", TINY, 201)
     good = (tmp_path / "good.safetensors").read_bytes()
     (tmp_path / "torn.safetensors").write_bytes(good[: len(good) // 2])
     (tmp_path / "flipped.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -159,14 +161,14 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     assert not (tmp_path / ".peer-0123").exists()
 
 
-def test_no_name_leaves_the_folder(start: Start, tmp_path: Path) -> None:
+def test_no_name_leaves_the_folder(tmp_path: Path) -> None:
     """Refused before it becomes a path; nothing is written, in the folder or beside it."""
     folder = tmp_path / "layers"
-    server = start("--layers-dir", str(folder))
-    for name in ("..%2Fout", "%2Fetc%2Fx", "%2e%2e", ".hidden", "a%00b", "x" * 65):
-        for method in ("PUT", "DELETE"):
-            assert ask(server, method, f"/layers/{name}", json=TINY).status_code in (404, 405, 422)
-    assert files(folder) == [] and files(tmp_path) == ["layers"]
+    with here(folder) as server:
+        for name in ("..%2Fout", "%2Fetc%2Fx", "%2e%2e", ".hidden", "a%00b", "x" * 65):
+            for method in ("PUT", "DELETE"):
+                assert ask(server, method, f"/layers/{name}", json=TINY).status_code in (404, 405, 422)
+        assert files(folder) == [] and files(tmp_path) == ["layers"]
 
 
 WRITER = """
@@ -178,19 +180,25 @@ from service.serving.layers.registry import LayerRegistry
 from service.serving.cost import ServingLimits
 from service.spec import LayerSpec
 
-path, name, seed, victim = Path(sys.argv[1]), *sys.argv[2:]
-layer = LayerRegistry(torch.device("cpu"), ServingLimits()).make(name, LayerSpec(d_model=4, num_heads=2, seed=int(seed)))
-kept = store.LayerStore(path, 1 << 20)
-kept.open()
+kept = store.LayerStore(Path(sys.argv[1]), 1 << 20)
+registry = LayerRegistry(torch.device("cpu"), ServingLimits())
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-if victim == "write":
-    whole = os.write
-    os.write = lambda file, piece: (whole(file, bytes(piece)[: len(piece) // 2]), die())
-elif victim == "rename":
-    Path.rename = die
-elif victim == "flush":
-    store._flush = die
-kept.write(layer)
+for name in ("write", "rename", "flush"):
+    for seed, victim in ((1, "nobody"), (2, name)):
+        layer = registry.make(name, LayerSpec(d_model=4, num_heads=2, seed=seed))
+        writer = os.fork()
+        if writer == 0:
+            kept.open()
+            if victim == "write":
+                whole = os.write
+                os.write = lambda file, piece: (whole(file, bytes(piece)[: len(piece) // 2]), die())
+            elif victim == "rename":
+                Path.rename = die
+            elif victim == "flush":
+                store._flush = die
+            kept.write(layer)
+            os._exit(0)
+        print(name, victim, os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]), any(sorted(Path(sys.argv[1]).glob(".*.part"))))
 """
 
 
@@ -214,11 +222,16 @@ def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Pat
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:
     """SIGKILL in the middle of the bytes, before the rename, and after it."""
-    for name in ("write", "rename", "flush"):
-        for seed, victim in (("1", "nobody"), ("2", name)):
-            writer = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path), name, seed, victim], capture_output=True, text=True)
-            assert writer.returncode == (0 if victim == "nobody" else -signal.SIGKILL), writer.stderr
-        assert any(file.endswith(".part") for file in files(tmp_path)) == (name != "flush")  # what the dead leave, until someone opens
+    done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], capture_output=True, text=True, check=True)
+    killed = -signal.SIGKILL
+    assert [line.split() for line in done.stdout.splitlines()] == [  # name, who kills, exit code, and whether a part is left
+        ["write", "nobody", "0", "False"],
+        ["write", "write", f"{killed}", "True"],
+        ["rename", "nobody", "0", "False"],
+        ["rename", "rename", f"{killed}", "True"],
+        ["flush", "nobody", "0", "False"],
+        ["flush", "flush", f"{killed}", "False"],
+    ]
 
     server = start("--layers-dir", str(tmp_path))
     held = {layer["name"]: layer["spec"]["seed"] for layer in ask(server, "GET", "/layers").json()["layers"]}
@@ -258,6 +271,7 @@ def test_a_disk_that_is_full_for_the_change_alone_changes_nothing(start: Start, 
     assert files(tmp_path) == []
 
 
+@several_workers
 def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path: Path) -> None:
     """Two workers behind one port, asked many times; and both at once, about the same name."""
     server = start("--workers", "2", "--layers-dir", str(tmp_path))
@@ -275,6 +289,7 @@ def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path:
     assert {ask(server, "GET", "/layers/mine").status_code for _ in range(12)} == {404}
 
 
+@several_workers
 def test_what_is_put_at_once_shares_one_bound(start: Start, tmp_path: Path) -> None:
     """Twelve callers, two workers, room for four: four are taken, the others told why, and all workers hold the same, after a restart too.
 
@@ -302,34 +317,34 @@ def test_what_is_put_at_once_shares_one_bound(start: Start, tmp_path: Path) -> N
     assert set(names(start(*small))) == held | {"a"}
 
 
-def test_who_waits_for_the_folder_waits_no_longer_than_it_was_told(start: Start, tmp_path: Path) -> None:
+def test_who_waits_for_the_folder_waits_no_longer_than_it_was_told(tmp_path: Path) -> None:
     """Somebody holds it and does not let go: 504 at the caller's deadline, nothing has changed, and all is well afterwards."""
-    server = start("--layers-dir", str(tmp_path))
-    put(server, "mine", TINY, 201)
-    claim = Claim(tmp_path)
-    assert claim.taken() and not Claim(tmp_path).taken()
-    late = ask(server, "PUT", "/layers/mine", json=OTHER, headers={"X-Request-Timeout": "0.3"})
-    assert late.status_code == 504 and "nothing has changed" in late.json()["detail"]
-    assert ask(server, "GET", "/layers/mine").json()["spec"]["seed"] == 1
-    claim.release()
-    put(server, "mine", OTHER, 200)
+    with here(tmp_path) as server:
+        put(server, "mine", TINY, 201)
+        claim = Claim(tmp_path)
+        assert claim.taken() and not Claim(tmp_path).taken()
+        late = ask(server, "PUT", "/layers/mine", json=OTHER, headers={"X-Request-Timeout": "0.3"})
+        assert late.status_code == 504 and "nothing has changed" in late.json()["detail"]
+        assert ask(server, "GET", "/layers/mine").json()["spec"]["seed"] == 1
+        claim.release()
+        put(server, "mine", OTHER, 200)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["in a folder", "in memory"])
-def test_a_layer_that_could_not_be_read_back_is_not_taken(start: Start, tmp_path: Path, kept: bool) -> None:
+def test_a_layer_that_could_not_be_read_back_is_not_taken(tmp_path: Path, kept: bool) -> None:
     """Its file would be larger than those that are read: 413 names the setting, what was there stays. What is taken can be put back."""
-    server = start("--max-layer-bytes", "20480", *(["--layers-dir", str(tmp_path)] if kept else []))
-    old = put(server, "mine", TINY, 201)
-    for name in ("mine", "new"):
-        refused = put(server, name, {"spec": {"d_model": 64, "num_heads": 8}}, 413)
-        assert "max_layer_bytes" in refused["detail"]
-    assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
-    assert files(tmp_path) == (["mine.safetensors"] if kept else [])
-    put(server, "large", {"spec": {"d_model": 34, "num_heads": 2}}, 201)
-    file = ask(server, "GET", "/layers/large/weights").content
-    assert 19000 < len(file) <= 20480
-    again = ask(server, "PUT", "/layers/large", content=file, headers={"Content-Type": "application/vnd.safetensors"})
-    assert again.status_code == 200, again.text
+    with here(tmp_path if kept else None, max_layer_bytes=20480) as server:
+        old = put(server, "mine", TINY, 201)
+        for name in ("mine", "new"):
+            refused = put(server, name, {"spec": {"d_model": 64, "num_heads": 8}}, 413)
+            assert "max_layer_bytes" in refused["detail"]
+        assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
+        assert files(tmp_path) == (["mine.safetensors"] if kept else [])
+        put(server, "large", {"spec": {"d_model": 34, "num_heads": 2}}, 201)
+        file = ask(server, "GET", "/layers/large/weights").content
+        assert 19000 < len(file) <= 20480
+        again = ask(server, "PUT", "/layers/large", content=file, headers={"Content-Type": "application/vnd.safetensors"})
+        assert again.status_code == 200, again.text
 
 
 def test_a_layer_whose_file_would_be_too_large_is_refused_before_its_weights_are_drawn(start: Start) -> None:
@@ -363,33 +378,33 @@ def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -
     put(first, "mine", OTHER, 200)
 
 
-def test_calls_finish_with_the_weights_they_were_bound_to(start: Start, tmp_path: Path) -> None:
+def test_calls_finish_with_the_weights_they_were_bound_to(tmp_path: Path) -> None:
     """A layer replaced again and again under load: each reply is the answer of the layer whose fingerprint it names, and none fails."""
-    server = start("--layers-dir", str(tmp_path), "--no-access-log")
-    body = {"layer": "mine", "query": [[0.5, -1.0, 2.0, 0.25]] * 3, "reproducible": True}
-    right = {}
-    for document, status in ((TINY, 201), (OTHER, 200)):
-        fingerprint = put(server, "mine", document, status)["fingerprint"]
-        answer = ask(server, "POST", "/attend", json=body)
-        assert answer.status_code == 200, answer.text
-        right[fingerprint] = answer.json()["output"]
-    assert len(right) == 2
-    wrong: list[Any] = []
-    over = threading.Event()
+    with here(tmp_path) as server:
+        body = {"layer": "mine", "query": [[0.5, -1.0, 2.0, 0.25]] * 3, "reproducible": True}
+        right = {}
+        for document, status in ((TINY, 201), (OTHER, 200)):
+            fingerprint = put(server, "mine", document, status)["fingerprint"]
+            answer = ask(server, "POST", "/attend", json=body)
+            assert answer.status_code == 200, answer.text
+            right[fingerprint] = answer.json()["output"]
+        assert len(right) == 2
+        wrong: list[Any] = []
+        over = threading.Event()
 
-    def load() -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            while not over.is_set():
-                answer = client.post("/attend", json=body)
-                if answer.status_code != 200 or answer.json()["output"] != right[answer.json()["layer"]["fingerprint"]]:
-                    wrong.append(answer.text)
+        def load() -> None:
+            with httpx.Client(base_url=server, timeout=60) as client:
+                while not over.is_set():
+                    answer = client.post("/attend", json=body)
+                    if answer.status_code != 200 or answer.json()["output"] != right[answer.json()["layer"]["fingerprint"]]:
+                        wrong.append(answer.text)
 
-    callers = [threading.Thread(target=load) for _ in range(3)]
-    for caller in callers:
-        caller.start()
-    for document in (TINY, OTHER) * 6:
-        put(server, "mine", document, 200)
-    over.set()
-    for caller in callers:
-        caller.join()
-    assert not wrong
+        callers = [threading.Thread(target=load) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for document in (TINY, OTHER) * 6:
+            put(server, "mine", document, 200)
+        over.set()
+        for caller in callers:
+            caller.join()
+        assert not wrong

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import originals
 import pytest
-from originals import CASES, FILES, LAYERS, SOURCES
 from safetensors.numpy import save
+from support import framework_cases
+from support.framework_cases import CASES, FILES, LAYERS, SOURCES
 
 from service.client import Client
 
@@ -28,7 +28,7 @@ def layers(http: httpx.Client) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(("path", "index"), CASES, ids=[f"{path.stem}-{index}" for path, index in CASES])
 def test_a_layer_answers_what_it_computed_at_home(layers: httpx.Client, path: Path, index: int) -> None:
     """Output, and attention weights where the framework shows them."""
-    differences, tolerance = originals.replay(layers, path, index)
+    differences, tolerance = framework_cases.replay(layers, path, index)
 
     assert differences and max(differences.values()) <= tolerance, differences
 
@@ -41,7 +41,7 @@ def test_every_framework_has_cases_and_a_row_in_the_documentation() -> None:
     for key, source in SOURCES.items():
         count = sum(path.stem.partition("_")[0] == key for path, _ in CASES)
         assert f"| {source} | {count} |" in page
-    assert f"| {originals.MINILM} | {len(LAYERS)} |" in page
+    assert f"| {framework_cases.MINILM} | {len(LAYERS)} |" in page
     assert sum(path.stat().st_size for path in FILES) < 1_500_000
 
 
@@ -64,7 +64,7 @@ TORCH = {"in_proj_weight": np.ones((45, 15), np.float32), "out_proj.weight": np.
 )
 def test_what_cannot_be_held_is_refused_by_name(layers: httpx.Client, weights: Any, spec: Any, at: str) -> None:
     query = {"spec": json.dumps(spec)}
-    refused = layers.put("/layers/original", params=query, content=save(weights), headers=originals.SAFETENSORS)
+    refused = layers.put("/layers/original", params=query, content=save(weights), headers=framework_cases.SAFETENSORS)
 
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"] == at
@@ -74,12 +74,12 @@ def test_what_cannot_be_held_is_refused_by_name(layers: httpx.Client, weights: A
 def test_every_layer_of_a_real_model_answers_as_in_transformers(start: Any) -> None:
     """Sentences of unequal length in one batch, so that most of them are padded."""
     server = start()
-    mask, seen = originals.run_transformers()
+    mask, seen = framework_cases.run_transformers()
     assert 0 < mask.mean() < 0.8
     assert all(not layer.attention_weights.transpose(0, 3, 1, 2)[mask == 0].any() for layer in seen)  # transformers does mask
 
     with httpx.Client(base_url=server.url, timeout=60) as http, Client(server.url) as client:
-        compared = list(originals.compare_minilm(http, client, mask, seen))
+        compared = list(framework_cases.compare_minilm(http, client, mask, seen))
 
     assert len(compared) == len(LAYERS)
     for number, differences in enumerate(compared):

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from browsing import Visit
-from live import Server
+from support.browser import Visit
+from support.server import Server
 
 pytestmark = pytest.mark.browser
 SENTENCE = "The cat sat on the mat because it was tired"

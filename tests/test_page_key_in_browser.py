@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsing import Visit
-from live import Server, start_server
+from support.browser import Visit
+from support.server import Server, start_server
 
 from service.web.keys import Key, make_key, write_keys
 

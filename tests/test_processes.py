@@ -14,46 +14,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from live import Server, start_server
-from uvicorn.supervisors.multiprocess import Process
+from support.processes import (
+    ATTENDED,
+    LONG,
+    PATIENCE,
+    QUERY,
+    HalfSent,
+    Start,
+    ask,
+    attend,
+    counted,
+    events,
+    kill_one,
+    only,
+    several_workers,
+    state,
+    until,
+    workers_of,
+)
+from support.server import Server, start_server
 
-from service.cli.process import answers
+from service.cli.supervisor import Worker
 from service.serving.threads import usable_cores
 
-QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
 LATE = 10  # calls that are still sent after readiness has said no
-LONG = "600"  # seconds of drain that no test sees the end of
-PATIENCE = 60.0
-Start = Callable[..., Server]
-ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
-several_cores = pytest.mark.skipif(usable_cores() < 2, reason="law 11 allows one worker on one core")
-
-
-def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any) -> httpx.Response:
-    """One request on a connection of its own."""
-    with httpx.Client(base_url=url, timeout=PATIENCE, headers={"Connection": "close"}) as client:
-        return client.request(method, path, **knobs)
-
-
-def attend(url: str) -> httpx.Response:
-    return ask(url, "POST", "/attend", json=QUERY)
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Returns once it holds; fails when patience is at its end."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)
 
 
 def connects(url: str) -> bool:
@@ -64,29 +55,6 @@ def connects(url: str) -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-class HalfSent:
-    """A request that the server has begun to read, and of which the last byte is still to come."""
-
-    def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self.body = json.dumps(QUERY).encode()
-        self.connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        head = "POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nExpect: 100-continue\r\n"
-        head += f"Content-Length: {len(self.body)}\r\n\r\n"
-        self.connection.sendall(head.encode())
-        assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # so it is being read
-        self.connection.sendall(self.body[:-1])
-
-    def finish(self) -> tuple[int, bytes]:
-        """Sends the last byte; status and body of the answer."""
-        self.connection.sendall(self.body[-1:])
-        with self.connection, self.connection.makefile("rb") as reader:
-            status = int(reader.readline().split()[1])
-            while reader.readline() not in (b"\r\n", b""):
-                pass
-            return status, reader.read()
 
 
 # 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
@@ -156,52 +124,6 @@ def test_law_10_work_that_never_ends_is_left_behind(start: Start) -> None:
 # Workers
 
 
-def workers_of(parent: int) -> list[int]:
-    """The processes that serve, by their ids."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
-def state(pid: int) -> str:
-    """R running, S sleeping, T stopped, Z dead and not yet buried; empty where there is no such process."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-@contextmanager
-def only(pid: int, parent: int) -> Iterator[None]:
-    """All workers but this one are stopped, so that it must be the one who answers."""
-    others = [worker for worker in workers_of(parent) if worker != pid]
-    try:
-        for other in others:
-            os.kill(other, signal.SIGSTOP)
-            until(lambda other=other: state(other) == "T", "a stopped worker")
-        yield
-    finally:
-        for other in others:
-            os.kill(other, signal.SIGCONT)
-
-
-def events(server: Server, name: str) -> list[dict[str, Any]]:
-    """The lines of the log about one thing; also where two processes wrote into one line."""
-    found, text, decoder = [], "".join(server.log), json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
-        with suppress(ValueError):  # a line that is still being written, or none of ours
-            event, end = decoder.raw_decode(text, at)
-            found.append(event)
-            at = end - 1
-        at = text.find("{", at + 1)
-    return [event for event in found if event.get("event") == name]
-
-
-def counted(url: str, name: str) -> float:
-    """A metric, summed over its labels, as whoever answers tells it."""
-    lines = ask(url, path="/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Server]:
     """Two workers behind one port, both ready."""
@@ -211,17 +133,7 @@ def pair() -> Iterator[Server]:
     server.stop()
 
 
-def kill_one(server: Server) -> tuple[int, int]:
-    """Ends a worker as the kernel would, out of memory. Returns the one that stays, and the one that comes in its place."""
-    killed, stays = workers_of(server.process.pid)
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: state(killed) in ("", "Z"), "dead")
-    until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "another in its place")
-    (newcomer,) = set(workers_of(server.process.pid)) - {killed, stays}
-    return stays, newcomer
-
-
-@several_cores
+@several_workers
 def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
     """The same answer from both, and whoever is asked tells what all of them have done."""
     parent = pair.process.pid
@@ -242,7 +154,7 @@ def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
     assert all(document == documents[0] for document in documents)
 
 
-@several_cores
+@several_workers
 def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
     """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
     for worker in workers_of(pair.process.pid):
@@ -255,7 +167,7 @@ def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
             assert [layer["name"] for layer in ask(pair.url, path="/layers").json()["layers"]] == ["default"]
 
 
-@several_cores
+@several_workers
 def test_law_11_the_plan_is_shown(pair: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
     index = ask(pair.url, path="/").json()
@@ -265,7 +177,7 @@ def test_law_11_the_plan_is_shown(pair: Server) -> None:
     assert {event["threads"] for event in events(pair, "ready")} == {listening["threads"]}
 
 
-@several_cores
+@several_workers
 def test_a_killed_worker_comes_back(pair: Server) -> None:
     """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
     answer = attend(pair.url).json()
@@ -281,17 +193,30 @@ def test_a_killed_worker_comes_back(pair: Server) -> None:
         assert counted(pair.url, ATTENDED) == before + 4
 
 
-def test_a_worker_that_dies_over_a_question_is_not_waited_for() -> None:
-    """A killed worker was often busy, and had been asked whether it is alive: its place must not stay empty while it could answer."""
-    worker = Process(uvicorn.Config("nowhere:app"), [])
+def sleeping_worker() -> Worker:
+    """One that never answers the supervisor."""
+    worker = Worker(uvicorn.Config("nowhere:app"), [])
     worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
     worker.start()
+    return worker
+
+
+def test_a_worker_that_dies_while_it_is_pinged_is_noticed_at_once() -> None:
+    """A worker that was killed was often busy, and had been pinged: its place must not stay empty while it could still answer."""
+    worker = sleeping_worker()
     threading.Timer(0.1, worker.process.kill).start()
-    assert not answers(worker, lambda: False, timeout=3600)
+    assert not worker.ping(timeout=3600)
     worker.join()
 
 
-@several_cores
+def test_a_supervisor_that_gets_a_signal_waits_for_no_silent_worker() -> None:
+    worker = sleeping_worker()
+    assert worker.ping(3600, lambda: True)
+    worker.kill()
+    worker.join()
+
+
+@several_workers
 def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None:
     """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
     server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
@@ -306,16 +231,7 @@ def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None
     assert not state(still)
 
 
-def test_a_supervisor_that_is_called_away_waits_for_no_mute_worker() -> None:
-    worker = Process(uvicorn.Config("nowhere:app"), [])
-    worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
-    worker.start()
-    assert answers(worker, lambda: True, timeout=3600)
-    worker.kill()
-    worker.join()
-
-
-@several_cores
+@several_workers
 def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None:
     """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
     that is ready."""
@@ -353,7 +269,7 @@ print(pieces)
     assert all(piece.endswith("\n") and "said" in piece for piece in pieces)
 
 
-@several_cores
+@several_workers
 def test_law_10_with_several_workers(start: Start) -> None:
     """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
     server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
@@ -446,6 +362,74 @@ def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
     assert sum(event.get("path") == "/attend" and event["status"] == 200 for event in events(server, "request")) == len(answered)
 
 
+@several_workers
+def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
+    """Callers open a connection for each call, without pause, and ignore readiness: each is answered, or finds the port closed."""
+    server, callers = start("--workers", "2", "--drain-seconds", "1"), 6
+    busy = threading.Barrier(callers + 1)
+    ends: list[str] = []
+
+    def call() -> None:
+        for number in itertools.count():
+            try:
+                assert attend(server.url).status_code == 200
+            except httpx.TransportError as error:
+                ends.append(str(error))
+                return
+            if number == 5:
+                busy.wait()
+
+    threads = [threading.Thread(target=call) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    busy.wait()
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+
+    assert server.process.wait(PATIENCE) == 0
+    assert ends == ["[Errno 111] Connection refused"] * callers
+
+
+# Workers that cannot start
+
+
+def break_folder(path: Path) -> Path:
+    """Makes a folder of layers unusable for processes that start. What is returned is to be removed to mend it."""
+    broken = path / ".broken.part"  # the name of an unfinished file
+    broken.mkdir()
+    return broken
+
+
+@several_workers
+def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
+    """With the reason and an exit status, instead of starting workers for ever behind an open port."""
+    break_folder(tmp_path)
+    flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    command = [sys.executable, "-m", "service", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
+    assert done.returncode == 1
+    assert "Is a directory" in events(found, "not ready")[0]["error"]
+    assert [event["reason"] for event in events(found, "stopping")] == ["a worker cannot start; the lines before this one say why"]
+    assert len(events(found, "not ready")) <= 2
+
+
+@several_workers
+def test_a_worker_that_cannot_be_replaced_is_tried_again(start: Start, tmp_path: Path) -> None:
+    """The other worker serves meanwhile, and the pauses grow."""
+    server = start("--workers", "2", "--layers-dir", str(tmp_path))
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    broken = break_folder(tmp_path)
+    os.kill(workers_of(server.process.pid)[0], signal.SIGKILL)
+    until(lambda: len(events(server, "worker cannot start")) == 2, "two attempts")
+    assert attend(server.url).status_code == 200
+    assert [event["next_attempt_seconds"] for event in events(server, "worker cannot start")] == [0, 1]
+    broken.rmdir()
+    until(lambda: len(events(server, "ready")) == 3, "a new worker")
+    assert attend(server.url).status_code == 200
+
+
 def test_several_workers_need_a_folder_to_count_in() -> None:
     """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
     script = """
@@ -494,7 +478,7 @@ def test_one_process_drains_on_sighup(start: Start, hangups: None) -> None:
     assert "Traceback" not in "".join(server.log)
 
 
-@several_cores
+@several_workers
 def test_sighup_replaces_the_workers_and_forgets_the_old(start: Start, hangups: None) -> None:
     """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
     dies without a word: its workers answer what they have, close the door and leave."""

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from live import Server
-from test_processes import HalfSent, ask, attend, events, kill_one, only, several_cores, until, workers_of
-
-from service.serving.metrics import LayerCounters
-from service.serving.statistics import Counter as StatisticsCounter
+from support.processes import HalfSent, ask, attend, events, kill_one, only, several_workers, until, workers_of
+from support.server import Server
 
 Start = Callable[..., Server]
 DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}
@@ -31,7 +28,7 @@ def two_workers(start: Start, *flags: str) -> Server:
     return server
 
 
-@several_cores
+@several_workers
 def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
     """Requests, refusals, bytes, phases, batches and layers' calls: what each did is told by the other as well."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
@@ -54,7 +51,7 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
             assert grown["attend_sent_bytes_total"] >= received
 
 
-@several_cores
+@several_workers
 def test_gauges_tell_of_all_workers(start: Start) -> None:
     """What waits in either, and the bodies that either holds; one stands still meanwhile, so that only the other can tell."""
     server = two_workers(start, "--batch-delay", "3")
@@ -77,7 +74,7 @@ def test_gauges_tell_of_all_workers(start: Start) -> None:
     until(lambda: not any(told(server.url)[name] for name in idle), "nothing waits")
 
 
-@several_cores
+@several_workers
 def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
     """What it held is held no more: neither its layers nor its memory."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
@@ -94,7 +91,7 @@ def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
         assert told(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
 
 
-@several_cores
+@several_workers
 def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
     """Whoever makes, calls and removes layers does not fill the metrics: after each removal there are as many series as before. Of layers
     that are held there are never more than the limit."""
@@ -119,22 +116,3 @@ def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
                 assert not [sample for sample in left if f'"{name}"' in sample]
         series.append(len(left))
     assert series[1] == series[2]
-
-
-def test_a_call_that_outlives_its_layer_is_not_counted(tmp_path: Path) -> None:
-    """Else each would leave a series of its own behind."""
-    for folder in (None, tmp_path):
-        counters = LayerCounters(folder)
-        counters.hold("kept")
-        counters.hold("gone")
-        for _ in range(3):
-            counters.count("kept", 10)
-            counters.count("gone", 10)
-        counters.forget("gone")
-        counters.count("gone", 10)
-        samples = {(sample.name, sample.labels["layer"]): sample.value for family in counters.collect() for sample in family.samples}
-        assert samples == {("attend_layer_calls_total", "kept"): 3, ("attend_layer_operations_total", "kept"): 30}
-        counters.close()
-    statistics = StatisticsCounter(holds=lambda layer: layer != "gone")
-    statistics.failed("gone", 1.0)
-    assert not statistics.all()

@@ -1,4 +1,4 @@
-"""Where a command computes: a running server, or an engine in this process. A command asks either in the same words.
+"""Where a command computes: a running server, or a service in this process. Commands call both in the same way.
 
 In process the bytes take the very path that they take in a server, from `Engine.attend` on; only HTTP is missing.
 """
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from service.cli.flags import given
-from service.client import Client, calls
+from service.client import Client, operations
 from service.client.connection import API_KEY
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
 from service.spec import LayerSpec
 from service.tensors import Array
+from service.wire.codec import CODECS
 from service.wire.negotiation import SAFETENSORS
 from service.wire.schemas.attend import LayerDocument
 
@@ -66,15 +67,15 @@ class ServerBackend:
         return self._post("/attend/analysis", body)
 
     def _post(self, path: str, body: bytes) -> Response:
-        response = self._client.send(calls.Call("POST", path, body))
+        response = self._client.send(operations.Operation("POST", path, body))
         return Response(response.content, response.headers)
 
     def figure(self, body: bytes) -> bytes:
-        return self._client.send(calls.Call("POST", "/attend/figure", body)).content
+        return self._client.send(operations.Operation("POST", "/attend/figure", body)).content
 
 
-class EngineBackend:
-    """An engine of these settings, on an event loop of its own that runs while it is asked."""
+class ServiceBackend:
+    """A service with these settings in this process, on an event loop of its own that runs while it is called."""
 
     def __init__(self, settings: Settings) -> None:
         try:
@@ -86,18 +87,18 @@ class EngineBackend:
 
         from service.cli.logs import configure_logs
         from service.serving.requests import RawRequest
-        from service.web.app import create_engine
+        from service.web.app import create_service
 
         torch.set_num_threads(threads)
         configure_logs(settings.log_format, "warning")
         try:
-            self._asked, self._engine = RawRequest, create_engine(settings)
+            self._asked, self._service = RawRequest, create_service(settings)
         except ValueError as error:  # no such device
             raise BadSettings(str(error)) from None
         self._loop = asyncio.Runner()
         try:
-            self._loop.run(self._engine.start(settings.all_layers()))
-            self._engine.loader.leave_peers()
+            self._loop.run(self._service.start(settings.all_layers()))
+            self._service.loader.leave_peers()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and settings.layers_dir is not None:
@@ -107,22 +108,22 @@ class EngineBackend:
             raise
 
     def attend(self, body: bytes) -> Response:
-        return self._written(self._loop.run(self._engine.attend(self._asked(body))))
+        return self._written(self._loop.run(self._service.engine.attend(self._asked(body))))
 
     def analyse(self, body: bytes) -> Response:
-        return self._written(self._loop.run(self._engine.analyse(self._asked(body))))
+        return self._written(self._loop.run(self._service.engine.analyse(self._asked(body))))
 
     def _written(self, answer: "EncodedReply") -> Response:
         return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
 
     def figure(self, body: bytes) -> bytes:
-        return b"".join(self._loop.run(self._engine.figure(self._asked(body))).pieces)
+        return b"".join(self._loop.run(self._service.engine.figure(self._asked(body))).pieces)
 
     def layers(self) -> list[LayerDocument]:
-        return [layer.document() for layer in self._engine.registry.all()]
+        return [layer.document() for layer in self._service.registry.all()]
 
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
-        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
+        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(operations.put_layer(name, spec, weights).body or b"")))
         return layer.document()
 
     def put_layer_file(
@@ -133,17 +134,17 @@ class EngineBackend:
 
         demand_name(name)
         source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
-        layer, _ = self._loop.run(self._engine.put_layer(name, self._asked(file, SAFETENSORS), source))
+        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(file, CODECS[SAFETENSORS]), source))
         return layer.document()
 
     def layer_file(self, name: str) -> bytes:
-        return b"".join(self._loop.run(self._engine.export_layer(name)))
+        return b"".join(self._loop.run(self._service.export_layer(name)))
 
     def delete_layer(self, name: str) -> None:
-        self._loop.run(self._engine.delete_layer(name))
+        self._loop.run(self._service.loader.remove(name))
 
     def close(self) -> None:
-        self._engine.close()
+        self._service.close()
         self._loop.close()
 
 
@@ -157,7 +158,7 @@ def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
 
 @contextmanager
 def open_backend(url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
-    """The server at `url`, believing in `ca`, or without one an engine with the layers of these settings.
+    """The server at `url`, believing in `ca`, or without one a service with the layers of these settings.
 
     Raises BadSettings or AttendError.
     """
@@ -170,7 +171,7 @@ def open_backend(url: str | None, ca: Path | None, config: Path | None, flags: M
     settings = read_settings(dict(flags), config)
     if "layers_dir" not in flags:  # what a command tries out is not to be kept
         settings = settings.model_copy(update={"layers_dir": None})
-    backend = EngineBackend(settings)
+    backend = ServiceBackend(settings)
     try:
         yield backend
     finally:

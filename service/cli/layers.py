@@ -1,7 +1,7 @@
-"""`attend layers`: what a server holds, or what it would hold with these settings; and layers in and out of it as safetensors files.
+"""`attend layers`: lists layers, and adds, exports and removes them as safetensors files.
 
-`add`, `export` and `remove` work on a server (`--url`) or on the folder that keeps its layers (`--layers-dir`); a server that runs on that
-folder follows.
+`add`, `export` and `remove` work on a server (`--url`) or on the folder that stores its layers (`--layers-dir`), which a running server
+follows.
 """
 
 import json
@@ -33,9 +33,10 @@ Folder = Annotated[Path | None, typer.Option(help="The folder that keeps layers,
 
 
 def install(app: typer.Typer) -> None:
-    """Adds the command and those below it."""
+    """Adds the command, and those below it. `attend layers` alone lists the layers, as `attend layers list` does."""
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers))
+    group.command("list", epilog="Example: attend layers list --url http://127.0.0.1:8000")(with_settings(show))
     for command, example in EXAMPLES.items():
         group.command(epilog=f"Example: attend layers {example}")(command)
     app.add_typer(group, name="layers")
@@ -43,9 +44,14 @@ def install(app: typer.Typer) -> None:
 
 def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
-    if context.invoked_subcommand is not None:
+    if context.invoked_subcommand is None:
+        show(url, ca, as_json, config, **flags)
+    else:
         _demand_nothing(context, context.invoked_subcommand)
-        return
+
+
+def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+    """List the layers of a server, or those that `attend serve` would have with the same settings."""
     with reported("layers"), open_backend(url, ca, config, flags) as backend:
         held = backend.layers()
     if as_json:

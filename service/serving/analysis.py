@@ -1,7 +1,4 @@
-"""The one more step of POST /attend/analysis: what its request must agree on with the layer, its question as arrays, its cost, its reply.
-
-Everything that a request has in common with POST /attend goes the way of that; this module knows the rest.
-"""
+"""POST /attend/analysis: how its request is bound to a layer, what it costs, and its reply."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +12,37 @@ from service.attention.masks import open_keys
 from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.query import MetricsQuery
 from service.errors import InvalidRequest
-from service.serving.binding import cast
-from service.serving.cost import Cost, reply_bytes
+from service.serving import binding
+from service.serving.casting import cast
+from service.serving.cost import Cost, ServingLimits, check, reply_bytes
+from service.serving.cost import predict as predict_call
 from service.serving.layers.registry import HeldLayer, numpy_of
+from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
+from service.wire.codec import Decoded
+from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import POSITIONAL, SHAPES, WHOLE, WORDED, AnalysisRequest
+from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, WORDED, AnalysisRequest
 
 PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
 SORTED = {"keys_for_mass"}
 OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
 BLOCK = 1 << 20  # weights that are held at once, and a dozen times as much made of them
+
+
+def bind_analysis(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+    """The bound call of a request for metrics. It is never computed in shards, since metrics see all keys of a row at once.
+
+    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
+    """
+    request = validate(AnalysisRequest, decoded.members)
+    binding.fit(request, layer.spec)
+    fit(request, layer.spec)
+    cost = predict(request, layer.spec)
+    check(cost, limits)
+    call = binding.bind(request, layer.spec)
+    return BoundCall(request, layer, call, cost, operation=operation_of(request, layer.spec, call))
 
 
 def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
@@ -107,8 +123,9 @@ def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
     return {"query": of(query), "key": of(query if key is None else key)}
 
 
-def predict(request: AnalysisRequest, spec: LayerSpec, plain: Cost) -> Cost:
-    """The cost of the metrics, from that of the output alone. All but `value_norm_weights` is linear in queries and keys."""
+def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
+    """The cost of a request that fits the layer. All metrics but `value_norm_weights` are linear in queries and keys."""
+    plain = predict_call(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
     k = q if request.key is None else request.key.shape[-2]
@@ -130,17 +147,18 @@ def predict(request: AnalysisRequest, spec: LayerSpec, plain: Cost) -> Cost:
     held += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
     operations = passes * plain.operations + elements + products
     size = reply_bytes(request.reply.form, request.reply.decimals, shapes, lambda name: datatype_of(name, request, spec))
-    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs)
+    raw = sum(math.prod(shape) * DATATYPES[datatype_of(name, request, spec)].size for name, shape in shapes.items())
+    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs, raw)
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
     """The V2 name of the datatype in which a metric is replied: at least single precision, unless the request says otherwise."""
-    if name.rpartition(".")[2] in WHOLE:
+    if name.rpartition(".")[2] in INDEX_PARTS:
         return "INT64"
     return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
 
-def reply_of(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
+def build_reply(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
     """The metrics under the caller's names and in the caller's order, without the batch axis where the caller sent none.
 
     Raises InvalidRequest where something overflowed on the way, and the caller did not say that it may.

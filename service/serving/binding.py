@@ -1,10 +1,9 @@
-"""A valid request and a layer -> a bound call. The last place where a caller can be wrong; nothing invalid gets past it.
+"""A decoded request and its layer -> a bound call. The last step in which a request can be refused as invalid.
 
-`fit` looks at shapes alone, so that admission can be decided before any array is made; `bind` then casts every array once, to the layer's
-dtype, and checks there that all numbers are finite.
+`fit` checks shapes alone, so that the cost is known before any array is made; `bind` then casts every array once, to the layer's dtype, and
+checks there that all numbers are finite.
 """
 
-import warnings
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,15 +13,39 @@ import torch
 
 from service.attention.call import Call
 from service.attention.masks import Masks, last_keys
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, TooLarge
+from service.serving.casting import cast
+from service.serving.cost import ServingLimits, predict, refusals
+from service.serving.layers.registry import HeldLayer
+from service.serving.requests import BoundCall
+from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
-from service.tensors import BY_TORCH, Array
-from service.wire.arrays import first_index
+from service.tensors import Array
+from service.wire.codec import Decoded
+from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
-with warnings.catch_warnings():  # torch says once a process that it will not keep anyone from writing to a body's memory; nobody does
-    warnings.simplefilter("ignore")
-    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
+
+def bind_attend(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+    """The bound call of a request to POST /attend. What validation found for an earlier request of the same shapes is not computed again.
+
+    Raises InvalidRequest, or TooLarge for a cost beyond the limits; with shards, for one that is beyond them even in so many parts.
+    """
+    members = decoded.members
+    key = cache_key(members)
+    if key is not None and (cached := layer.validated.get(key)) is not None:
+        query, keys, values = sequences(members["query"], members.get("key"), members.get("value"), layer.spec)
+        return BoundCall(cached.request, layer, Call(query, keys, values, **cached.options), cached.cost, cached.in_parts)
+    request = validate(AttendRequest, members)
+    fit(request, layer.spec)
+    cost = predict(request, layer.spec)
+    problems, in_parts = refusals(request, cost, limits, shards)
+    if problems:
+        raise TooLarge(problems=problems)
+    call = bind(request, layer.spec)
+    if key is not None:
+        layer.validated.keep(key, request, call, cost, in_parts)
+    return BoundCall(request, layer, call, cost, in_parts)
 
 
 def fit(request: AttendRequest, spec: LayerSpec) -> None:
@@ -91,27 +114,6 @@ def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerS
     queries = _numbers("query", query, spec, batched)
     keys = queries if key is None else _numbers("key", key, spec, batched)
     return queries, keys, keys if value is None else _numbers("value", value, spec, batched)
-
-
-def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
-    """The array in a torch dtype. Raises InvalidRequest at the first number that is not finite there; `infinite` allows -inf."""
-    target = BY_TORCH[dtype].numpy
-    numbers = array
-    if array.dtype != target:
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers = array.astype(target)
-    if not numbers.flags.c_contiguous:
-        numbers = np.ascontiguousarray(numbers)
-    finite = np.isfinite(numbers)
-    if not finite.all():
-        wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
-        if wrong.any():
-            at = first_index(wrong)
-            came = float(array[tuple(int(i) for i in at.split("/")[1:])])
-            raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", f"{came:g}" if np.isfinite(came) else f"{came}")
-    if dtype == "bfloat16":
-        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(numbers)
 
 
 def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.Tensor:

@@ -1,26 +1,16 @@
 """Threads that decode and encode what is too large for the event loop, fairly: light work does not wait behind heavy work."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from service.serving.bound_call import BoundCall
 from service.serving.fair_queue import FairQueue
-from service.serving.requests import RawRequest
 
 T = TypeVar("T")
 HEAVY = 1 << 20  # bytes from which on work is heavy: it holds the interpreter's lock for milliseconds at a time
-PACKED = 10  # times as large are bodies once they are unpacked, more or less
 OVERHEAD = 1 << 14  # bytes that any work costs at least
-
-
-def size_of(args: Sequence[Any]) -> int:
-    """Bytes of the request or the reply among a codec's arguments, as far as is known before a compressed one is unpacked."""
-    sizes = [one.cost.reply_bytes for one in args if isinstance(one, BoundCall)]
-    sizes += [len(one.body) * (PACKED if one.coding else 1) for one in args if isinstance(one, RawRequest)]
-    return max(sizes, default=0)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ The same prediction decides admission and answers POST /attend/plan. Nothing is 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class Cost:
     reply_bytes: int
     items: int = 1
     pairs: int = 0  # heads * queries * keys of one batch item
+    tensor_bytes: int = 0  # of the outputs as they are in memory, in the datatype of the reply
 
 
 class Asking(NamedTuple):
@@ -110,7 +111,8 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
     size_of = reply_bytes(asking.form, asking.decimals, outputs, lambda name: wire_datatype(name, asking.datatype, spec))
-    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k)
+    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, asking.datatype, spec)].size for name, shape in outputs.items())
+    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k, raw)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -132,6 +134,24 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
         wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
         problems.append(Problem("", wanted, str(cost.reply_bytes)))
     return problems
+
+
+def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
+    """Why a call is not admitted (empty if it is), and whether it is admitted only in parts, one for each of the shards.
+
+    The reply is assembled in one place, so its bounds are not extended. Dropout is drawn over all keys at once, and gradients flow through
+    all of them: such calls are not cut into parts.
+    """
+    problems = admit(cost, limits)
+    if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
+        return problems, False
+    return (problems, False) if admit(share(cost, shards), limits) else ([], True)
+
+
+def share(cost: Cost, shards: int) -> Cost:
+    """The cost of one of so many parts."""
+    work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
+    return replace(cost, **work)
 
 
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
@@ -185,11 +205,6 @@ def _weights(asking: Asking, b: int, h: int) -> dict[str, tuple[int, ...]]:
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     """The V2 name of the datatype in which an output is replied, given the one that the caller wants."""
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
-
-
-def tensor_bytes(outputs: dict[str, tuple[int, ...]], datatype: str | None, spec: LayerSpec) -> int:
-    """Of outputs of these shapes as they are in memory, in the datatype that the request wants."""
-    return sum(math.prod(shape) * DATATYPES[wire_datatype(name, datatype, spec)].size for name, shape in outputs.items())
 
 
 def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:

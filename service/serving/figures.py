@@ -11,16 +11,18 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind
-from service.serving.bound_call import BoundCall
+from service.serving.binding import bind, fit
 from service.serving.cost import ServingLimits, check, predict
 from service.serving.layers.registry import HeldLayer
+from service.serving.requests import BoundCall, Waiting
+from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
+from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
 HEADS = 256  # side by side in one picture
@@ -28,29 +30,13 @@ LONGEST = 30.0  # seconds that a drawing may take, and wait, where its caller se
 WAITING = 32  # drawings; each is bounded in cells and pixels, so that their number bounds their cost
 
 
-@dataclass(frozen=True, slots=True)
-class BoundFigure:
-    """A bound call, and the figure that its result will become."""
+def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+    """The bound call of a request for a figure. `decoded.reply_format` is the media type that its headers accept, "" for none of ours.
 
-    bound: BoundCall
-    spec: FigureSpec
-
-    @property
-    def media_type(self) -> str:
-        return next(media for media, form in PICTURES.items() if form == self.spec.format)
-
-    def draw(self, result: Result, check: Callable[[], None]) -> bytes:
-        """The figure's bytes. Raises what `compose` and `draw` of the figures raise."""
-        layer = self.bound.layer
-        about = {"Source": f"layer {layer.name}", "Fingerprint": layer.fingerprint}
-        return draw(compose(self.spec, result.tensors, about), self.spec, check)
-
-
-def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits: ServingLimits) -> BoundFigure:
-    """The figure of a request that fits the layer; `accepted` is the media type its headers ask for, "" where they ask for none of ours.
-
-    Raises InvalidRequest for a head that the layer does not have, NotAcceptable, and TooLarge.
+    Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
     """
+    request = validate(FigureRequest, decoded.members)
+    fit(request, layer.spec)
     wanted, num_heads = request.figure, layer.spec.num_heads
     for i, head in enumerate(wanted.heads or ()):
         if head >= num_heads:
@@ -58,7 +44,7 @@ def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits:
     many = len(wanted.heads or range(num_heads))
     if many > HEADS and wanted.kind in ("heads", "similarity"):
         raise TooLarge.where("/figure/heads", f"at most {HEADS} heads in one picture", str(many))
-    form = wanted.format or PICTURES.get(accepted)
+    form = wanted.format or PICTURES.get(decoded.reply_format or "")
     if form is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
     spec = _spec(request, num_heads, form)
@@ -68,7 +54,12 @@ def bind_figure(request: FigureRequest, layer: HeldLayer, accepted: str, limits:
     check(cost, limits)
     operation = operation_for(spec)
     call = replace(bind(shown, layer.spec), heads=spec.heads if operation else None)
-    return BoundFigure(BoundCall(shown, layer, call, cost, operation=operation), spec)
+    return BoundCall(shown, layer, call, cost, operation=operation, figure=spec)
+
+
+def media_type_of(spec: FigureSpec) -> str:
+    """The media type of a figure."""
+    return next(media for media, form in PICTURES.items() if form == spec.format)
 
 
 def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
@@ -105,23 +96,23 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # a moving average of what a figure takes
 
-    async def draw(self, figure: BoundFigure, result: Result, deadline: float | None, gone: Callable[[], bool]) -> bytes:
-        """The figure's bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `BoundFigure.draw` raises."""
+    async def draw(self, bound: BoundCall, result: Result, waiting: Waiting) -> bytes:
+        """The bytes of the bound call's figure. Raises Overloaded, DeadlinePassed, CallerGone, and what `draw` of the figures raises."""
         if self._waiting >= WAITING:
             wanted = f"at most {WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", wanted, str(self._waiting + 1))])
         latest = self.clock() + LONGEST
-        latest = latest if deadline is None else min(latest, deadline)
+        latest = latest if waiting.deadline is None else min(latest, waiting.deadline)
         self._waiting += 1
         try:
-            drawing = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, figure, result, latest, gone)
+            drawing = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, bound, result, latest, waiting.gone)
             return await asyncio.wait_for(drawing, max(0.0, latest - self.clock()))
         except TimeoutError:
             raise _too_late() from None
         finally:
             self._waiting -= 1
 
-    def _draw(self, figure: BoundFigure, result: Result, latest: float, gone: Callable[[], bool]) -> bytes:
+    def _draw(self, bound: BoundCall, result: Result, latest: float, gone: Callable[[], bool]) -> bytes:
         started = self.clock()
 
         def check() -> None:
@@ -130,7 +121,9 @@ class FigureRenderer:
             if gone():
                 raise CallerGone
 
-        drawn = figure.draw(result, check)
+        assert bound.figure is not None
+        about = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+        drawn = draw(compose(bound.figure, result.tensors, about), bound.figure, check)
         self._seconds += 0.2 * (self.clock() - started - self._seconds)
         return drawn
 

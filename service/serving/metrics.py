@@ -1,21 +1,16 @@
-"""Counters and histograms, and the one place that names them. The phases are the numbers that `Server-Timing` shows."""
+"""The metrics of one process, and the phases of a request that they and `Server-Timing` show."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from service.serving.shared_counters import SharedCounters
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's folder for several processes; read when it is imported
 
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where the library lets workers share; read when it is imported
-
-WRAP = 1 << 62  # where a counter begins anew: shared counters have 64 bits
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -29,98 +24,50 @@ class Phases:
     encode: float = 0.0
 
     def server_timing(self) -> str:
-        """The value of the header: milliseconds, in the order of the path."""
+        """The value of the header Server-Timing, in milliseconds."""
         return (
             f"decode;dur={self.decode * 1e3:.3f}, queue;dur={self.queue * 1e3:.3f}, "
             f"compute;dur={self.compute * 1e3:.3f}, encode;dur={self.encode * 1e3:.3f}"
         )
 
 
-class LayerCounters(Collector):
-    """Calls and predicted operations by layer, for as long as the layer is held. Several workers share them through a file, since the
-    library's files keep the labels of removed layers for ever."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}  # of this process: calls, operations
-        self._shared = None if folder is None else SharedCounters(folder, width=2, prefix="layers-")
-
-    def hold(self, layer: str) -> None:
-        """From now on calls to the layer are counted."""
-        self._counts.setdefault(layer, (0, 0))
-
-    def count(self, layer: str, operations: int) -> None:
-        """Counts a call; nothing where the layer was removed while the call was computed."""
-        if (before := self._counts.get(layer)) is None:
-            return
-        counts = self._counts[layer] = before[0] + 1, (before[1] + operations) % WRAP
-        if self._shared is not None:
-            self._shared.write(layer, 0, counts)
-
-    def forget(self, layer: str) -> None:
-        """Drops the counts of a layer that was removed."""
-        self._counts.pop(layer, None)
-        if self._shared is not None:
-            self._shared.forget(layer)
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Two metrics, of the layers that were called."""
-        calls = CounterMetricFamily("attend_layer_calls", "Calls computed, by layer.", labels=["layer"])
-        operations = CounterMetricFamily("attend_layer_operations", "Predicted operations computed, by layer.", labels=["layer"])
-        for layer, counts in self._all().items():
-            if counts[0]:
-                calls.add_metric([layer], counts[0])
-                operations.add_metric([layer], counts[1])
-        yield calls
-        yield operations
-
-    def _all(self) -> dict[str, tuple[int, int]]:
-        """Layer -> calls and operations, of all processes that share them."""
-        if self._shared is None:
-            return self._counts
-        together: dict[str, tuple[int, int]] = {}
-        for layer, _, (calls, operations) in self._shared.read():
-            before = together.get(layer, (0, 0))
-            together[layer] = before[0] + calls, before[1] + operations
-        return together
-
-    def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-
-
 class Metrics:
-    """One process's metrics, in a registry of their own. What a request touches is looked up once: a label costs more than a count."""
+    """The metrics of one process. Labelled counters are looked up once: a look-up costs more than counting."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None  # where several workers count together
-        self.shared = self.folder is not None  # whoever of them is asked tells of all
+        self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None
+        self.shared = self.folder is not None  # each worker reports the metrics of all
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
         self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
-        self._received = Counter("attend_received_bytes", "Of request bodies, as they came.", registry=self.registry)
-        self._sent = Counter("attend_sent_bytes", "Of reply bodies, as they went.", registry=self.registry)
-        self.by_layer = LayerCounters(self.folder)
-        self.registry.register(self.by_layer)
-        self._abandoned = Counter("attend_abandoned_calls", "Calls dropped before computing: the caller had gone.", registry=self.registry)
-        self._batch = Histogram("attend_batch_calls", "Calls computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
-        self._splits = Counter("attend_out_of_memory_splits", "Batches tried again in halves.", registry=self.registry)
-        self.layers = self._gauge("attend_layers", "Layers held.", "livemax")
-        names = {"calls": "Calls that wait.", "operations": "Predicted operations that wait.", "bytes": "Predicted memory that waits."}
+        self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
+        self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
+        self._abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry)
+        self._batch = Histogram("attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
+        self._splits = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry)
+        self.layers = self._gauge("attend_layers", "Layers in memory.", "livemax")
+        names = {"calls": "Waiting calls.", "operations": "Their predicted operations.", "bytes": "Their predicted memory."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
-        self._held = self._gauge("attend_held_body_bytes", "Request bodies and replies, until the last byte of the reply is sent.")
-        self._memory = self._gauge("attend_device_memory_bytes", "Taken on the device; on a CPU, by the process.")
-        self._ready = self._gauge("attend_ready", "1 where calls are welcome, 0 where not.", "livemin")
+        self._held = self._gauge("attend_held_body_bytes", "Bytes of requests and replies, until a reply is sent.")
+        self._memory = self._gauge("attend_device_memory_bytes", "Memory in use on the device; on a CPU, by the process.")
+        self._ready = self._gauge("attend_ready", "1 if the server is ready, else 0.", "livemin")
         self._answered: dict[tuple[str, int], Counter] = {}
+        self._collectors: list[Collector] = []
+
+    def add(self, collector: Collector) -> None:
+        """Includes metrics that are counted elsewhere, and over all workers there."""
+        self.registry.register(collector)
+        self._collectors.append(collector)
 
     def _gauge(self, name: str, text: str, over_workers: Any = "livesum") -> Gauge:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
 
     def answered(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
-        """A request came to its end, however it did."""
+        """Counts a request that has ended, with a reply or without (status 0)."""
         if (counter := self._answered.get((endpoint, status))) is None:
             counter = self._answered[endpoint, status] = self._requests.labels(endpoint, str(status))
         counter.inc()
@@ -131,26 +78,25 @@ class Metrics:
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()
 
-    def computed(self, phases: Phases, layer: str, operations: int) -> None:
-        """A call has its reply."""
+    def computed(self, phases: Phases) -> None:
+        """Counts the phases of a call that has its reply."""
         for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
             histogram.observe(seconds)
-        self.by_layer.count(layer, operations)
 
     def abandoned(self, count: int) -> None:
-        """Calls that were dropped because their callers had gone."""
+        """Counts calls that were dropped because their callers had gone."""
         self._abandoned.inc(count)
 
     def batched(self, calls: int) -> None:
-        """A batch went to the device."""
+        """Counts a batch of so many calls."""
         self._batch.observe(calls)
 
     def split(self) -> None:
-        """A batch did not fit into memory, and is tried in halves."""
+        """Counts a batch that did not fit into memory and is split in halves."""
         self._splits.inc()
 
     def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
-        """How things stand now: calls, operations and bytes that wait; bytes of bodies; memory of the device."""
+        """Sets the gauges: `queue` is the calls, operations and bytes that wait; `held` and `memory` are bytes."""
         for gauge, value in zip(self._queue, queue, strict=True):
             gauge.set(value)
         self._held.set(held)
@@ -158,10 +104,11 @@ class Metrics:
         self._ready.set(ready)
 
     def text(self) -> bytes:
-        """The Prometheus exposition format. With several workers it is the sum over all of them, whichever is asked."""
+        """The metrics in Prometheus's format; with several workers, summed over all of them."""
         if not self.shared:
             return generate_latest(self.registry)
-        everyone = CollectorRegistry()
-        MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]  # the library has no annotations
-        everyone.register(self.by_layer)
-        return generate_latest(everyone)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library has no annotations
+        for collector in self._collectors:
+            registry.register(collector)
+        return generate_latest(registry)

@@ -1,46 +1,35 @@
-"""What the engine is asked, and what it answers: bytes and what belongs to them. Knows no HTTP."""
+"""The values that travel along the path of a request: what came, the call that it became, and the reply's bytes. Knows no HTTP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from service.attention.call import Call
+from service.attention.figures import FigureSpec
+from service.attention.layer import Operation
 from service.errors import CallerGone, DeadlinePassed
 from service.serving.admission import Lease
+from service.serving.cost import Cost
+from service.serving.layers.registry import HeldLayer
 from service.serving.metrics import Phases
-from service.wire.codec import Codec
+from service.wire.codec import CODECS, Codec, Headers
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer
+from service.wire.schemas.attend import AttendRequest
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
+PACKED = 10  # estimated bytes of an unpacked body for each byte of a compressed one
+NO_PARAMETERS: Mapping[str, str] = {}
 
 
-@dataclass(slots=True)
-class RawRequest:
-    """What came over the wire: bytes, what form they have, what form the reply shall have, and how long the caller waits."""
+class Waiting(NamedTuple):
+    """Until when a caller waits for its reply, on the engine's clock, and whether it has gone."""
 
-    body: bytes
-    form: str = JSON
-    coding: str = ""
-    reply_form: str = JSON
-    reply_coding: str = ""
-    deadline: float | None = None
-    gone: Callable[[], bool] = lambda: False
-    caller: str = ""  # name of the API key, or the address, that this request came from
-    lease: Lease | None = None  # which the reply is counted in, beside the body
-    own: Codec | None = None  # of a protocol whose replies depend on more of the request than its form; it stands for both names then
+    deadline: float | None
+    gone: Callable[[], bool]
 
-    def take_body(self) -> bytes:
-        """The body, which is not kept: a large one would stay in memory beside the arrays made of it."""
-        body, self.body = self.body, b""
-        return body
-
-    def reserve(self, size: int) -> None:
-        """Takes so many bytes for the reply. Raises Overloaded where there is no room for them."""
-        if self.lease is not None:
-            self.lease.add(size)
-
-    def demand_waiting(self, now: float) -> None:
-        """Raises CallerGone or DeadlinePassed where nobody waits for the answer any more."""
+    def demand(self, now: float) -> None:
+        """Raises CallerGone or DeadlinePassed where nobody waits for the reply any more."""
         if self.gone():
             raise CallerGone
         if self.deadline is not None and now > self.deadline:
@@ -48,10 +37,55 @@ class RawRequest:
 
 
 @dataclass(slots=True)
-class EncodedReply:
-    """A reply's bytes in pieces, how long each phase took, and what the log says of the call."""
+class RawRequest:
+    """A request's bytes as they came, the codecs of its body and its reply, and how long its caller waits.
 
+    Of its fields `body` alone changes: `take_body` empties it.
+    """
+
+    body: bytes
+    codec: Codec = CODECS[JSON]
+    coding: str = ""  # Content-Encoding
+    reply_codec: Codec = CODECS[JSON]
+    reply_coding: str = ""
+    parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # what headers and path say to the codec
+    deadline: float | None = None
+    gone: Callable[[], bool] = lambda: False
+    caller: str = ""  # name of the API key, or the address, that this request came from
+    lease: Lease | None = None  # the budget of bytes that the body, and then the reply, are counted in
+
+    @property
+    def size(self) -> int:
+        """Bytes of the unpacked body, estimated for a compressed one."""
+        return len(self.body) * (PACKED if self.coding else 1)
+
+    @property
+    def waiting(self) -> Waiting:
+        """How long the caller waits, as far as the headers say."""
+        return Waiting(self.deadline, self.gone)
+
+    def take_body(self) -> bytes:
+        """The body. It is not kept here: a large one would stay in memory beside its arrays."""
+        body, self.body = self.body, b""
+        return body
+
+
+class BoundCall(NamedTuple):
+    """A validated request and its layer: shapes fit, the cost is admitted, arrays are cast to the layer's dtype."""
+
+    request: AttendRequest
+    layer: HeldLayer
+    call: Call
+    cost: Cost
+    in_parts: bool = False  # too large for this process: computed in shards of its keys
+    operation: Operation | None = None  # runs in place of the layer's forward pass
+    figure: FigureSpec | None = None  # the picture that the result becomes
+
+
+class EncodedReply(NamedTuple):
+    """A reply: headers that describe its bytes, the bytes in pieces, how long each phase took, and what the log says of the call."""
+
+    headers: Headers
     pieces: list[Buffer]
     phases: Phases
-    about: dict[str, Any] = field(default_factory=dict)
-    media_type: str = ""  # where it is not the form that was asked for
+    about: dict[str, Any]

@@ -1,11 +1,12 @@
-"""One call cut along its keys into parts that others compute, and their answers joined as if one had computed it all. Pure functions.
+"""One call cut along its keys into parts that others compute, and their results joined as if one had computed it all.
 
 Softmax over all keys follows from the softmax over each part and the logarithm of its sum (Dao et al. 2022, section 3.1). A part sees its
 keys from 0 on and the queries' places moved accordingly, so causality, windows, lengths, rotations and biases by distance come out as they
-were. A sink belongs to the whole: parts compute without it. Knows neither where parts are computed nor by what they travel.
+were. A sink belongs to the whole: parts compute without it. Knows neither where parts are computed nor how they get there.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
@@ -18,11 +19,13 @@ from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import selection
-from service.errors import LayerConflict, Problem
-from service.serving.cost import Cost, ServingLimits, admit
+from service.errors import DeadlinePassed, LayerConflict
+from service.serving.codec_pool import CodecPool
+from service.serving.cost import Cost, share
+from service.serving.executor import Execution, Outcome
 from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.requests import TOO_LATE, BoundCall
 from service.spec import PROJECTIONS
-from service.wire.schemas.attend import AttendRequest
 
 MERGED = {"output", "concatenated", "head_outputs"}
 PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
@@ -38,22 +41,18 @@ class Shards(Protocol):
         ...
 
 
-def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
-    """Why a call is not taken (empty if it is), and whether it is taken only in parts.
-
-    What a reply holds comes together in one place, so its bounds are not stretched. Dropout is drawn over all keys at once, and gradients
-    flow through all of them: neither is cut.
-    """
-    problems = admit(cost, limits)
-    if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
-        return problems, False
-    return (problems, False) if admit(share(cost, shards), limits) else ([], True)
-
-
-def share(cost: Cost, shards: int) -> Cost:
-    """What one of so many parts costs."""
-    work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
-    return replace(cost, **work)
+async def compute_in_shards(
+    shards: Shards, bound: BoundCall, deadline: float | None, clock: Callable[[], float], codecs: CodecPool
+) -> Outcome:
+    """The result of a call, computed in parts by all shards. Raises DeadlinePassed, and what the shards raise."""
+    started, parts = clock(), cut(bound.call, shards.count)
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - started):
+            results = await shards.compute(bound.layer, parts, share(bound.cost, len(parts)))
+    except TimeoutError:
+        raise DeadlinePassed(TOO_LATE) from None
+    result = await codecs.run(lambda: join(bound.layer.attention, bound.call, results), 0, "")
+    return Outcome(result, 0.0, clock() - started, 1, Execution(bound.call.query.shape[0]))
 
 
 def cut(call: Call, shards: int) -> list[Call]:

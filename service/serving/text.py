@@ -8,9 +8,9 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
-from service.serving.engine import Engine
 from service.serving.layers.registry import HeldLayer
 from service.serving.requests import RawRequest
+from service.serving.service import Service
 from service.spec import fingerprint
 from service.wire.problems import shown
 from service.wire.schemas.attend import LayerReference
@@ -23,10 +23,10 @@ ONE_PROCESS = "The layers of all-MiniLM-L6-v2 are offered by a server with one w
 
 
 class TextEncoder:
-    """Reads text for the layers of an engine. `model` is whether the installed model's layers may be made here."""
+    """Reads text for the layers of a service. `model` is whether the installed model's layers may be made here."""
 
-    def __init__(self, engine: Engine, model: bool) -> None:
-        self.engine, self.model = engine, model
+    def __init__(self, service: Service, model: bool) -> None:
+        self.service, self.model = service, model
         self._vocabulary: Vocabulary | None = None
 
     async def vocabulary(self) -> Vocabulary:
@@ -37,7 +37,7 @@ class TextEncoder:
 
     async def read(self, raw: RawRequest) -> Words:
         """POST /words. Raises LayerNotFound, or InvalidRequest for text that has no words or too many."""
-        request = await self.engine.read(raw, WordsRequest)
+        request = await self.service.read(raw, WordsRequest)
         try:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)
@@ -45,7 +45,7 @@ class TextEncoder:
                 layer = await self._held(request.layer, read)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
                     return await asyncio.to_thread(_words, layer, read, True, MEANT.format(number, len(names) - 1))
-            layer = self.engine.registry.find(request.layer)
+            layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], LARGEST)
         except ValueError as error:
@@ -55,8 +55,8 @@ class TextEncoder:
 
     async def _held(self, name: str, read: Sentence) -> HeldLayer:
         """The layer of that name, whoever made it; made now where there is none."""
-        held = {layer.name: layer for layer in self.engine.registry.all()}
-        return held[name] if name in held else (await self.engine.hold(name, read.spec, read.weights))[0]
+        held = {layer.name: layer for layer in self.service.registry.all()}
+        return held[name] if name in held else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
 
 
 def _installed() -> Vocabulary:

@@ -11,14 +11,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import __version__
-from service.errors import Forbidden, LayerConflict
+from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
-from service.serving.engine import Engine, open_engine
 from service.serving.scheduler import QueueLimits
+from service.serving.service import Service, open_service
 from service.settings import Settings
 from service.web import errors
 from service.web.keys import Keyring
-from service.web.middleware.access import Access, Traces
+from service.web.middleware.access import Access, Endpoint, Traces
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
@@ -31,16 +31,19 @@ from service.wire.limits import WireLimits
 class Application(FastAPI):
     """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/middleware/access.py`."""
 
-    def surround(self, engine: Engine, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
-        own = {"/attend": attend.Attend(engine, engine.attend), "/attend/analysis": attend.Attend(engine, engine.analyse)}
-        v2 = infer.Infer(engine)
+    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
+        own: dict[str, Endpoint] = {
+            "/attend": attend.Attend(service, service.engine.attend),
+            "/attend/analysis": attend.Attend(service, service.engine.analyse),
+        }
+        v2 = infer.Infer(service)
 
-        def hot(method: str, path: str) -> ASGIApp | None:
+        def hot(method: str, path: str) -> Endpoint | None:
             if method != "POST":
                 return None
-            return own.get(path) or (v2 if infer.PATH.fullmatch(path) else None)
+            return own.get(path) or (v2 if path.startswith(infer.MODELS) and infer.PATH.fullmatch(path) else None)
 
-        self._access: ASGIApp = Access(self._unslashed, engine, settings.access_log, hot, guard, traces)
+        self._access: ASGIApp = Access(self._unslashed, service, settings.access_log, hot, guard, traces)
         if origins := _listed(settings.cors_origins):
             shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
@@ -61,40 +64,42 @@ class Application(FastAPI):
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
-    engine = create_engine(settings)
-    offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, engine), settings.workers)
+    service = create_service(settings)
+    offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _grpc(settings, engine, offer, keyring, traces):
+        async with _grpc(settings, service, offer, keyring, traces):
             if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
-                await engine.begin(settings.all_layers())
+                await service.begin(settings.all_layers())
+                if not service.started:  # the log says why
+                    raise NotReady("the layers could not be loaded")
             else:
-                engine.begin(settings.all_layers())
+                service.begin(settings.all_layers())
             yield
-        engine.close()
+        service.close()
         if traces is not None:
             traces.close()
 
-    traces = open_telemetry(engine) if settings.telemetry else None
+    traces = open_telemetry(service) if settings.telemetry else None
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    attend.install(app, engine)
-    figure.install(app, engine)
-    layers.install(app, engine, offer.why_not_writable)
-    text.install(app, engine, model=settings.workers == 1)  # layers made on demand would be known to one worker only
-    routes.install(app, engine, offer)
-    repository.install(app, engine, offer)
-    page.install(app, engine, _about(settings, engine))
-    health.install(app, engine)
-    app.state.engine = engine
+    attend.install(app, service)
+    figure.install(app, service)
+    layers.install(app, service, offer.why_not_writable)
+    text.install(app, service, model=settings.workers == 1)  # layers made on demand would be known to one worker only
+    routes.install(app, service, offer)
+    repository.install(app, service, offer)
+    page.install(app, service, _about(settings, service))
+    health.install(app, service)
+    app.state.service = service
     document.install(app)
     errors.install(app)
-    app.surround(engine, settings, _guard(settings, keyring), traces)
+    app.surround(service, settings, _guard(settings, keyring), traces)
     return app
 
 
-def create_engine(settings: Settings) -> Engine:
-    """The engine of these settings, without any layer yet."""
+def create_service(settings: Settings) -> Service:
+    """The service with these settings, without any layer yet."""
     wire = WireLimits(
         body_bytes=settings.max_body_bytes,
         layer_bytes=settings.max_layer_bytes,
@@ -114,14 +119,14 @@ def create_engine(settings: Settings) -> Engine:
         reply_bytes=settings.max_reply_bytes,
     )
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    engine = open_engine(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
-    engine.compress, engine.timeout = settings.compress_replies, settings.request_timeout
-    engine.probe.timeout = settings.ready_timeout
-    return engine
+    service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
+    service.compress, service.timeout = settings.compress_replies, settings.request_timeout
+    service.probe.timeout = settings.ready_timeout
+    return service
 
 
 def _grpc(
-    settings: Settings, engine: Engine, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
+    settings: Settings, service: Service, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
 ) -> AbstractAsyncContextManager[None]:
     """The gRPC server beside this one, where one is asked for."""
     if settings.grpc_port is None:
@@ -133,7 +138,7 @@ def _grpc(
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
     terms = Terms(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
     surroundings = Surroundings(settings.access_log, keyring, traces)
-    return serving(engine, offer, address, terms, surroundings)
+    return serving(service, offer, address, terms, surroundings)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
@@ -146,8 +151,8 @@ def _why_not_writable(settings: Settings) -> Exception | None:
     return None
 
 
-def _why_no_statistics(settings: Settings, engine: Engine) -> Exception | None:
-    if settings.workers > 1 and not engine.metrics.shared:
+def _why_no_statistics(settings: Settings, service: Service) -> Exception | None:
+    if settings.workers > 1 and not service.metrics.shared:
         return LayerConflict("there are no statistics of models: several workers serve, and have no folder to count together in")
     return None
 
@@ -172,6 +177,6 @@ def is_local(settings: Settings) -> bool:
         return settings.uds is None and settings.host == "localhost"
 
 
-def _about(settings: Settings, engine: Engine) -> dict[str, Any]:
+def _about(settings: Settings, service: Service) -> dict[str, Any]:
     limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
-    return {"workers": settings.workers, "threads": engine.threads, "device": engine.device, "limits": limits}
+    return {"workers": settings.workers, "threads": service.threads, "device": service.device, "limits": limits}

@@ -1,78 +1,75 @@
-"""Headers and body of a request -> what the engine is asked. Sizes are checked from the headers, before a byte is read."""
+"""Headers and body of an HTTP request -> the engine's `RawRequest`. Sizes are checked from the headers, before a byte is read."""
 
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from ipaddress import IPv6Network
 
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
 from service.serving.admission import Lease
-from service.serving.engine import Engine
-from service.serving.requests import RawRequest
-from service.web.connections import connection_of
+from service.serving.requests import NO_PARAMETERS, RawRequest
+from service.serving.service import Service
+from service.web.record import Record
+from service.wire.codec import CODECS, Codec
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
 Limit = tuple[str, int]  # the name of a setting, "" where no setting changes the value; the value
+SMALL = 64 * 1024  # bytes of a body that is not refused before it is read: what it takes is refused when it is there
 JOINED_ASIDE = 1 << 20  # bytes of a body from which joining its pieces would hold up the event loop for long
 
 
-async def read(
-    scope: Scope,
-    receive: Receive,
-    engine: Engine,
-    *,
-    layer: bool = False,
-    largest: int | None = None,
-    form_of_reply: Callable[[str], str] = form_of_reply,
-) -> RawRequest:
-    """The request as the engine takes it; one that brings a `layer` may be larger, and `largest` is the limit of a route with small bodies.
+async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
+    """The request, its forms chosen by Content-Type and Accept. One that brings a `layer` may be larger; `largest` is the limit of a route
+    with small bodies.
 
-    Raises what its headers or its size deserve; CallerGone if it never comes whole.
+    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the body never comes whole.
     """
-    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-    form = form_of_body(headers.get(b"content-type", ""))
-    reply_form = form_of_reply(headers.get(b"accept", ""))
-    return await read_as(form, reply_form, headers, scope, receive, engine, layer, largest)
-
-
-async def read_as(
-    form: str,
-    reply_form: str,
-    headers: Mapping[bytes, str],
-    scope: Scope,
-    receive: Receive,
-    engine: Engine,
-    layer: bool = False,
-    largest: int | None = None,
-) -> RawRequest:
-    """The same, where the forms are settled; `largest` is the limit of a route whose bodies are small."""
-    deadline, lease = deadline_of(scope, engine), lease_of(scope, engine)
-    limits = engine.wire_limits
+    form = form_of_body(record.header(b"content-type"))
+    reply_form = form_of_reply(record.header(b"accept"))
+    limits = service.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
-    try:
-        async with engine.until(deadline):
-            pieces = await _pieces(headers.get(b"content-length"), receive, limit, lease)
-    except TimeoutError:
-        raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
-    body = await engine.join(pieces) if lease.held > JOINED_ASIDE else b"".join(pieces)
-    scope["attend"].received, scope["attend"].whole = len(body), True
-    coding, reply_coding = headers.get(b"content-encoding", ""), headers.get(b"accept-encoding", "")
-    reply_coding = coding_of_reply(reply_coding, engine.compress)
-    return RawRequest(body, form, coding, reply_form, reply_coding, deadline, _hung_up(scope), lease.caller, lease)
+    return await read_as(CODECS[form], CODECS[reply_form], NO_PARAMETERS, record, receive, service, limit)
 
 
-def lease_of(scope: Scope, engine: Engine) -> Lease:
-    """The bytes that the request of this scope holds. They are given back once its reply is sent: see `web/middleware/access.py`."""
-    record = scope["attend"]
+async def read_as(
+    codec: Codec,
+    reply_codec: Codec,
+    parameters: Mapping[str, str],
+    record: Record,
+    receive: Receive,
+    service: Service,
+    limit: Limit | None = None,
+) -> RawRequest:
+    """The request, its codecs being known. Raises as `read` does."""
+    deadline, lease = deadline_of(record, service), lease_of(record, service)
+    limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
+    pieces = _pieces(record.headers.get(b"content-length"), receive, limit, lease)
+    if deadline is None:
+        body = await pieces
+    else:
+        try:
+            async with service.until(deadline):
+                body = await pieces
+        except TimeoutError:
+            raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
+    whole = body[0] if len(body) == 1 else await service.join(body) if lease.held > JOINED_ASIDE else b"".join(body)
+    record.received, record.whole = len(whole), True
+    headers = record.headers
+    coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
+    reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
+    return RawRequest(whole, codec, coding, reply_codec, reply_coding, parameters, deadline, _hung_up(record), lease.caller, lease)
+
+
+def lease_of(record: Record, service: Service) -> Lease:
+    """The bytes that a request holds. They are given back once its reply is sent: see `web/middleware/access.py`."""
     if record.lease is None:
-        record.lease = engine.budget.lease(record.key or (network_of(scope["client"][0]) if scope.get("client") else ""))
-    lease: Lease = record.lease
-    return lease
+        record.lease = service.budget.lease(record.key or network_of(record.address))
+    return record.lease
 
 
 @lru_cache(1024)
@@ -86,34 +83,39 @@ def network_of(address: str) -> str:
         return address
 
 
-def deadline_of(scope: Scope, engine: Engine) -> float | None:
-    """When, on the engine's clock, the caller or the settings want an answer at the latest."""
-    timeout = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-timeout"), None)
-    if timeout is None:
-        return None if engine.timeout is None else engine.clock() + engine.timeout
+def deadline_of(record: Record, service: Service) -> float | None:
+    """When, on the service's clock, the caller or the settings want an answer at the latest."""
+    if b"x-request-timeout" not in record.headers:
+        return None if service.timeout is None else service.clock() + service.timeout
+    timeout = record.header(b"x-request-timeout")
     try:
         seconds = float(timeout)
     except ValueError:
         seconds = math.nan
     if not (0 < seconds < 1e9):
         raise InvalidRequest.where("", "an X-Request-Timeout of a positive number of seconds, less than 1e9", f'"{timeout[:40]}"')
-    return engine.clock() + seconds
+    return service.clock() + seconds
 
 
-def _hung_up(scope: Scope) -> Callable[[], bool]:
-    """Asks whether the caller has gone. Where the server is another than ours nobody is taken for gone."""
-    connection = connection_of(scope)
-    return (lambda: False) if connection is None else (lambda: connection.lost)
+def _hung_up(record: Record) -> Callable[[], bool]:
+    """A function that says whether the caller has gone; never, where the server is another than ours."""
+    connection = record.connection
+    return _never if connection is None else lambda: connection.lost
 
 
-async def _pieces(content_length: str | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
-    """The body as it comes, counted as it comes: what is declared, and never sent, takes room from nobody."""
+def _never() -> bool:
+    return False
+
+
+async def _pieces(content_length: bytes | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
+    """The body as it comes, counted as it comes: bytes that are declared and never sent take no room."""
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
-        if int(content_length) > limit[1]:
-            raise _too_large(limit, content_length)
-        lease.demand(int(content_length))
+        if (declared := int(content_length)) > limit[1]:
+            raise _too_large(limit, str(declared))
+        if declared > SMALL:
+            lease.demand(declared)
     pieces, size, more = [], 0, True
     while more:
         message = await receive()

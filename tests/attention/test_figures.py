@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise, product
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -403,7 +404,7 @@ from hashlib import sha256
 import matplotlib
 matplotlib.rcParams.update({"svg.hashsalt": sys.argv[1], "font.size": float(sys.argv[2]), "lines.linewidth": float(sys.argv[2])})
 from service.attention.figures import FigureSpec, draw
-import test_figures
+from attention import test_figures
 test_figures.rng.seed(3)
 picture = test_figures.picture_of(2, 13, 13, test_figures.HOSTILE[:13])
 settings = lambda: {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which asking for would load
@@ -419,7 +420,7 @@ def test_two_processes_draw_the_same_bytes():
     """Whatever matplotlib is set to there; and nothing of it is changed."""
     runs = [
         subprocess.run(
-            [sys.executable, "-W", "error", "-c", DETERMINISM, *arguments], capture_output=True, text=True, cwd=__file__.rpartition("/")[0]
+            [sys.executable, "-W", "error", "-c", DETERMINISM, *arguments], capture_output=True, text=True, cwd=Path(__file__).parent.parent
         )
         for arguments in (("a", "7"), ("b", "19"))
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_short import call_of, make
+from support.layers import call_of, make
 
 from service.attention import linear
 from service.attention.linear import NARROW, Linear, is_batch_invariant, measure, takes_onednn

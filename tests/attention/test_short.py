@@ -5,44 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.layers import TOLERANCE, call_of, make, rows_masks
 
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
 from service.attention.linear import Linear
-from service.attention.masks import Masks
 from service.attention.short import OUTPUTS, PRODUCT, ROWS
-from service.attention.weights import draw_weights
-from service.spec import LayerSpec
-
-CPU = torch.device("cpu")
-TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
-
-
-def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
-    """A layer, and the same without a path for short calls and with torch's own products."""
-    spec = LayerSpec.model_validate(fields)
-    weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
-    layer, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
-    layer.tune()
-    plain.short = None
-    return layer, plain
-
-
-def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **fields: Any) -> Call:
-    """Self-attention, unless `fields` say otherwise."""
-    query = torch.randn(batch, rows, layer.spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
-    masks = fields.pop("masks", rows_masks(rows, aligned=True))
-    return replace(Call(query, query, query, masks, layer.spec.scale, OUTPUTS), **fields)
 
 
 def self_attention(query: torch.Tensor, call: Call) -> Call:
     return replace(call, query=query, key=query, value=query)
-
-
-def rows_masks(rows: int, **fields: Any) -> Masks:
-    return Masks(torch.arange(rows)[None], rows, **fields)
 
 
 def is_short(layer: MultiHeadAttention, call: Call) -> bool:
@@ -60,7 +34,6 @@ def distance(layer: MultiHeadAttention, plain: MultiHeadAttention, *calls: Call)
     return max(distances)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 3, 5, 8]),
     width=st.sampled_from([1, 2, 3, 7, 8, 16]),

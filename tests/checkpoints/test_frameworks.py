@@ -6,9 +6,9 @@ Cases stand in tests/golden/frameworks, each file written by the generator it na
 import json
 
 import numpy as np
-import plain_attention
 import pytest
-from originals import CASES, FILES, array
+from support import plain_attention
+from support.framework_cases import CASES, FILES, array
 
 from service.checkpoints import detect, layers_in, read_layer
 from service.spec import LayerSpec

@@ -6,7 +6,7 @@ Layers that the real frameworks made are in test_layouts_of_frameworks.py.
 import numpy as np
 import pytest
 import torch
-from layers_by_hand import B, K, Q, close, converted, cut, draw, heads_out, named
+from support.checkpoints import B, K, Q, close, converted, cut, draw, heads_out, named
 
 from service.checkpoints import read_layer
 from service.errors import InvalidRequest

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from layers_by_hand import B, K, Q, close, converted, cut, draw, heads_out, named
+from support.checkpoints import B, K, Q, close, converted, cut, draw, heads_out, named
 
 from service.checkpoints import read_layer
 from service.errors import InvalidRequest

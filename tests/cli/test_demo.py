@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
-from command import run_attend
+from support.command import run_attend
 
 from service.cli.child import NotStarted, child_server
 from service.cli.demo import Vectors, read_sentence
@@ -26,15 +27,14 @@ def show(*arguments: str) -> str:
 
 
 def by_hand(shown: str) -> list[str]:
-    """The lines under "Again, by hand"."""
-    return [line.strip() for line in shown.partition("Again, by hand\n")[2].splitlines()]
+    """The lines under "The same by hand"."""
+    return [line.strip() for line in shown.partition("The same by hand\n")[2].splitlines()]
 
 
-def repeat(start, lines: list[str]) -> dict[str, object]:
+def repeat(server, lines: list[str]) -> dict[str, object]:
     """Runs the lines as they stand, the port apart, and gives what the last one answers."""
     serve, *curls = lines
     assert serve == "attend serve --port 8000"
-    server = start()
     for line in curls:
         line = line.replace("http://127.0.0.1:8000", server.url)
         done = subprocess.run(line, shell=True, capture_output=True, check=True)
@@ -47,14 +47,14 @@ def links(shown: str) -> list[list[tuple[str, str, float]]]:
     return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+) (\d\.\d\d)", row)] for row in rows]
 
 
-def test_the_demo_with_hash_vectors(start, tmp_path):
+def test_the_demo_with_hash_vectors(server, tmp_path):
     folder = tmp_path / "a folder"
     shown = show("--vectors", "hash", "--save", str(folder))
-    assert SENTENCE in shown and "The heads mean nothing" in shown
+    assert SENTENCE in shown and "the heads mean nothing" in shown
     assert '"tokens": {"query": ["The", "cat", "sat"' in shown
     assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "there and back" in shown
 
-    reply = repeat(start, by_hand(shown))
+    reply = repeat(server, by_hand(shown))
 
     weights = np.array(reply["attention_weights"])
     table = links(shown)
@@ -67,11 +67,12 @@ def test_the_demo_with_hash_vectors(start, tmp_path):
         assert row[0][:2] == (words[q], words[k])
 
 
-def test_the_demo_for_programs(start, tmp_path):
+def test_the_demo_for_programs(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     told = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
     assert told["sentence"] == SENTENCE and told["tokens"] == SENTENCE.split()
     assert told["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and told["seconds"] > 0
-    reply = repeat(start, told["again"])
+    reply = repeat(server, told["again"])
     assert reply["layer"] == told["layer"]
     for head, links in zip(reply["attention_weights"], told["links"], strict=True):
         for link in links:
@@ -86,7 +87,7 @@ def test_the_demo_with_the_models_vectors(start, tmp_path):
     assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
     assert {"on→sat 1.00", "it→because 1.00"} <= set(re.findall(r"\S+→\S+ \d\.\d\d", shown))
 
-    reply = repeat(start, by_hand(shown))
+    reply = repeat(start(), by_hand(shown))
 
     weights = np.array(reply["attention_weights"])
     assert weights[2, 4, 3] > 0.99 and weights.shape == (12, 12, 12)
@@ -99,7 +100,7 @@ def test_the_demo_with_a_deeper_layer(start, tmp_path):
     shown = show("--layer", "3", "--save", str(tmp_path))
     assert "attention layer 3 of all-MiniLM-L6-v2" in shown and "layer minilm-layer-3, fingerprint" in shown
 
-    reply = repeat(start, by_hand(shown))
+    reply = repeat(start(), by_hand(shown))
 
     assert reply["layer"]["name"] == "minilm-layer-3"
     words = np.array(reply["attention_weights"])[:, 1:-1, 1:-1]
@@ -113,7 +114,8 @@ def test_a_layer_that_the_model_has_not_is_refused():
     assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
 
 
-def test_another_sentence_goes_to_a_folder_of_its_own():
+def test_another_sentence_goes_to_a_folder_of_its_own(server, monkeypatch):
+    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
     path = Path(shlex.split(curl)[-1].removeprefix("@"))
@@ -142,7 +144,7 @@ def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
         (["--sentence", " "], 2, "expected a sentence with at least one word"),
         (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
         (["--vectors", "magic"], 2, "magic"),
-        (["--layer", "0"], 2, "expected --layer with the model's vectors"),
+        (["--layer", "0"], 2, "expected --layer with --vectors minilm"),
         (["--layer", "-1"], 2, "--layer"),
     ],
 )

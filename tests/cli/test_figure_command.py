@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]], "causal": True, "tokens": {"query": ["a", "b", "c"]}}
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
@@ -17,11 +17,11 @@ def file(tmp_path):
     return str(path)
 
 
-def test_in_process_and_by_url_give_the_same(start, file, tmp_path):
+def test_in_process_and_by_url_give_the_same(start_here, file, tmp_path):
     here, there = tmp_path / "here.png", tmp_path / "there.png"
 
     done = run_attend("figure", file, "-o", str(here), *LAYER)
-    assert run_attend("figure", file, "-o", str(there), "--url", start(*LAYER).url).returncode == 0
+    assert run_attend("figure", file, "-o", str(there), "--url", start_here(d_model=4, num_heads=2, seed=5)).returncode == 0
 
     assert done.returncode == 0
     assert done.stdout.decode() == f"{here}: {here.stat().st_size} bytes\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 TINY = ("--d-model", "4", "--num-heads", "2")
 NARROW = {**os.environ, "COLUMNS": "80"}

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from command import run_attend
+from support.command import run_attend
 
 BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0]], "causal": True, "outputs": ["output", "attention_weights", "scores"]}
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
@@ -26,8 +26,8 @@ def here() -> bytes:
     return done.stdout
 
 
-def test_in_process_and_by_url_give_the_same(start, file, here):
-    there = run_attend("infer", file, "--json", "--url", start(*LAYER).url)
+def test_in_process_and_by_url_give_the_same(start_here, file, here):
+    there = run_attend("infer", file, "--json", "--url", start_here(d_model=4, num_heads=2, seed=5))
     assert there.returncode == 0 and json.loads(here) == json.loads(there.stdout)
     assert list(json.loads(here)) == ["layer", "fully_masked_rows", *BODY["outputs"]]
 
@@ -64,7 +64,7 @@ def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
         (["{file}", "--url", "{server}"], 1, "got 4, at /query"),
         (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed would set up a layer in this process"),
         (["{file}", "--d-model", "6"], 2, "expected a divisor of d_model 6, or a head_dim, got 8"),
-        (["{file}", "--config", "{file}"], 2, "is no TOML"),
+        (["{file}", "--config", "{file}"], 2, "is not TOML"),
         (["{file}", "--threads", "9999"], 2, "9999 threads"),
         (["{file}", "--d-model", "many"], 2, "'--d-model'"),
         ([], 2, "FILE"),
@@ -87,4 +87,4 @@ def test_a_body_that_is_none(server, stdin):
 
 def test_a_setting_that_does_not_exist(file):
     done = run_attend("infer", file, env={**os.environ, "ATTEND_SPEED": "9"})
-    assert done.returncode == 2 and b"ATTEND_SPEED is no setting" in done.stderr
+    assert done.returncode == 2 and b"ATTEND_SPEED is not a setting" in done.stderr

@@ -1,4 +1,4 @@
-"""`attend layers add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
+"""`attend layers list`, `add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
 
 import json
 import os
@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from command import run_attend
-from live import Server
 from safetensors.numpy import load_file, save_file
+from support.command import run_attend, spawn_attend
+from support.server import Server
 
 from service.client import Client
 from service.errors import InvalidRequest
@@ -40,6 +40,9 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
     assert added.returncode == 0, added.stderr
     document = json.loads(added.stdout)
     assert document == http.get("/layers/one").json() and document["spec"]["num_heads"] == 2
+
+    listed = run_attend("layers", "list", *place, "--json")
+    assert listed.stdout == run_attend("layers", *place, "--json").stdout and document in json.loads(listed.stdout)["layers"]
 
     exported = run_attend("layers", "export", "one", "-o", str(file), *place, "--json")
     assert json.loads(exported.stdout) == {"layer": "one", "file": str(file), "bytes": file.stat().st_size}
@@ -136,7 +139,7 @@ def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None
 
 def test_a_server_without_its_folder_says_so(checkpoint: Path) -> None:
     """Before it listens; where a file stands in the way, for one."""
-    done = run_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
+    done = spawn_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
     assert done.returncode == 2 and b"attend serve: cannot use" in done.stderr
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from subject import Subject
+from conformance.subject import Subject
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -81,6 +81,10 @@ def outputs_of(answer: httpx.Response) -> dict[str, list[float]]:
     return numbers
 
 
+def agreed(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-5) for x, y in zip(one, other, strict=True))
+
+
 def flat(data: Any) -> list[float]:
     return [number for item in data for number in flat(item)] if isinstance(data, list) else [data]
 

@@ -17,13 +17,9 @@ import math
 
 import httpx
 import pytest
-from subject import Subject, flat, nested, outputs_of, refusal_of
+from conformance.subject import Subject, agreed, flat, nested, outputs_of, refusal_of
 
 SIZES = {"BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES", "BF16"}
-
-
-def agreed(one: list[float], other: list[float]) -> bool:
-    return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-5) for x, y in zip(one, other, strict=True))
 
 
 def test_server_metadata(subject: Subject) -> None:

@@ -6,8 +6,7 @@ import zlib
 from typing import Any
 
 import pytest
-from subject import LENGTH, Subject, outputs_of, refusal_of, skip_if_restricted
-from test_core import agreed
+from conformance.subject import LENGTH, Subject, agreed, outputs_of, refusal_of, skip_if_restricted
 
 
 def needs(subject: Subject, extension: str) -> None:

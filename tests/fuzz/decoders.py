@@ -18,11 +18,11 @@ from service.tensors import DATATYPES
 from service.wire import safetensors
 from service.wire.compression import unpack
 from service.wire.json import reader as json_reader
-from service.wire.json.strict import parse_slowly
+from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest, PutLayer
-from service.wire.v2.exchange import Exchange
+from service.wire.v2.codec import V2Codec
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
 TOKENS = (
@@ -82,7 +82,7 @@ def hold_layer(body: bytes) -> None:
 def _document(body: bytes, model: Any) -> None:
     with suppress(RequestError):
         members = json_reader.parse(body, model.tensors, LIMITS)
-        slowly = parse_slowly(body)
+        slowly = parse_strictly(body)
         assert set(members) == set(slowly)
         for name, value in members.items():
             if isinstance(value, np.ndarray) and isinstance(slowly[name], list) and value.dtype.kind == "f" and name != "bias":
@@ -104,9 +104,10 @@ def hold_v2(body: bytes) -> None:
     """The first two bytes say how many of the last are tensors'."""
     behind, body = int.from_bytes(body[:2], "little"), body[2:]
     size = len(body) if behind == BYTES_ALONE else len(body) - behind
+    parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
     with suppress(RequestError):
-        members = Exchange("default", "" if behind == BYTES_ALONE else str(size)).parse(body, AttendRequest.tensors, LIMITS)
-        head, rest = parse_slowly(body[:size]), body[size:]
+        members = dict(V2Codec().decode(body, parameters, AttendRequest.tensors, LIMITS).members)
+        head, rest = parse_strictly(body[:size]), body[size:]
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy
             if "data" in entry:

@@ -3,9 +3,9 @@
 import copy
 import json
 
-import casefile
 import numpy as np
 import pytest
+from golden import casefile
 
 
 def document():

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from test_scheduler import run, turns
+from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.admission import SHARE, ByteBudget
+from service.serving.admission import LONGEST_WAIT, MEMORY, SHARE, ByteBudget
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
+from service.web.errors import retry_after
 from service.web.request_reader import network_of
 
 CAPACITY = 1 << 20
@@ -88,6 +89,41 @@ def test_a_demand_takes_nothing_and_a_release_gives_all_back() -> None:
     assert fill(budget, "a") > CAPACITY // 2
 
 
+def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
+    """From the bytes that are missing and the rate at which bytes were released; where nothing is released, the longest wait."""
+    now = [100.0]
+    budget, size = ByteBudget(1000, lambda: now[0]), 100
+    leases = [budget.lease(str(caller)) for caller in range(10)]
+    for lease in leases:
+        lease.resize(size)
+
+    def wait(caller: str, size: int) -> int:
+        with pytest.raises(Overloaded) as refusal:
+            budget.lease(caller).demand(size)
+        return refusal.value.retry_after
+
+    assert wait("new", size) == LONGEST_WAIT
+    for _ in range(200):  # 100 bytes each half second, which others take at once
+        now[0] += 0.5
+        leases[0].release()
+        leases[0].resize(size)
+    assert wait("new", size) == 1
+    assert [wait("new", size) for size in (400, 500)] == [2, 3]
+    now[0] += MEMORY
+    assert wait("new", 400) > 4, "releases of long ago count for less"
+    now[0] += 3600
+    assert wait("new", 400) == LONGEST_WAIT
+    leases[0].release()
+    assert wait("1", size) < LONGEST_WAIT
+
+
+def test_retry_after_is_spread() -> None:
+    """Upwards, and by at most half: callers who were refused together return one after another."""
+    refusal = Overloaded(10)
+    assert (retry_after(refusal, lambda low, high: low), retry_after(refusal, lambda low, high: high)) == ("10", "15")
+    assert retry_after(Overloaded(1), lambda low, high: high) == "2"
+
+
 class Exchange:
     """One request to an ASGI application: `push` hands over a part of its body; its reply is taken piece by piece once `taking` is set."""
 
@@ -116,7 +152,7 @@ async def serving(**settings: Any) -> AsyncIterator[Any]:
     """A started application of these settings."""
     app = create_app(Settings(d_model=4, num_heads=2, access_log=False, **settings))
     async with app.router.lifespan_context(app):
-        while not app.state.engine.started:
+        while not app.state.service.started:
             await asyncio.sleep(0.001)
         yield app
 
@@ -140,9 +176,9 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             await turns()
             assert await ask() == 200  # nothing of the first has come
             first.push(body[:-1], more=True)
-            while not app.state.engine.budget.held:
+            while not app.state.service.budget.held:
                 await turns()
-            assert app.state.engine.budget.held == size - 1
+            assert app.state.service.budget.held == size - 1
             assert await ask() == 429
             small = Exchange(app, 25, "192.0.2.2")
             small.push(body[:25])
@@ -153,7 +189,7 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             assert first.status == 200
             for _ in range(3):
                 assert await ask() == 200
-            assert app.state.engine.budget.held == 0
+            assert app.state.service.budget.held == 0
 
     run(test())
 
@@ -176,7 +212,7 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
 
     async def test() -> None:
         async with serving(max_queue_bytes=1 << 20) as app:
-            budget = app.state.engine.budget
+            budget = app.state.service.budget
             slow = Exchange(app, len(body), "192.0.2.1", path)
             slow.taking.clear()
             slow.push(body)
@@ -186,13 +222,13 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
             await turns()
             size = budget.held
             if path in ("/attend", "/v2/models/default/infer"):
-                computed = app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+                computed = app.state.service.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
                 again = Exchange(app, len(body), "192.0.2.1", path)
                 again.push(body)
                 await again.answered
                 assert again.status == 429
                 assert "max_queue_bytes" in again.reply.decode()
-                assert computed == app.state.engine.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
+                assert computed == app.state.service.metrics.registry.get_sample_value("attend_phase_seconds_count", {"phase": "compute"})
             slow.taking.set()
             await slow.answered
             assert size == len(slow.reply)
@@ -211,7 +247,7 @@ def test_a_deadline_covers_the_body() -> None:
             await exchange.answered
             assert exchange.status == 504
             assert "body" in json.loads(exchange.reply)["detail"]
-            assert app.state.engine.budget.held == 0
+            assert app.state.service.budget.held == 0
 
     run(test())
 
@@ -226,7 +262,8 @@ def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: typ
     async def test() -> None:
         async with serving() as app:
             asked = RawRequest(b"no JSON".ljust(1 << 20), **knobs)
-            call = getattr(app.state.engine, method)
+            service = app.state.service
+            call = service.put_layer if method == "put_layer" else getattr(service.engine, method)
             with pytest.raises(kind):
                 await (call("new", asked) if method == "put_layer" else call(asked))
             assert len(asked.body) == 1 << 20

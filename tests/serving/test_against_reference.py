@@ -12,13 +12,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.attention.random_cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
-from service.cli.tolerances import largest_score
+from service.cli.server_check import largest_score
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
@@ -26,7 +26,6 @@ FIRST = "output", "attention_weights", "scores", "log_sum_exp", "query_projectio
 OUTPUTS = (*FIRST, "head_outputs", "concatenated")
 NUMPY = {"FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
 SEEDS = st.integers(0, 2**32 - 1)
-calm = settings(max_examples=100, deadline=None)
 Weights = dict[str, np.ndarray[Any, Any]]
 
 
@@ -116,7 +115,6 @@ def hold(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> No
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("init", INITS)
-@calm
 @given(seed=SEEDS, rate=st.sampled_from([0.15, 0.35, 0.7]))
 def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
     """All nine outputs at once; then each that has a way of its own, alone; and the count of rows without a key in each reply."""
@@ -131,7 +129,6 @@ def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rat
             hold(name, reply[name], getattr(exact, name), case, exact)
 
 
-@calm
 @given(seed=SEEDS)
 def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
     """The fixed way gives the same, and twice the same bits."""
@@ -145,7 +142,6 @@ def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
         assert first[name].tobytes() == second[name].tobytes()
 
 
-@settings(calm, max_examples=200)
 @given(seed=SEEDS, data=st.data())
 def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) -> None:
     """Any heads and queries in any order, averaged or not, whole or the largest: the same numbers, dropout and all."""
@@ -170,7 +166,6 @@ def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) ->
     np.testing.assert_array_equal(top["attention_weights"]["values"], np.take_along_axis(whole, order, -1))
 
 
-@settings(calm, max_examples=50)
 @given(seed=SEEDS)
 def test_loaded_weights(http: httpx.Client, seed: int) -> None:
     """The same weights given in numbers instead of by seed: the same fingerprint, so the same layer."""
@@ -185,7 +180,6 @@ def test_loaded_weights(http: httpx.Client, seed: int) -> None:
     assert loaded.json()["fingerprint"] == seeded["fingerprint"]
 
 
-@calm
 @given(seed=SEEDS, shift=st.floats(-3, 3), factor=st.sampled_from([1e-3, 1.0, 30.0]))
 def test_large_scores(http: httpx.Client, seed: int, shift: float, factor: float) -> None:
     """Scores in the hundreds, where a softmax that does not subtract the largest overflows."""
@@ -255,7 +249,6 @@ OFFSETS = [100, -100, 10_000, -10_000, 10_000_000, -10_000_000, 2**31 - 1, 1 - 2
 MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "softcap", "dropout")
 
 
-@settings(calm, max_examples=60)
 @given(seed=SEEDS, offset=st.sampled_from(OFFSETS), windowed=st.booleans())
 def test_alibi_is_as_exact_far_away_as_near(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
     """In float32: what all keys of a query have in common takes no digits from the weights, and is in the scores all the same."""

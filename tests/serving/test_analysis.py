@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 from safetensors.numpy import load
+from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
@@ -25,11 +25,11 @@ from service.attention.reference.forward import Reference
 from service.attention.reference.masks import blocked_by_keys, place_queries
 from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
-from service.client.result import read_metrics
+from service.client.responses import read_analysis_result
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
-from service.serving.engine import open_engine
 from service.serving.requests import RawRequest
+from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
@@ -83,7 +83,6 @@ def ask(client: Client, case: Case, **more: Any) -> AnalysisResult:
     return client.analysis(**case.request, layer="analysed", analysis=options, **more)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: int) -> None:
     """Grouped heads, cross-attention, padding, masks per head, rows without a key, sinks, positions: all that a request may hold."""
@@ -139,7 +138,6 @@ def _links_agree(ours: dict[str, Any], theirs: list[list[tuple[float, int, int]]
             assert [(i, j) for _, i, j in links] == list(zip(ours["queries"][h][:found], ours["keys"][h][:found], strict=True))
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_closed_form_agrees_with_ablation(client: Client, seed: int) -> None:
     """Towards a direction, what a head contributes is what is lost without it; and the contributions of all leave the output's bias."""
@@ -359,14 +357,14 @@ def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
     others = [http.post("/attend/analysis", json=body | {"reply": {"form": form}}) for form in ("flat", "base64")]
     binary = http.post("/attend/analysis", json=body, headers={"Accept": "application/vnd.safetensors"})
 
-    expected = read_metrics(nested.content)
+    expected = read_analysis_result(nested.content)
     links = expected["strongest_links"]
     assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
     assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
     assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
     assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
     for reply in others:
-        same(read_metrics(reply.content), expected)
+        same(read_analysis_result(reply.content), expected)
     tensors = load(binary.content)
     head = json.loads(json.loads(binary.content[8 : 8 + int.from_bytes(binary.content[:8], "little")])["__metadata__"]["reply"])
     assert head["metrics"] == {"strongest_links": {part: links[part] for part in ("query_words", "key_words")}}
@@ -395,15 +393,15 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
         return measure(layer, call, query)
 
     async def ask() -> bytes:
-        await engine.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
+        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
 
     monkeypatch.setattr(compute, "measure", watched)
-    engine = open_engine("cpu", WireLimits(), ServingLimits())
+    service = open_service("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))
     finally:
-        engine.close()
+        service.close()
 
     assert reply["metrics"]["confidence"] == [1.0, 1.0]
     assert len(threads) == 1 and threading.get_ident() not in threads

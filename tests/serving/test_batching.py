@@ -174,7 +174,6 @@ queued = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8), st.sampled_from([0, 3, 4]))
 def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]], rows: int) -> None:
     """Any queue, with calls arriving between batches: each call comes out once, in one of three ways, and none is overtaken by all."""
@@ -655,7 +654,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("width", [64, 192, 512])
+@pytest.mark.parametrize("width", [64, 192, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shared", [True, False], ids=["self", "three"])
 def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: int, number: int, threads: Callable[[int], None]) -> None:
     """Short calls without masks have ways of their own, alone, stacked and side by side; beside them some with masks."""
@@ -683,7 +682,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize("width", [64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
 def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dtype: str, threads: Callable[[int], None]) -> None:
     """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
@@ -725,7 +724,7 @@ def crooked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 @pytest.mark.parametrize("product", ["torch's", "oneDNN's", "one that depends on its rows"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(heads=st.sampled_from([1, 3, 8]), width=st.integers(1, 64), data=st.data(), number=st.sampled_from([1, 2]))
 def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width: int, data: st.DataObject, number: int) -> None:
     """At any width, for calls of any lengths and batch sizes beside each other: what a measurement chooses changes no answer by more than

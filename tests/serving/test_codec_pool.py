@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_scheduler import PATIENCE, REAL, request, run, turns
+from support.scheduler import PATIENCE, REAL, run, turns
 
-from service.serving.bound_call import BoundCall
-from service.serving.codec_pool import HEAVY, CodecPool, size_of
-from service.serving.cost import Cost, ServingLimits
-from service.serving.engine import open_engine
+from service.serving.codec_pool import HEAVY, CodecPool
+from service.serving.cost import ServingLimits
 from service.serving.requests import RawRequest
+from service.serving.service import open_service
+from service.wire.codec import Decoded
 from service.wire.limits import WireLimits
-from service.wire.schemas.attend import AttendRequest
 
 
 class Work:
@@ -129,14 +128,9 @@ def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
     pooled(test)
 
 
-def test_the_size_is_that_of_the_body_or_of_the_reply() -> None:
-    """A compressed body is larger than it looks; what is neither counts for nothing."""
-    call, document = request(1), AttendRequest.model_construct()
-    bound = BoundCall(document, REAL, call, Cost({}, 1, 0, 1, 5000))
-    assert size_of([RawRequest(b"x" * 30), AttendRequest]) == 30
-    assert size_of([RawRequest(b"x" * 30, coding="gzip")]) > 100
-    assert size_of([bound, None, RawRequest(b"")]) == 5000
-    assert size_of(["text", 1]) == 0
+def test_a_compressed_body_is_larger_than_it_looks() -> None:
+    assert RawRequest(b"x" * 30).size == 30
+    assert RawRequest(b"x" * 30, coding="gzip").size > 100
 
 
 def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,23 +138,23 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
     work = Work()
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        engine.registry.put(replace(REAL, name="layer"))
-        decode = engine.decoder.bound
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(replace(REAL, name="layer"))
+        decode = service.engine.decode
 
-        def bound(asked: RawRequest, *more: Any) -> BoundCall:
-            if len(asked.body) >= HEAVY:
+        def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
+            if len(raw.body) >= HEAVY:
                 work.of("large")()
-            return decode(asked, *more)
+            return decode(raw, *more)
 
-        monkeypatch.setattr(engine.decoder, "bound", bound)
+        monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(engine.attend(RawRequest(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
+        large = [asyncio.create_task(service.engine.attend(RawRequest(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
         await work.until_entered()
-        assert (await engine.attend(RawRequest(text.ljust(HEAVY // 2), caller="a"))).pieces
+        assert (await service.engine.attend(RawRequest(text.ljust(HEAVY // 2), caller="a"))).pieces
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
-        engine.close()
+        service.close()
 
     run(test())

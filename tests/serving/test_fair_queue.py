@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.serving.fair_queue import REMEMBERED, FairQueue
@@ -42,7 +42,6 @@ FLOWS = st.dictionaries(st.sampled_from("abcdef"), COSTS, min_size=1)
 ARRIVALS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 100)), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
 @given(FLOWS)
 def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, list[int]]) -> None:
     """Nothing is lost or doubled, and iterating says beforehand in which order it will happen."""
@@ -55,7 +54,6 @@ def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, l
         assert [item for item in served if item.flow == flow] == items(flow, *costs)
 
 
-@settings(deadline=None)
 @given(ARRIVALS, st.lists(st.integers(0, 3), max_size=40))
 def test_the_same_arrivals_are_served_in_the_same_order(arrivals: list[tuple[str, int]], served: list[int]) -> None:
     """However many are served between two arrivals; nothing but the arrivals and the serving decides."""
@@ -73,7 +71,6 @@ def test_the_same_arrivals_are_served_in_the_same_order(arrivals: list[tuple[str
     assert len(history()) == len(arrivals)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=6))
 def test_flows_that_always_have_work_get_equal_shares_of_it(costs: list[int]) -> None:
     """At any moment no two flows are further apart than the costs of one item of each, whatever their items cost."""
@@ -90,7 +87,6 @@ def test_flows_that_always_have_work_get_equal_shares_of_it(costs: list[int]) ->
         assert max(work) - min(work) <= 2 * max(costs)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 1000), st.integers(0, 60), st.integers(1, 1000))
 def test_a_light_flow_waits_for_one_item_of_each_other_at_most(heavy: int, cost: int, before: int, light: int) -> None:
     """However many items the heavy flows have waiting, and however long they have been at it."""

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.attention.random_cases import Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype
-from service.cli.tolerances import OUTPUTS, findings
+from service.cli.server_check import OUTPUTS, compare_reply
 from service.client import Client
 
 GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
@@ -29,7 +29,6 @@ def weights_of(case: Case) -> dict[str, Any]:
     return draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
 
 
-@settings(max_examples=120, deadline=None)
 @given(seed=SEEDS)
 def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     """Every output of a random call to a random layer."""
@@ -39,11 +38,10 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
 
     result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
 
-    wrong = [finding for finding in findings(case, exact, result, result.fully_masked_rows) if not finding.agrees]
+    wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
     assert wrong == [], case.spec
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_gradients_agree_with_the_formulas(client: Client, seed: int) -> None:
     """Of a random direction in the output, by each of the three inputs, for float64 layers."""

@@ -5,32 +5,32 @@ from typing import Any
 
 import pytest
 import torch
-from test_scheduler import ASIDE, Attention, Clock, held, request, run, turns
+from support.scheduler import ASIDE, Attention, Clock, held, request, run, turns
 
 from service.errors import Overloaded, ServiceFault
 from service.serving.batching import BatchLimits
 from service.serving.cost import Cost, ServingLimits
-from service.serving.engine import Engine, open_engine
 from service.serving.metrics import Metrics
 from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.service import Service, open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
 SOON, EVER = 0.05, 60.0  # seconds of a deadline that is to pass, and of one that is not
 
 
-async def opened(attention: Attention) -> tuple[Engine, Clock]:
-    """A started engine with that layer alone, long after anything was computed."""
-    engine, clock = open_engine("cpu", WireLimits(), ServingLimits()), Clock()
-    await engine.start({})
-    engine.clock = engine.scheduler.clock = clock
-    engine.registry.put(held(attention))
-    return engine, clock
+async def opened(attention: Attention) -> tuple[Service, Clock]:
+    """A started service with that layer alone, long after anything was computed."""
+    service, clock = open_service("cpu", WireLimits(), ServingLimits()), Clock()
+    await service.start({})
+    service.clock = service.scheduler.clock = clock
+    service.registry.put(held(attention))
+    return service, clock
 
 
-def occupy(engine: Engine, attention: Attention) -> "asyncio.Task[Any]":
+def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     """A call that the device's thread computes."""
-    return asyncio.get_running_loop().create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+    return asyncio.get_running_loop().create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
 
 
 def test_an_idle_device_is_given_a_tiny_call() -> None:
@@ -38,15 +38,15 @@ def test_an_idle_device_is_given_a_tiny_call() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, clock = await opened(attention)
-        assert await engine.answers()
+        service, clock = await opened(attention)
+        assert await service.answers()
         assert attention.sizes == [1]
-        assert await engine.answers()
+        assert await service.answers()
         assert attention.sizes == [1]
-        clock.now += 10 * engine.probe.timeout
-        assert await engine.answers()
+        clock.now += 10 * service.probe.timeout
+        assert await service.answers()
         assert attention.sizes == [1, 1]
-        engine.close()
+        service.close()
 
     run(test())
 
@@ -56,20 +56,20 @@ def test_a_hung_device_is_not_ready_and_comes_back() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, clock = await opened(attention)
-        engine.probe.timeout = SOON
+        service, clock = await opened(attention)
+        service.probe.timeout = SOON
         attention.door.clear()
-        hung = occupy(engine, attention)
+        hung = occupy(service, attention)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += EVER
         for _ in range(3):
-            assert not await engine.answers()
-            assert engine.ready  # what is not asked of the device says so still
-        assert not engine.scheduler.waiting
+            assert not await service.answers()
+            assert service.ready  # what is not asked of the device says so still
+        assert not service.scheduler.waiting
         attention.door.set()
         await hung
-        assert await engine.answers()
-        engine.close()
+        assert await service.answers()
+        service.close()
 
     run(test())
 
@@ -79,19 +79,19 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, clock = await opened(attention)
-        engine.probe.timeout = EVER
+        service, clock = await opened(attention)
+        service.probe.timeout = EVER
         attention.door.clear()
-        busy = [occupy(engine, attention) for _ in range(3)]
+        busy = [occupy(service, attention) for _ in range(3)]
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 2 * EVER
-        asked = asyncio.create_task(engine.answers())
+        asked = asyncio.create_task(service.answers())
         await turns()
         assert not asked.done()
         attention.door.set()
         assert await asked
         await asyncio.gather(*busy)
-        engine.close()
+        service.close()
 
     run(test())
 
@@ -101,21 +101,21 @@ def test_a_long_call_does_not_make_the_server_unready() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, clock = await opened(attention)
-        engine.probe.timeout = SOON
-        engine.scheduler.learn(10**8, 0.01)
+        service, clock = await opened(attention)
+        service.probe.timeout = SOON
+        service.scheduler.learn(10**8, 0.01)
         attention.door.clear()
-        call = engine.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
+        call = service.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
         long = asyncio.create_task(call)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 20
-        assert await engine.answers()
+        assert await service.answers()
         clock.now += 180
-        assert not await engine.answers()
+        assert not await service.answers()
         attention.door.set()
         await long
-        assert await engine.answers()
-        engine.close()
+        assert await service.answers()
+        service.close()
 
     run(test())
 
@@ -125,20 +125,20 @@ def test_a_device_that_fails_is_not_ready() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, _ = await opened(attention)
+        service, _ = await opened(attention)
 
         def fail(_: Any) -> None:
             raise RuntimeError("the device is lost")
 
         attention.fault = fail
         for _ in range(2):
-            assert not await engine.answers()
+            assert not await service.answers()
         with pytest.raises(ServiceFault):
-            await occupy(engine, attention)
-        assert not await engine.answers()
+            await occupy(service, attention)
+        assert not await service.answers()
         attention.fault = lambda call: None
-        assert await engine.answers()
-        engine.close()
+        assert await service.answers()
+        service.close()
 
     run(test())
 
@@ -148,13 +148,13 @@ def test_when_the_device_is_not_asked() -> None:
 
     async def test() -> None:
         attention = Attention()
-        engine, _ = await opened(attention)
-        engine.registry.remove("layer")
-        assert await engine.answers()
-        engine.draining = True
-        assert not await engine.answers()
+        service, _ = await opened(attention)
+        service.registry.remove("layer")
+        assert await service.answers()
+        service.draining = True
+        assert not await service.answers()
         assert not attention.seen
-        engine.close()
+        service.close()
 
     run(test())
 
@@ -190,9 +190,9 @@ def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(Scheduler, "learn", lambda self, operations, seconds: learnt.append((operations, seconds)))
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        await engine.start({"layer": LayerSpec(**spec)})
-        engine.close()
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        await service.start({"layer": LayerSpec(**spec)})
+        service.close()
 
     run(test())
     ((operations, seconds),) = learnt

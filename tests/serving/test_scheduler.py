@@ -8,7 +8,7 @@ import gzip
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,163 +19,31 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+from support.scheduler import ASIDE, LOST, PATIENCE, REAL, REGISTRY, SPEC, Attention, Bench, Clock, held, request, run, settled, turns
 
 from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
 from service.serving import batching, executor, probe, scheduler
-from service.serving.batching import BatchLimits
 from service.serving.binding import bind, fit
 from service.serving.cost import Cost, ServingLimits, predict
-from service.serving.engine import open_engine
 from service.serving.executor import Execution, Outcome
-from service.serving.layers.registry import HeldLayer, LayerRegistry
-from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
-from service.serving.scheduler import INLINE_OPERATIONS, OOM_UNREADY, QueueLimits, Scheduler
+from service.serving.scheduler import OOM_UNREADY
+from service.serving.service import open_service
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.wire.codec import CODECS
+from service.wire.codec import Decoded, JsonCodec
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
-
-SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
-REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
-REAL = REGISTRY.make("layer", SPEC)
-ASIDE = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
-PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
-LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
-
-
-class Attention:
-    """A layer's arithmetic with a door: a call waits before it until the door is open, and may be told to fail.
-
-    `seen` has every call that got there; `entered` is released once for each.
-    """
-
-    projections = REAL.attention.projections
-
-    def __init__(self, real: Callable[[Call], Result] = REAL.attention.forward) -> None:
-        self.real, self.device = real, torch.device("cpu")
-        self.seen: list[Call] = []
-        self.threads: list[int] = []
-        self.entered = threading.Semaphore(0)
-        self.door = threading.Event()
-        self.door.set()
-        self.fault: Callable[[Call], Any] = lambda call: None
-
-    def forward(self, call: Call) -> Result:
-        self._let_in(call)
-        return self.real(call)
-
-    def forward_batch(self, calls: Sequence[Call]) -> list[Result]:
-        """Each comes to the door before they are computed together."""
-        for call in calls:
-            self._let_in(call)
-        return REAL.attention.forward_batch(calls) if self.real == REAL.attention.forward else [self.real(call) for call in calls]
-
-    def _let_in(self, call: Call) -> None:
-        self.seen.append(call)
-        self.threads.append(threading.get_ident())
-        self.entered.release()
-        assert self.door.wait(PATIENCE), "the test forgot to open the door"
-        self.fault(call)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Items of each call seen, in order."""
-        return [call.query.shape[0] for call in self.seen]
-
-
-class Clock:
-    """Time as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Bench:
-    """A scheduler over one layer with a door, and what it counts. To be used on a running loop."""
-
-    def __init__(self, clock: Callable[[], float] | None = None, **limits: Any) -> None:
-        self.attention = Attention()
-        self.layer = held(self.attention)
-        self.metrics = Metrics()
-        queue = QueueLimits(**{name: limits.pop(name) for name in ("operations", "memory_bytes", "delay") if name in limits})
-        knobs = {} if clock is None else {"clock": clock}
-        self.scheduler = Scheduler(torch.device("cpu"), self.metrics, queue, BatchLimits(**limits), **knobs)
-        self.unhandled: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unhandled.append(context))
-
-    def start(self, call: Call | None = None, operations: int = ASIDE, memory: int = 1, **knobs: Any) -> asyncio.Task[Outcome]:
-        """A caller; by default with one item, and too much for the event loop."""
-        call = request(1) if call is None else call
-        layer = knobs.pop("layer", self.layer)
-        cost = Cost({}, operations, 0, memory, 0)
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, **knobs))
-
-    async def occupy(self) -> asyncio.Task[Outcome]:
-        """Closes the door and waits until a call stands before it: from here on the device is busy."""
-        self.attention.door.clear()
-        task = self.start()
-        await self.until_entered()
-        return task
-
-    async def until_entered(self) -> None:
-        """Until one more call has come to the door."""
-        assert await asyncio.to_thread(self.attention.entered.acquire, timeout=PATIENCE)
-
-    def counted(self, name: str) -> float:
-        value = self.metrics.registry.get_sample_value(name)
-        assert value is not None
-        return value
 
 
 @pytest.fixture
 def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is computed on the device's thread, however little it costs."""
     monkeypatch.setattr(scheduler, "INLINE_OPERATIONS", -1)
-
-
-def held(attention: Any, name: str = "layer") -> HeldLayer:
-    return HeldLayer(name, SPEC, "fingerprint", attention)
-
-
-def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:
-    """A bound call of b items with four queries each, unless told."""
-    query = np.random.default_rng(seed).standard_normal((b, queries, 6))
-    return bind(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """The test on a loop of its own, given up if it hangs."""
-
-    async def guarded() -> None:
-        await asyncio.wait_for(test, PATIENCE)
-
-    asyncio.run(guarded())
-
-
-async def turns(n: int = 5) -> None:
-    """Lets everything that is due on the loop happen."""
-    for _ in range(n):
-        await asyncio.sleep(0)
-
-
-async def settled(*tasks: asyncio.Task[Outcome]) -> list[Any]:
-    """What became of each: its outcome, or the exception. Fails, naming them, if some never end."""
-    _, pending = await asyncio.wait(tasks, timeout=LOST)
-    lost = [i for i, task in enumerate(tasks) if task in pending]
-    for task in pending:
-        task.cancel()
-    assert not lost, f"calls {lost} of {len(tasks)} wait for ever"
-    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
@@ -208,27 +76,27 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
     """A bad body is refused while the device is busy with others, and leaves no trace in the queue nor in their batch."""
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu", WireLimits(), ServingLimits())
         attention = Attention()
-        engine.registry.put(held(attention))
+        service.registry.put(held(attention))
         good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.door.clear()
-        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
-        waiting = asyncio.create_task(engine.attend(good))
+        waiting = asyncio.create_task(service.engine.attend(good))
         await turns()
 
-        before = list(engine.scheduler.waiting)
+        before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
-            await engine.attend(RawRequest(body))
-        assert list(engine.scheduler.waiting) == before
+            await service.engine.attend(RawRequest(body))
+        assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
         attention.door.set()
         await busy
         assert b'"output"' in bytes((await waiting).pieces[0])
         assert attention.sizes == [1, 1]
-        engine.close()
+        service.close()
 
     run(test())
 
@@ -294,20 +162,20 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
         server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=1))
         listening = socket.create_server(("127.0.0.1", 0))
         served = asyncio.create_task(server.serve([listening]))
-        engine, attention = app.state.engine, Attention()
-        while not engine.started:
+        service, attention = app.state.service, Attention()
+        while not service.started:
             await asyncio.sleep(0.001)
-        engine.registry.put(held(attention))
+        service.registry.put(held(attention))
         attention.door.clear()
-        busy = asyncio.create_task(engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
         body = b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}'.ljust(size)
         writer.write(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        while not engine.scheduler.waiting:
+        while not service.scheduler.waiting:
             await asyncio.sleep(0.001)
-        (waits,) = engine.scheduler.waiting
+        (waits,) = service.scheduler.waiting
         assert not waits.gone()
         writer.close()
         while not waits.gone():
@@ -318,7 +186,7 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
             await asyncio.sleep(0.001)
 
         assert attention.sizes == [1]
-        assert engine.metrics.registry.get_sample_value("attend_abandoned_calls_total") == 1
+        assert service.metrics.registry.get_sample_value("attend_abandoned_calls_total") == 1
         server.should_exit = True
         await served
 
@@ -1053,9 +921,9 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
     """A call that does not fit is that call's affair; several in a row are the device's. The first that fits ends it."""
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        await engine.start({})
-        engine.registry.put(REAL)
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        await service.start({})
+        service.registry.put(REAL)
         attention = Attention()
         attention.fault = beyond(1, MemoryError)
         layer = held(attention)
@@ -1063,25 +931,25 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
         async def ask(b: int) -> bool:
             """Whether it fits."""
             try:
-                await engine.scheduler.submit(layer, request(b), Cost({}, ASIDE, 0, 1, 0))
+                await service.scheduler.submit(layer, request(b), Cost({}, ASIDE, 0, 1, 0))
             except OutOfMemory:
                 return False
             return True
 
-        assert engine.ready
+        assert service.ready
         for _ in range(OOM_UNREADY - 1):
             assert not await ask(2)
-            assert engine.ready
+            assert service.ready
         assert not await ask(2)
-        assert not engine.ready
+        assert not service.ready
         assert not await ask(2)
-        assert not engine.ready
+        assert not service.ready
         assert await ask(1)
-        assert engine.ready
+        assert service.ready
         for _ in range(OOM_UNREADY - 1):
             assert not await ask(2)
-        assert engine.ready
-        engine.close()
+        assert service.ready
+        service.close()
 
     run(test())
 
@@ -1105,31 +973,31 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
 
     async def test() -> None:
         app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
-        engine, attention = app.state.engine, Attention()
+        service, attention = app.state.service, Attention()
         transport = httpx.ASGITransport(app)
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            while not engine.started:
+            while not service.started:
                 await asyncio.sleep(0.001)
-            for layer in engine.registry.all():
-                engine.registry.remove(layer.name)
-            engine.registry.put(held(attention))
+            for layer in service.registry.all():
+                service.registry.remove(layer.name)
+            service.registry.put(held(attention))
 
             async def fall() -> None:
                 attention.fault = beyond(0, MemoryError)
                 for _ in range(OOM_UNREADY):
                     with pytest.raises(OutOfMemory):
-                        await engine.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0))
-                assert not engine.ready
+                        await service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0))
+                assert not service.ready
 
             await fall()
             assert (await client.get("/health/ready")).status_code == 503
             attention.fault = lambda call: None
             assert (await client.get("/health/ready")).status_code == 200
-            assert engine.ready
+            assert service.ready
 
             await fall()
             attention.fault = lambda call: None
-            while not engine.ready:
+            while not service.ready:
                 await asyncio.sleep(0.001)
             assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
 
@@ -1272,26 +1140,25 @@ def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[
     run(test())
 
 
-def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
     """What counts is what there is to parse, not how well it was compressed on the way."""
     threads: list[int] = []
-    real = CODECS[JSON]
 
-    def parse(*args: Any) -> dict[str, Any]:
-        threads.append(threading.get_ident())
-        return real.parse(*args)
+    class Watched(JsonCodec):
+        def decode(self, *args: Any) -> Decoded:
+            threads.append(threading.get_ident())
+            return super().decode(*args)
 
     async def test() -> None:
-        engine = open_engine("cpu", WireLimits(), ServingLimits())
-        engine.registry.put(REAL)
-        monkeypatch.setitem(CODECS, JSON, replace(real, parse=parse))
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(REAL)
         row = b"[0,0,0,0,0,0],"
         for rows in (10, 400_000):
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await engine.attend(RawRequest(packed, coding="gzip"))
-        engine.close()
+            await service.engine.attend(RawRequest(packed, Watched(), "gzip"))
+        service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
 

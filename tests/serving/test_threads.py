@@ -195,9 +195,9 @@ def planned(*_):
 
 def stop(settings, threads, listening):
     import torch
-    from service.cli import process
+    from service.cli import server
     listening.close()
-    process._application(settings, threads)
+    server.application(settings, threads)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         print(threads, torch.get_num_threads(), pool.submit(torch.get_num_threads).result())
     raise SystemExit(0)

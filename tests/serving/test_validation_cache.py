@@ -9,16 +9,16 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import AttendError, InvalidRequest
-from service.serving.bound_call import BoundCall
 from service.serving.cost import ServingLimits
-from service.serving.decoding import Decoder
+from service.serving.engine import ATTEND, Engine
 from service.serving.layers.registry import LayerRegistry
-from service.serving.requests import RawRequest
-from service.serving.validation_cache import KEPT, LONGEST, ValidationCache, shape_of
+from service.serving.requests import BoundCall, RawRequest
+from service.serving.service import open_service
+from service.serving.validation_cache import KEPT, LONGEST, ValidationCache, cache_key
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -41,11 +41,19 @@ OPTIONS: dict[str, list[Any]] = {  # right and wrong, and pairs that Python call
 NUMBERS = st.sampled_from([0.0, 1.0, -2.5, 0.1, 7e4, 1e39])  # 7e4 is too large for float16, 1e39 for float32
 
 
-def decoder() -> Decoder:
-    registry = LayerRegistry(torch.device("cpu"), ServingLimits(scores=40))
+SERVICE = open_service("cpu", WireLimits(), ServingLimits(scores=40))
+
+
+def engine() -> Engine:
+    """One with layers of its own, and so without anything cached."""
+    registry = LayerRegistry(torch.device("cpu"), SERVICE.limits)
     for name, spec in SPECS.items():
         registry.put(registry.make(name, spec))
-    return Decoder(registry, WireLimits(), ServingLimits(scores=40))
+    return Engine(registry, SERVICE.scheduler, SERVICE.metrics, SERVICE.statistics, SERVICE.wire_limits, SERVICE.limits)
+
+
+def bind(engine: Engine, body: dict[str, Any]) -> BoundCall:
+    return engine.decode_and_bind(RawRequest(orjson.dumps(body)), ATTEND)[1]
 
 
 @st.composite
@@ -62,10 +70,10 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
-def outcome(decoder: Decoder, body: dict[str, Any]) -> dict[str, Any]:
+def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     """Everything about the call, or about its refusal."""
     try:
-        bound = decoder.bound(RawRequest(orjson.dumps(body)))
+        bound = bind(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
     call, request = bound.call, bound.request
@@ -77,20 +85,19 @@ def outcome(decoder: Decoder, body: dict[str, Any]) -> dict[str, Any]:
     return {**plain, **same, **said, "batched": request.batched, "cost": bound.cost, "in_parts": bound.in_parts}
 
 
-REMEMBERING = decoder()
+REMEMBERING = engine()
 
 
-@settings(max_examples=400, deadline=None)
 @given(requests())
 def test_a_request_like_an_earlier_one_gives_the_same_call_or_the_same_refusal(body: dict[str, Any]) -> None:
-    anew = outcome(decoder(), body)
+    anew = outcome(engine(), body)
     assert outcome(REMEMBERING, body) == anew
     assert outcome(REMEMBERING, body) == anew  # now that it has been seen
 
 
 def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
-    remembering = decoder()
-    first, second = (remembering.bound(RawRequest(orjson.dumps(body))) for body in bodies)
+    remembering = engine()
+    first, second = (bind(remembering, body) for body in bodies)
     return first, second
 
 
@@ -108,10 +115,10 @@ def test_masks_are_judged_by_their_values_every_time() -> None:
 
 
 def test_little_is_kept_and_no_numbers() -> None:
-    remembering = decoder()
+    remembering = engine()
     for n in range(1, KEPT + 20):
-        remembering.bound(RawRequest(orjson.dumps({"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})))
-    kept = remembering.registry.find("default").prepared._prepared
+        bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
+    kept = remembering.registry.find("default").validated._results
     assert len(kept) == KEPT
     for prepared in kept.values():
         assert "query" not in prepared.options
@@ -121,7 +128,7 @@ def test_little_is_kept_and_no_numbers() -> None:
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
 def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> None:
     """Between any two bytecode instructions of one `keep` another runs from beginning to end, as a thread may that gets its turn there."""
-    bound = decoder().bound(RawRequest(orjson.dumps({"query": np.ones((1, 2, 6)).tolist()})))
+    bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
     parts, code = (bound.request, bound.call, bound.cost, bound.in_parts), ValidationCache.keep.__code__
     instructions = place = 0
     cache = ValidationCache()
@@ -146,17 +153,17 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
         finally:
             sys.settrace(before)
         most = instructions
-        kept = set(cache._prepared)
+        kept = set(cache._results)
         assert "first" in kept and len(kept) == KEPT
         for number in range(KEPT):
             cache.keep(("later", number), *parts)
-        assert set(cache._prepared) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
+        assert set(cache._results) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
     assert most > 50
 
 
 def test_requests_with_much_beside_their_numbers_are_not_kept() -> None:
     query = np.ones((1, 2, 6))
-    assert shape_of({"query": query, "layer": "x"}) is not None
-    assert shape_of({"query": query, "tokens": {"query": ["word" * LONGEST]}}) is None
-    assert shape_of({"query": query, "bias": query}) is None
-    assert shape_of({"key": query}) is None
+    assert cache_key({"query": query, "layer": "x"}) is not None
+    assert cache_key({"query": query, "tokens": {"query": ["word" * LONGEST]}}) is None
+    assert cache_key({"query": query, "bias": query}) is None
+    assert cache_key({"key": query}) is None

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from live import Server, start_server
-from protocol import LAYERS
+from support.server import Server, start_server
+from support.v2 import LAYERS
 
 
 @pytest.fixture(scope="session")

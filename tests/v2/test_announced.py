@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import DTYPES, in_bytes, in_json, read, refused
+from support.v2 import DTYPES, in_bytes, in_json, read, refused
 
 B, Q, K, H = 2, 3, 5, 3
 SEQUENCES = {"query": (B, Q), "key": (B, K), "value": (B, K), "attend_keys": (B, K), "block_keys": (B, K), "head_scale": (B,)}
@@ -101,19 +100,18 @@ def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Clien
 
 
 @pytest.mark.parametrize(
-    ("flags", "most"),
+    ("setting", "limit", "most"),
     [
-        (("--max-batch-items", "40"), 40),
-        (("--max-scores", "400"), 50),  # 8 heads
-        (("--max-body-bytes", str(1024 + 30 * 64 * 4)), 30),
-        (("--max-memory-bytes", str(1 << 20)), None),
-        (("--max-reply-bytes", "20000"), None),
+        ("max_batch_items", 40, 40),
+        ("max_scores", 400, 50),  # 8 heads
+        ("max_body_bytes", 1024 + 30 * 64 * 4, 30),
+        ("max_memory_bytes", 1 << 20, None),
+        ("max_reply_bytes", 20000, None),
     ],
 )
-def test_the_largest_batch_is_taken_and_one_more_is_not(start: Callable[..., Server], flags: tuple[str, ...], most: int | None) -> None:
+def test_the_largest_batch_is_taken_and_one_more_is_not(start_here: Callable[..., str], setting: str, limit: int, most: int | None) -> None:
     """Of one query and one key each, whichever limit is the narrowest."""
-    server = start(*flags)
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=start_here(**{setting: limit}), timeout=60) as http:
         largest = http.get("/v2/models/default/config").json()["max_batch_size"]
         assert most is None or largest == most
 
@@ -123,6 +121,6 @@ def test_the_largest_batch_is_taken_and_one_more_is_not(start: Callable[..., Ser
 
         assert largest > 1
         assert read(ask(largest)).arrays["attention_weights"].shape == (largest, 8, 1, 1)
-        if "--max-body-bytes" in flags:  # what the JSON leaves of its room goes to tensors
+        if setting == "max_body_bytes":  # what the JSON leaves of its room goes to tensors
             largest += 4
         assert "at most" in refused(ask(largest + 1), 413)

@@ -16,27 +16,13 @@ import pytest
 import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from live import Server
-from protocol import in_json, read
+from support.grpc_calls import GOOD, INVALID, KEY, NOT_FOUND, QUERY, SERVICE, Array, address_of, entry, request, tensor
+from support.server import Server
+from support.v2 import in_json, read
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 RNG = np.random.default_rng(31)
-QUERY = RNG.standard_normal((2, 3, 6)).astype(np.float32)
-KEY = RNG.standard_normal((2, 5, 6)).astype(np.float32)
-SERVICE = "inference.GRPCInferenceService"
-INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-Array = np.ndarray[Any, Any]
-
-
-def tensor(name: str, array: Array, datatype: str = "FP32") -> Any:
-    made = triton.InferInput(name, array.shape, datatype)
-    made.set_data_from_numpy(array)
-    return made
-
-
-def address_of(server: Server) -> str:
-    return str(next(event["address"] for event in server.events if event["event"] == "listening for gRPC"))
 
 
 @pytest.fixture
@@ -55,15 +41,6 @@ def channel(v2_server: Server) -> Iterator[grpc.Channel]:
 def want(v2: httpx.Client) -> dict[str, Array]:
     """The answer over HTTP."""
     return read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
-
-
-def request(model: str = "tiny", *inputs: Any, **members: Any) -> Any:
-    return service_pb2.ModelInferRequest(model_name=model, inputs=inputs, **members)
-
-
-def entry(name: str, shape: list[int], datatype: str = "FP32", parameters: Any = None, **contents: Any) -> Any:
-    typed = {"contents": service_pb2.InferTensorContents(**contents)} if contents else {}
-    return service_pb2.ModelInferRequest.InferInputTensor(name=name, shape=shape, datatype=datatype, parameters=parameters, **typed)
 
 
 def test_it_describes_itself_as_over_http(client: Any, v2: httpx.Client) -> None:
@@ -194,7 +171,6 @@ def test_a_message_of_too_many_fields_is_refused_before_they_are_read(channel: g
     assert caught.value.code() is INVALID
 
 
-GOOD = entry("query", [1, 1, 6], fp32_contents=[0.5] * 6)
 BARE = entry("query", [1, 1, 6])
 REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
     "no inputs": (request("tiny"), INVALID, "/inputs"),

@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from live import Server
-from test_grpc import KEY, QUERY, SERVICE, address_of, entry, request, tensor
+from support.grpc_calls import KEY, QUERY, SERVICE, address_of, entry, request, tensor
+from support.server import Server
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 

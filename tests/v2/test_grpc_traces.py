@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable
 
 import grpc
-from live import Server
-from otlp import Receiver
-from test_grpc import address_of, entry, request
+from support.grpc_calls import address_of, entry, request
+from support.otlp import Receiver
+from support.server import Server
 from tritonclient.grpc import service_pb2_grpc
 
 MODEL_INFER = "inference.GRPCInferenceService/ModelInfer"

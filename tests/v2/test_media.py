@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from protocol import in_json, read, refused
+from support.v2 import in_json, read, refused
 
 INFER = "/v2/models/tiny/infer"
 BODY = {"inputs": in_json(query=np.ones((1, 2, 6), np.float32))}

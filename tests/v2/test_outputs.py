@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from live import Server
-from protocol import in_json, read, refused
+from support.server import Server
+from support.v2 import in_json, read, refused
 from tritonclient.utils import InferenceServerException
 
 QUERY = np.random.default_rng(53).standard_normal((2, 3, 6)).astype(np.float32)

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from live import Server
 from starlette.testclient import TestClient
-from test_grpc import SERVICE, address_of, entry, request
-from test_processes import LONG, PATIENCE, HalfSent, ask, events, only, several_cores, until, workers_of
+from support.grpc_calls import SERVICE, address_of, entry, request
+from support.processes import LONG, PATIENCE, HalfSent, ask, events, only, several_workers, until, workers_of
+from support.server import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.settings import Settings
@@ -150,17 +150,17 @@ def test_readiness_follows_the_models(start: Callable[..., Server]) -> None:
 def test_a_device_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks, in whatever dialect, is told what /health/ready tells; alive it is all the same."""
     app = create_app(Settings(layers_dir=None))
-    engine = app.state.engine
+    service = app.state.service
 
     async def silent(layer: Any) -> bool:
         return False
 
     with TestClient(app, base_url="http://127.0.0.1") as client:
-        until(lambda: engine.started, "started")
+        until(lambda: service.started, "started")
         paths = ("/health/ready", "/v2/health/ready", "/v2/models/default/ready", "/v2/health/live")
         assert [client.get(path).status_code for path in paths] == [200, 200, 200, 200]
 
-        monkeypatch.setattr(engine.probe, "responds", silent)
+        monkeypatch.setattr(service.probe, "responds", silent)
 
         assert [client.get(path).status_code for path in paths] == [503, 503, 503, 200]
         assert client.get("/v2/health/ready").json() == {"live": True, "ready": False, "error": "not ready"}
@@ -171,7 +171,7 @@ OVER_GRPC = """
 import asyncio
 from grpc_health.v1 import health_pb2
 from service.settings import Settings
-from service.web.app import create_engine
+from service.web.app import create_service
 from service.web.grpc import inference_pb2
 from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
@@ -194,17 +194,17 @@ async def status_of(health):
 
 async def main():
     settings = Settings()
-    engine = create_engine(settings)
-    await engine.begin(settings.all_layers())
-    methods, health = Methods(engine, Offer(None, None), 1 << 20), Health(engine, frozenset(), 1 << 20, 20)
+    service = create_service(settings)
+    await service.begin(settings.all_layers())
+    methods, health = Methods(service, Offer(None, None), 1 << 20), Health(service, frozenset(), 1 << 20, 20)
     async def silent(layer):
         return False
-    for responds in (engine.probe.responds, silent):
-        engine.probe.responds = responds
+    for responds in (service.probe.responds, silent):
+        service.probe.responds = responds
         server = await methods.server_ready(None, None)
         model = await methods.model_ready(inference_pb2.ModelReadyRequest(name="default"), None)
         print(server.ready, model.ready, await status_of(health))
-    engine.close()
+    service.close()
 
 asyncio.run(main())
 """
@@ -233,7 +233,7 @@ def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) ->
             assert len(done.stderr.splitlines()) == 1
 
 
-@several_cores
+@several_workers
 def test_workers_share_one_port(start: Callable[..., Server]) -> None:
     """Also where any will do. Calls reach all of them, and their statistics are one."""
     server = start("--workers", "2", "--threads", "1", "--grpc-port", "0")

@@ -9,8 +9,8 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import described, in_bytes, in_json, refused
+from support.server import Server
+from support.v2 import described, in_bytes, in_json, refused
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 QUERY = np.random.default_rng(59).standard_normal((2, 3, 6)).astype(np.float32)
@@ -303,9 +303,8 @@ def test_lengths_of_the_header_that_differ_are_refused(v2: httpx.Client) -> None
     assert v2.post(INFER, content=body, headers=same).status_code == 200
 
 
-def test_a_long_list_of_models_says_how_many_more_there_are(start: Callable[..., Server]) -> None:
-    server = start()
-    with httpx.Client(base_url=server.url) as http:
+def test_a_long_list_of_models_says_how_many_more_there_are(start_here: Callable[..., str]) -> None:
+    with httpx.Client(base_url=start_here()) as http:
         spec = {"parameters": {"config": json.dumps({"d_model": 4, "num_heads": 2})}}
         for i in range(7):
             assert http.post(f"/v2/repository/models/m{i}/load", json=spec).status_code == 200

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live import Server
-from protocol import DTYPES, LAYERS, in_bytes, in_json, read, refused
 from starlette.testclient import TestClient
+from support.v2 import DTYPES, LAYERS, in_bytes, in_json, read, refused
 
 from service.settings import Settings
 from service.web.app import create_app
@@ -80,11 +79,9 @@ def test_health_suits_every_client(v2: httpx.Client, which: str) -> None:
     assert (answer.status_code, answer.json()) == (200, {"live": True, "ready": True})
 
 
-def test_a_server_without_models_is_not_ready(start: Callable[..., Server]) -> None:
-    """It lives, and becomes ready with its first model. Elsewhere that has promoted broken releases. Nor is there gRPC unless asked for."""
-    server = start()
-    assert not [event for event in server.events if event["event"] == "listening for gRPC"]
-    with httpx.Client(base_url=server.url) as client:
+def test_a_server_without_models_is_not_ready(start_here: Callable[..., str]) -> None:
+    """It lives, and becomes ready with its first model. Elsewhere that has promoted broken releases."""
+    with httpx.Client(base_url=start_here()) as client:
         assert client.post("/v2/repository/models/default/unload").status_code == 200
         assert client.get("/v2/health/live").status_code == 200
         answer = client.get("/v2/health/ready")
@@ -578,11 +575,10 @@ def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
     assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
 
 
-def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., Server]) -> None:
+def test_statistics_tell_executions_by_the_items_they_had(start_here: Callable[..., str]) -> None:
     """Calls of one item and of two that wait for more calls: one execution of three, whose time stands there once."""
-    server = start("--batch-delay", "2")
     query = np.ones((2, 1, 64), np.float32)
-    with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(2) as threads:
+    with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(2) as threads:
 
         def ask(items: int) -> None:
             read(http.post("/v2/models/default/infer", json={"inputs": in_json(query=query[:items])}))
@@ -600,12 +596,11 @@ def test_statistics_tell_executions_by_the_items_they_had(start: Callable[..., S
 
 @pytest.mark.parametrize(("width", "heads", "reproducible"), [(30, 5, False), (30, 5, True), (64, 8, False), (255, 5, False)])
 def test_requests_of_different_lengths_are_one_execution(
-    width: int, heads: int, reproducible: bool, v2: httpx.Client, start: Callable[..., Server]
+    width: int, heads: int, reproducible: bool, v2: httpx.Client, start_here: Callable[..., str]
 ) -> None:
     """And each gets what it gets alone, in its own shapes. Of wider layers only where this processor sums rows alike beside others; of
     reproducible requests each is an execution of its own, and comes out to the last bit.
     """
-    server = start("--batch-delay", "2")
     rng = np.random.default_rng(7)
     lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
     queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
@@ -614,7 +609,7 @@ def test_requests_of_different_lengths_are_one_execution(
         body = {"inputs": in_json(query=query), "parameters": {"reproducible": reproducible}}
         return read(http.post("/v2/models/mixed/infer", json=body)).arrays
 
-    with httpx.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(len(queries)) as threads:
+    with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(len(queries)) as threads:
         for client in (http, v2):
             client.put("/layers/mixed", json={"spec": {"d_model": width, "num_heads": heads}}).raise_for_status()
         together = list(threads.map(partial(ask, http), queries))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
-from live import Server
-from protocol import in_json, read
+from support.server import Server
+from support.v2 import in_json, read
 from tritonclient.utils import InferenceServerException
 
 RNG = np.random.default_rng(29)

@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from live import start_server
-from protocol import in_json, read, refused
 from starlette.testclient import TestClient
-from test_processes import ask, events, kill_one, only, several_cores, until, workers_of
+from support.processes import ask, events, kill_one, only, several_workers, until, workers_of
+from support.server import start_server
+from support.v2 import in_json, read, refused
 
 from service.settings import Settings
 from service.web.app import create_app
@@ -28,7 +28,7 @@ def statistics(url: str, path: str = "/v2/models/made/stats") -> list[dict[str, 
     return list(answer.json()["model_stats"])
 
 
-def told(url: str) -> tuple[int, int, int, int]:
+def totals(url: str) -> tuple[int, int, int, int]:
     """Items, executions, answers, failures."""
     [found] = statistics(url)
     assert found in statistics(url, "/v2/models/stats")
@@ -37,23 +37,23 @@ def told(url: str) -> tuple[int, int, int, int]:
     return found["inference_count"], found["execution_count"], outcomes["success"]["count"], outcomes["fail"]["count"]
 
 
-@several_cores
+@several_workers
 def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")
         assert "statistics" in ask(server.url, path="/v2").json()["extensions"]
         assert ask(server.url, "POST", "/v2/repository/models/made/load", json=SPEC).status_code == 200
-        assert told(server.url) == (0, 0, 0, 0)
+        assert totals(server.url) == (0, 0, 0, 0)
         for turn, worker in enumerate(workers_of(server.process.pid)):
             with only(worker, server.process.pid):
                 for _ in range(2 + turn):
                     read(infer(server.url))
                 refused(infer(server.url, temperature=1))  # none of the model's
-                assert told(server.url)[2] == (2, 5)[turn]
+                assert totals(server.url)[2] == (2, 5)[turn]
         for worker in workers_of(server.process.pid):
             with only(worker, server.process.pid):
-                assert told(server.url) == (10, 5, 5, 0)
+                assert totals(server.url) == (10, 5, 5, 0)
                 [found] = statistics(server.url)
                 assert found["memory_usage"][0]["byte_size"] == 2 * 4 * (4 * 4 * 4 + 4 * 4)  # each has the model
 
@@ -62,12 +62,12 @@ def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
         until(lambda: len(events(server, "ready")) > ready, "ready again")
         for worker in (stays, newcomer):
             with only(worker, server.process.pid):
-                assert told(server.url) == (10, 5, 5, 0)
+                assert totals(server.url) == (10, 5, 5, 0)
     finally:
         server.stop()
 
 
-@several_cores
+@several_workers
 def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     """Also where a worker that had counted is dead, and where the one that is asked to unload has not counted."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
@@ -80,19 +80,19 @@ def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
         ready = len(events(server, "ready"))
         kill_one(server)
         until(lambda: len(events(server, "ready")) > ready, "ready again")
-        assert told(server.url) == (4, 2, 2, 0)
+        assert totals(server.url) == (4, 2, 2, 0)
 
         assert ask(server.url, "POST", "/v2/repository/models/made/unload").status_code == 200
         assert ask(server.url, "POST", "/v2/repository/models/made/load", json=SPEC).status_code == 200
 
-        assert told(server.url) == (0, 0, 0, 0)
+        assert totals(server.url) == (0, 0, 0, 0)
         read(infer(server.url))
-        assert told(server.url) == (2, 1, 1, 0)
+        assert totals(server.url) == (2, 1, 1, 0)
     finally:
         server.stop()
 
 
-@several_cores
+@several_workers
 def test_the_index_is_everyones(tmp_path: Path) -> None:
     """What one worker loaded, every one lists as ready, and what it unloaded, as unavailable; what it removed, none."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")

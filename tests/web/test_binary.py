@@ -629,10 +629,9 @@ def test_a_deadline_that_makes_no_sense(post: Post, timeout: str) -> None:
 # A server of one's own
 
 
-def test_settings_of_replies(start: Callable[..., Any]) -> None:
+def test_settings_of_replies(start_here: Callable[..., str]) -> None:
     """`--compress-replies` compresses for all who accept it; `--request-timeout` is the deadline of those who set none."""
-    server = start("--compress-replies", "--request-timeout", "1e-9")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=start_here(compress_replies=True, request_timeout=1e-9), timeout=60) as client:
         patient = {"X-Request-Timeout": "60"}
         _, came = raw_reply(client, None, **patient)
         for accept_encoding, coding in (

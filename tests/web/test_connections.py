@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import trustme
 import uvicorn
-from live import Server, start_server
+from support.server import Server, start_server
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
 from service.client.connection import LIMITS
 from service.settings import Settings
-from service.web.connections import PIECE, Connection, Watch, connection_of
+from service.web.connections import PIECE, Connection, connection_of
+from service.web.watch import Watch
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -165,7 +166,7 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
     assert document["status"] == 400
     assert "HTTP/1.1" in document["detail"]
     assert counted(brisk, "malformed_http") == before + 1 and answered(brisk, "other", 400) == refused + 1
-    assert brisk.told(document["request_id"])["reason"] == "malformed_http"
+    assert brisk.access_line(document["request_id"])["reason"] == "malformed_http"
 
 
 @pytest.mark.parametrize("version", ["0.9", "2.0"])
@@ -500,7 +501,7 @@ def test_one_connection_never_ends_the_watch_over_the_others() -> None:
     async def test() -> None:
         connection, transport, loop = watched()
         faulty = joined(type(connection), connection.server_state, loop, Transport())
-        faulty.look = None  # type: ignore[assignment,method-assign]
+        faulty.check_progress = None  # type: ignore[assignment,method-assign]
         connection.data_received(b"POST /att")
         for _ in range(12):
             loop.pass_time(1.0)

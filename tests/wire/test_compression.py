@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import AttendError, MalformedBody, RequestError, TooLarge, UnsupportedMediaType
@@ -117,7 +117,6 @@ def test_an_unknown_coding_is_refused(coding: str) -> None:
     assert len(refusal.value.detail) < 150
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.sampled_from(["gzip", "deflate"]), st.integers(0, 300))
 def test_random_bytes_never_surprise(body: bytes, coding: str, limit: int) -> None:
     """As they come, and behind a good beginning: read within the bound, or refused by one of ours."""

@@ -7,20 +7,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
-from service.wire import reply as reply_module
-from service.wire.answer import decode_reply
-from service.wire.reply import Reply, encode_json
+from service.wire.client_codec import decode_reply
+from service.wire.json import writer
+from service.wire.json.writer import encode_json
+from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64)}
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4)
 ODD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
-calm = settings(max_examples=80, deadline=None)
 
 
 def write(tensors: dict[str, Any], datatype: str = "FP32", **options: Any) -> dict[str, Any]:
@@ -58,7 +58,6 @@ def same(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", ["FP32", "FP64"])
-@calm
 @given(data=st.data())
 def test_numbers_survive_the_way(datatype: str, form: str, data: st.DataObject) -> None:
     """Any finite number of the datatype, subnormals and negative zeros too, comes back to the last bit."""
@@ -73,7 +72,6 @@ def test_numbers_survive_the_way(datatype: str, form: str, data: st.DataObject) 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
-@calm
 @given(array=finite(np.float32))
 def test_every_datatype_holds_the_rounded_number(datatype: str, form: str, array: Any) -> None:
     """What the cast gives, in each form; an overflow, which only narrow datatypes have, is refused."""
@@ -94,7 +92,6 @@ def test_every_datatype_holds_the_rounded_number(datatype: str, form: str, array
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
-@calm
 @given(array=finite(np.float16), keys=hnp.arrays(np.int64, SHAPES))
 def test_the_clients_inverse_is_the_inverse(datatype: str, form: str, array: Any, keys: Any) -> None:
     """`decode_reply` gives the arrays that were written, and the two parts of a selection."""
@@ -128,7 +125,6 @@ def test_no_elements_still_have_a_shape(datatype: str, form: str, shape: tuple[i
     assert read(tensor).shape == shape
 
 
-@calm
 @given(
     hnp.arrays(np.float32, SHAPES, elements=st.one_of(st.floats(width=32), st.sampled_from([np.nan, np.inf, -np.inf]))),
     st.sampled_from(["nested", "flat"]),
@@ -153,7 +149,6 @@ def test_words_stand_where_their_numbers_stood(array: Any, form: str, datatype: 
 
 @pytest.mark.parametrize("name", ["scores", "log_sum_exp"])
 @pytest.mark.parametrize("nonfinite", ["error", "null", "string"])
-@calm
 @given(array=hnp.arrays(np.float32, SHAPES, elements=st.one_of(st.floats(-1e3, 1e3, width=32), st.just(-np.inf))))
 def test_minus_infinity_is_a_value_there(name: str, nonfinite: str, array: Any) -> None:
     """In scores and log_sum_exp it is written whatever `nonfinite` says, and read back as itself in every form."""
@@ -194,7 +189,6 @@ def test_an_error_names_output_and_index(name: str, odd: float, datatype: str, w
     assert problem.got == f"{name}[1, 2, 1] = {word}"
 
 
-@calm
 @given(finite(np.float32), st.integers(0, 17), st.sampled_from(["nested", "flat"]), st.sampled_from(["FP32", "FP64"]))
 def test_decimals_round_and_never_overflow(array: Any, decimals: int, form: str, datatype: str) -> None:
     """Every number, however large, is within half a unit of the last decimal, or of its own last bit."""
@@ -205,7 +199,6 @@ def test_decimals_round_and_never_overflow(array: Any, decimals: int, form: str,
     assert np.all(np.abs(numbers - exact) <= 0.51 * 10.0**-decimals + np.abs(exact) * 2e-7)
 
 
-@calm
 @given(hnp.arrays(np.int64, SHAPES))
 def test_keys_are_whole_numbers(keys: Any) -> None:
     """The keys of a selection are INT64 in every form, whatever datatype the values have."""
@@ -247,7 +240,7 @@ def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more:
     )
     whole = encode_json(reply, ReplyOptions(form=form, **more))
     assert len(whole) == 1
-    monkeypatch.setattr(reply_module, "PIECE", 15)
+    monkeypatch.setattr(writer, "PIECE", 15)
     pieces = encode_json(reply, ReplyOptions(form=form, **more))
     assert b"".join(pieces) == whole[0]
     assert max(len(piece) for piece in pieces) < 450
@@ -260,7 +253,7 @@ def test_metrics_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)
     whole = encode_json(reply, ReplyOptions())
-    monkeypatch.setattr(reply_module, "PIECE", 15)
+    monkeypatch.setattr(writer, "PIECE", 15)
     pieces = encode_json(reply, ReplyOptions())
     assert len(pieces) > 20
     assert b"".join(pieces) == b"".join(whole)

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load, save
@@ -156,7 +156,6 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__")
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(DATATYPES)), shapes), max_size=5), st.dictionaries(names, names, max_size=3))
 def test_any_tensors_survive_both_ways(what: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> None:
     """Written here and read by the library, written by the library and read here: the same tensors."""
@@ -491,7 +490,6 @@ def refused_or_read(came: bytes) -> None:
     assert all(type(text) is str for text in metadata.values())
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 @example(b"\x02\0\0\0\0\0\0\0{}")
 def test_random_bytes_never_surprise(came: bytes) -> None:
@@ -505,7 +503,6 @@ VALID = save(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_a_body_with_a_few_wrong_bytes_never_surprises(data: st.DataObject) -> None:
     """Bytes changed, taken out and put in anywhere in a valid body."""
@@ -548,7 +545,6 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4),
     st.binary(max_size=16),

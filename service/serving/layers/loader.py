@@ -18,6 +18,7 @@ from service.serving.layers.registry import HeldLayer, LayerRegistry, UnloadedLa
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerStore, Stamp, fault
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
+from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
 from service.tensors import Array
 
@@ -36,13 +37,13 @@ class LayerLoader:
         registry: LayerRegistry,
         probe: Probe,
         metrics: Metrics,
+        statistics: LayerStatistics,
         folder: LayerStore | None,
-        dropped: Callable[[str], None],
         largest: int,
     ) -> None:
-        """`dropped` is told of each name under which nothing is held any more; no layer's file has more than `largest` bytes."""
-        self.dropped, self.largest = dropped, largest
-        self.registry, self.probe, self.metrics, self.folder = registry, probe, metrics, folder
+        """`largest` is in bytes, of a layer's file."""
+        self.registry, self.probe, self.metrics, self.statistics = registry, probe, metrics, statistics
+        self.folder, self.largest = folder, largest
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._configured: frozenset[str] = frozenset()
@@ -277,7 +278,7 @@ class LayerLoader:
 
     def _hold(self, layer: HeldLayer) -> bool:
         new = self.registry.put(layer)
-        self.metrics.by_layer.hold(layer.name)
+        self.statistics.hold(layer.name)
         self.metrics.layers.set(len(self.registry))
         return new
 
@@ -290,7 +291,6 @@ class LayerLoader:
         self._forget(layer.name)
 
     def _forget(self, name: str) -> None:
-        """What was counted of a layer that is not held any more."""
-        self.metrics.by_layer.forget(name)
-        self.dropped(name)
+        """Drops what was counted of a layer that is not held any more."""
+        self.statistics.forget(name)
         self.metrics.layers.set(len(self.registry))

@@ -9,7 +9,7 @@ import torch
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge
-from service.serving.binding import cast
+from service.serving.casting import cast
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
@@ -30,7 +30,7 @@ class HeldLayer:
     fingerprint: str
     attention: MultiHeadAttention
     gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
-    prepared: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
+    validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
         """Its weights by canonical name, on the CPU."""

@@ -1,6 +1,6 @@
 """What surrounds the methods of GRPCInferenceService: keys, bounds, messages, and what is told of every call.
 
-Every handler reads its message itself, so that nothing is read for a caller without a key: see `admission.py`.
+Every handler reads its message itself, so that nothing is read for a caller without a key: see `channel.py`.
 """
 
 import re
@@ -15,17 +15,19 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
-from service.serving.engine import Engine
-from service.serving.receiving import Cap, Turn, answer_stream, readers_within
-from service.web.grpc.admission import CALLS, STREAMS, address_of
+from service.serving.admission import CallLimit, turns_within
+from service.serving.service import Service
+from service.serving.streams import Turn, answer_stream
+from service.web.errors import retry_after
+from service.web.grpc.channel import CALLS, STREAMS, address_of
+from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
-from service.web.grpc.exchange import Exchange
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import Heard, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.access import milliseconds, request_id
 from service.web.middleware.guard import ADMIN, ANY, demand_key
-from service.web.middleware.telemetry import Telemetry, Told
+from service.web.middleware.telemetry import Ending, Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # of the keys that open a method, where not any does
@@ -73,10 +75,10 @@ class Failure:
 class Calls:
     """The service's handlers. A message has at most `largest` bytes, and comes within `seconds`."""
 
-    def __init__(self, engine: Engine, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
-        self.engine, self.methods, self.surroundings, self.seconds = engine, methods, surroundings, seconds
-        self._readers = readers_within(engine.budget, largest, seconds)
-        self._calls, self._streams = Cap(CALLS, "calls"), Cap(STREAMS, "streams")
+    def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
+        self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
+        self._turns = turns_within(service.budget, largest, seconds)
+        self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server. A method with one message each way is handled as a stream of one, which is the same on the wire."""
@@ -112,9 +114,9 @@ class Calls:
         async def answer(trailing: Metadata) -> None:
             context.set_trailing_metadata(trailing)
             caller = self._caller(name, heard, metadata, context)
-            with self._calls.place(caller), self.engine.budget.lease(caller) as heard.lease:
+            with self._calls.place(caller), self.service.budget.lease(caller) as heard.lease:
                 read = SCOPES.get(name, ANY)
-                await _send(context, await method(await self._readers.read(context.read, heard.lease) if read else b"", heard))
+                await _send(context, await method(await self._turns.receive(context.read, heard.lease) if read else b"", heard))
 
         if (failure := await self._told(name, heard, metadata, answer)) is not None:
             await context.abort(failure.code, failure.detail, failure.metadata)
@@ -139,20 +141,20 @@ class Calls:
 
         async def reply(message: bytes, turn: Turn) -> None:
             heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
-            exchange, written = Exchange(stream=True), b""
+            written = b""
 
             async def answer(_: Metadata) -> None:
                 nonlocal written
                 heard.lease.add(len(message))
-                written = await self.methods.model_infer(message, heard, exchange)
+                written = await self.methods.model_infer(message, heard, self.methods.stream_codec)
 
-            with self.engine.budget.lease(caller) as heard.lease:
+            with self.service.budget.lease(caller) as heard.lease:
                 if (failure := await self._told(STREAM, heard, metadata, answer)) is not None:
-                    written = exchange.refusal(failure.detail)
+                    written = refusal_in_stream(message, failure.detail)
                 await turn()
                 await _send(context, written)
 
-        await answer_stream(context.read, reply, self.engine.door, IN_FLIGHT, self.seconds)
+        await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.seconds)
 
     def _caller(self, name: str, heard: Heard, metadata: Mapping[str, str], context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
@@ -165,11 +167,11 @@ class Calls:
     ) -> Failure | None:
         """Calls `answer`, with the trailing metadata, and sees to its count, its span, its log line, and the net under unforeseen
         exceptions. Returns why it failed."""
-        full_name, engine, traces = f"{SERVICE.full_name}/{name}", self.engine, self.surroundings.traces
-        started, trailing = engine.clock(), [("x-request-id", heard.request_id)]
+        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.surroundings.traces
+        started, trailing = service.clock(), [("x-request-id", heard.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
-            trailing.append(("traceresponse", span.in_words))
+            trailing.append(("traceresponse", span.traceparent))
         code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
         try:
             await answer(tuple(trailing))
@@ -178,20 +180,20 @@ class Calls:
         except AttendError as error:
             code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
-                trailing.append(("retry-after", str(error.retry_after)))
+                trailing.append(("retry-after", retry_after(error)))
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            code, detail, reason = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend", "unforeseen"
+            code, detail, reason = grpc.StatusCode.INTERNAL, "unexpected error; the server's log has the cause", "unforeseen"
             log.exception("unforeseen", method=name, request_id=heard.request_id)
         finally:
-            seconds = engine.clock() - started
-            engine.metrics.answered(full_name, code.name)
+            seconds = service.clock() - started
+            service.metrics.answered(full_name, code.name)
             if reason:
-                engine.metrics.failed(reason)
+                service.metrics.failed(reason)
             if traces is not None and span is not None:
-                told = Told(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
-                traces.end_call(span, full_name, code.name, told, seconds)
+                ending = Ending(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                traces.end_call(span, full_name, code.name, ending, seconds)
             if self.surroundings.log_requests:
                 log.info(
                     "request",

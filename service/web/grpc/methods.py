@@ -1,9 +1,8 @@
-"""The methods of GRPCInferenceService. Each is a few lines: what calls mean is the engine's business, what models are `web/v2`'s.
+"""The methods of GRPCInferenceService. Calls are answered by the engine, as over HTTP; models are described by `web/v2`.
 
 ModelInfer gets and gives bytes: decoding and encoding are the engine's phases, and large messages leave the event loop for them.
 """
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +10,17 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound, LayerUnloaded, RequestError
+from service.errors import LayerNotFound, LayerUnloaded
 from service.serving.admission import Lease
-from service.serving.engine import Engine
 from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
+from service.serving.service import Service
 from service.web.grpc import inference_pb2 as messages
-from service.web.grpc.exchange import Exchange, demand_version, values_of
+from service.web.grpc.codec import GrpcCodec, demand_version, values_of
 from service.web.routes.attend import demand_started
 from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
-from service.wire.v2.error_paths import placed
 
 
 @dataclass(slots=True)
@@ -41,17 +39,18 @@ Method = Callable[[Any, Heard], Awaitable[Any]]
 
 
 class Methods:
-    """One engine's. Names are the protocol's, in lower case; each takes a request and what else is known of the call. Replies have at most
+    """One service's. Names are the protocol's, in lower case; each takes a request and what else is known of the call. Replies have at most
     `largest` bytes."""
 
-    def __init__(self, engine: Engine, offer: Offer, largest: int) -> None:
-        self.engine, self.offer, self.largest = engine, offer, largest
+    def __init__(self, service: Service, offer: Offer, largest: int) -> None:
+        self.service, self.offer, self.largest = service, offer, largest
+        self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
 
     async def server_live(self, request: Any, heard: Heard) -> Any:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, heard: Heard) -> Any:
-        return messages.ServerReadyResponse(ready=await self.engine.serves())
+        return messages.ServerReadyResponse(ready=await self.service.serves())
 
     async def model_ready(self, request: Any, heard: Heard) -> Any:
         """Of a model that is not there or unloaded, too: it is not ready."""
@@ -59,7 +58,7 @@ class Methods:
             self._layer(request)
         except (LayerNotFound, LayerUnloaded):
             return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=await self.engine.answers())
+        return messages.ModelReadyResponse(ready=await self.service.answers())
 
     async def server_metadata(self, request: Any, heard: Heard) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
@@ -68,48 +67,38 @@ class Methods:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
     async def model_config(self, request: Any, heard: Heard) -> Any:
-        config = config_of(self._layer(request), self.engine, self.largest)
+        config = config_of(self._layer(request), self.service, self.largest)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
     async def model_statistics(self, request: Any, heard: Heard) -> Any:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
-        layers = [self._layer(request)] if request.name else self.engine.registry.all()
-        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.engine, layers, self.offer.workers))
+        layers = [self._layer(request)] if request.name else self.service.registry.all()
+        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.offer.workers))
 
     async def repository_index(self, request: Any, heard: Heard) -> Any:
-        models = [entry.model_dump() for entry in index_of(self.engine.registry.documents(), request.ready)]
+        models = [entry.model_dump() for entry in index_of(self.service.registry.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
     async def repository_model_load(self, request: Any, heard: Heard) -> Any:
         self.offer.demand_writable()
-        await load_layer(self.engine, request.model_name, values_of(request.parameters))
+        await load_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelLoadResponse()
 
     async def repository_model_unload(self, request: Any, heard: Heard) -> Any:
         self.offer.demand_writable()
-        await unload_layer(self.engine, request.model_name, values_of(request.parameters))
+        await unload_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, body: bytes, heard: Heard, exchange: Exchange | None = None) -> bytes:
+    async def model_infer(self, body: bytes, heard: Heard, codec: Codec | None = None) -> bytes:
         """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
-        demand_started(self.engine)
-        exchange, arrived = exchange or Exchange(), self.engine.clock()
-        patience = [seconds for seconds in (heard.seconds_left, self.engine.timeout) if seconds is not None]
-        raw = RawRequest(body, deadline=arrived + min(patience) if patience else None, caller=heard.lease.caller, lease=heard.lease)
+        demand_started(self.service)
+        codec = codec or self.codec
+        timeouts = [seconds for seconds in (heard.seconds_left, self.service.timeout) if seconds is not None]
+        deadline = self.service.clock() + min(timeouts) if timeouts else None
+        raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=heard.lease.caller, lease=heard.lease)
         del body  # the engine lets go of it once there are arrays
-
-        def parse(*args: Any) -> dict[str, Any]:
-            members = exchange.parse(*args)
-            if exchange.timeout is not None:
-                raw.deadline = min(raw.deadline or math.inf, arrived + exchange.timeout)
-            return members
-
-        raw.own = Codec("", parse, exchange.encode, ("max_grpc_bytes", self.largest))
-        try:
-            answer = await self.engine.attend(raw)
-        except RequestError as refusal:
-            raise placed(refusal, exchange.places) from None
+        answer = await self.service.engine.attend(raw)
         heard.phases, heard.about = answer.phases, answer.about
         reply = bytes(answer.pieces[0])
         heard.lease.resize(len(reply))
@@ -117,7 +106,7 @@ class Methods:
 
     def _layer(self, request: Any) -> Any:
         demand_version(request.version)
-        return self.engine.registry.find(request.name, at="/name")
+        return self.service.registry.find(request.name, at="/name")
 
 
 def _filled(message: Message, document: Any) -> Message:

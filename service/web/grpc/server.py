@@ -1,4 +1,4 @@
-"""The gRPC server: its port, its methods, health and reflection. On the event loop of the HTTP server, with the same engine."""
+"""The gRPC server: its port, its methods, health and reflection. On the event loop of the HTTP server, with the same service."""
 
 import re
 from collections.abc import AsyncIterator
@@ -12,10 +12,10 @@ import structlog
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 from service.web.grpc import reflection
-from service.web.grpc.admission import channel_options
 from service.web.grpc.calls import SERVICE, Calls, Surroundings
+from service.web.grpc.channel import channel_options
 from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
 from service.web.v2.description import Offer
@@ -25,7 +25,7 @@ log = structlog.get_logger("attend")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a port is served: bytes of the largest message, seconds in which a message must come, seconds for the calls in hand once the door
+    """How a port is served: bytes of the largest message, seconds in which a message must come, seconds for the calls in hand once the gate
     closes, and the files of certificate and key where only TLS is spoken."""
 
     largest: int
@@ -35,14 +35,14 @@ class Terms:
 
 
 @asynccontextmanager
-async def serving(engine: Engine, offer: Offer, address: str, terms: Terms, surroundings: Surroundings) -> AsyncIterator[None]:
-    """Listens until the engine's door closes, or the block ends; then takes no more calls, and gives those it has taken their time."""
+async def serving(service: Service, offer: Offer, address: str, terms: Terms, surroundings: Surroundings) -> AsyncIterator[None]:
+    """Listens until the service's gate closes, or the block ends; then takes no more calls, and gives those it has taken their time."""
     server = grpc.aio.server(options=channel_options(terms.largest, terms.seconds))
-    calls = Calls(engine, Methods(engine, offer, terms.largest), surroundings, terms.largest, terms.seconds)
-    checks = Health(engine, frozenset({SERVICE.full_name}), terms.largest, terms.seconds)
+    calls = Calls(service, Methods(service, offer, terms.largest), surroundings, terms.largest, terms.seconds)
+    checks = Health(service, frozenset({SERVICE.full_name}), terms.largest, terms.seconds)
     server.add_generic_rpc_handlers((calls.handler(), checks.handler()))
     names = (SERVICE.full_name, health.SERVICE_NAME, reflection.NAME)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.Reflection(engine.door, names, terms.seconds), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.Reflection(service.gate, names, terms.seconds), server)
     if terms.tls is None:
         port = server.add_insecure_port(address)
     else:
@@ -50,11 +50,11 @@ async def serving(engine: Engine, offer: Offer, address: str, terms: Terms, surr
         port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
     log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
-    engine.door.add(
+    service.gate.add(
         partial(server.stop, terms.grace)
     )  # with HTTP's, so that what one has in hand is not waited for after what the other has
     try:
         yield
     finally:
-        engine.stop_admitting()
-        await engine.door.closed()
+        service.stop_admitting()
+        await service.gate.closed()

@@ -1,28 +1,27 @@
-"""What surrounds every request: its id, its log line, its count, HEAD for every GET, and the net under unforeseen exceptions.
+"""The outermost layer, around every request: its id, log line and count, HEAD for every GET, and replies to exceptions.
 
-Plain ASGI: it sees headers and sizes, never a payload. A request's record travels in the scope, and the rooms behind leave in it
-what the log should say.
+Plain ASGI: it sees headers and sizes, never a payload. It reads the scope once, into a `Record`, which it hands to the endpoints that it
+calls itself, and leaves in the scope for FastAPI's routes.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from random import getrandbits
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import AttendError, CallerGone, TooLarge
-from service.serving.admission import Lease
-from service.serving.engine import Engine
 from service.serving.executor import is_out_of_memory
 from service.serving.metrics import Phases
+from service.serving.service import Service
 from service.web.connections import connection_of
-from service.web.errors import apology, out_of_memory, respond
+from service.web.errors import internal_error, out_of_memory, respond
 from service.web.middleware.guard import Guard
+from service.web.record import Record
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
@@ -36,21 +35,7 @@ V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/i
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
-@dataclass(slots=True)
-class Record:
-    """One request, as the log will tell it."""
-
-    request_id: str
-    status: int = 0
-    received: int = 0
-    whole: bool = False  # whether the body has been read to its end
-    sent: int = 0
-    reason: str = ""
-    detail: str = ""
-    key: str = ""  # the name of the caller's
-    lease: Lease | None = None  # the bytes that it holds, once it may hold any
-    phases: Phases | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
 
 
 class Traces(Protocol):
@@ -64,42 +49,42 @@ class Traces(Protocol):
 class Access:
     """The outermost layer of the application.
 
-    `hot` finds, by method and path, endpoints that are called from here: the framework's routing and its layers would cost a small
-    request a sixth of its time, and have nothing to add to it.
+    `hot` finds, by method and path, endpoints that are called from here: FastAPI's routing and its layers would cost a small request a
+    sixth of its time.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        engine: Engine,
+        service: Service,
         log_requests: bool,
-        hot: Callable[[str, str], ASGIApp | None],
+        hot: Callable[[str, str], Endpoint | None],
         guard: Guard | None = None,
         traces: Traces | None = None,
     ) -> None:
-        self.app, self.engine, self.log_requests, self.hot, self.guard, self.traces = app, engine, log_requests, hot, guard, traces
+        self.app, self.service, self.log_requests, self.hot, self.guard, self.traces = app, service, log_requests, hot, guard, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         started = time.monotonic()
-        record = scope["attend"] = Record(request_id(_given_id(scope)))
-        head, connection = scope["method"] == "HEAD", connection_of(scope)
+        record = scope["attend"] = record_of(scope)
+        head, connection = record.method == "HEAD", record.connection
         if head:  # a copy: the server below must go on knowing what was asked
             scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if message["status"] >= 400 and not record.whole and message["status"] != 504:  # which comes in time, if nothing else does
-                    await _drain_body(scope, receive)
+                    await _drain_body(record, receive)
                 record.status = message["status"]
                 headers = message["headers"]
                 if record.lease is not None:
                     record.lease.resize(_length(headers))
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
-                if self.engine.draining or self.engine.retiring:  # so that nobody sends a request on a connection about to be closed
+                if self.service.draining or self.service.retiring:  # so that nobody sends a request on a connection about to be closed
                     headers.append((b"connection", b"close"))
                 headers.append((b"x-request-id", record.request_id.encode()))
                 if self.traces is not None:
@@ -113,26 +98,28 @@ class Access:
             else:
                 await connection.send(send, message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self.traces is not None:
-            self.traces.begin(scope, path)
+            self.traces.begin(scope, record.path)
         try:
-            await self._answer(scope, path, record, receive, answer)
-            self._log_request(scope, path, record, time.monotonic() - started)
+            await self._answer(scope, record, receive, answer)
+            self._log_request(scope, record, time.monotonic() - started)
             if connection is not None and record.sent > SMALL:
                 await connection.sent()
         finally:
             if record.lease is not None:
                 record.lease.release()
 
-    async def _answer(self, scope: Scope, path: str, record: Record, receive: Receive, answer: Send) -> None:
-        """Has the request answered, whatever becomes of it."""
+    async def _answer(self, scope: Scope, record: Record, receive: Receive, answer: Send) -> None:
+        """Calls the endpoint; an exception becomes a refusal."""
         try:
             if scope["query_string"].count(b"&") >= QUERY_PARAMETERS:  # before the framework makes an object of each
                 raise TooLarge.where("", f"at most {QUERY_PARAMETERS} query parameters", "more")
             if self.guard is not None:
-                record.key = self.guard.check(scope, path)
-            await (self.hot(scope["method"], path) or self.app)(scope, receive, answer)
+                record.key = self.guard.check(record, scope["http_version"])
+            if (endpoint := self.hot(record.method, record.path)) is not None:
+                await endpoint(record, receive, answer)
+            else:
+                await self.app(scope, receive, answer)
         except CallerGone:
             record.reason = "CallerGone"
         except AttendError as error:
@@ -144,14 +131,14 @@ class Access:
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
-                await apology(scope)(scope, receive, answer)
+                await internal_error(scope)(scope, receive, answer)
 
-    def _log_request(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
-        self.engine.metrics.answered(endpoint(path), record.status, record.received, record.sent)
+    def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
+        self.service.metrics.answered(endpoint(record.path), record.status, record.received, record.sent)
         if record.reason:
-            self.engine.metrics.failed(record.reason)
+            self.service.metrics.failed(record.reason)
         if self.traces is not None:
-            self.traces.end(scope, path, record, seconds)
+            self.traces.end(scope, record.path, record, seconds)
         if self.log_requests:
             phases = {} if record.phases is None else milliseconds(record.phases)
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
@@ -159,8 +146,8 @@ class Access:
                 "request",
                 request_id=record.request_id,
                 method=scope["method"],
-                path=path,
-                client=scope["client"][0] if scope.get("client") else "",
+                path=record.path,
+                client=record.address,
                 key=record.key,
                 status=record.status,
                 ms=round(seconds * 1e3, 3),
@@ -172,9 +159,23 @@ class Access:
             )
 
 
-async def _drain_body(scope: Scope, receive: Receive) -> None:
-    """Reads on what a refused caller is still sending, up to a bound: one who is cut off in mid-sentence never sees the refusal."""
-    left = next((int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()), 0)
+def record_of(scope: Scope) -> Record:
+    """The record of a new request: what its scope says, read once."""
+    pairs = scope["headers"]
+    headers = dict(pairs)
+    given = headers.get(b"x-request-id")
+    address = scope["client"][0] if scope.get("client") else ""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    repeated = pairs if len(headers) != len(pairs) else ()
+    identity = request_id(None if given is None else given.decode("latin-1"))
+    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
+
+
+async def _drain_body(record: Record, receive: Receive) -> None:
+    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the caller reads the
+    reply."""
+    length = record.headers.get(b"content-length", b"")
+    left = int(length) if length.isdigit() else 0
     if left > DRAINED_BYTES:
         return
     while left > 0:
@@ -195,13 +196,6 @@ def request_id(given: str | None) -> str:
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
-def _given_id(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            return str(value, "latin-1")
-    return None
-
-
 @lru_cache(256)  # a server is asked for few paths, again and again
 def endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
@@ -216,4 +210,7 @@ def endpoint(path: str) -> str:
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
     """Bytes of the reply that has these headers, 0 where they do not say."""
-    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return 0

@@ -9,10 +9,9 @@ import ipaddress
 import re
 from collections.abc import Collection, Mapping
 
-from starlette.types import Scope
-
 from service.errors import Forbidden, MalformedRequest, Unauthenticated
 from service.web.keys import Keyring
+from service.web.record import Record
 from service.wire.negotiation import HTML, JSON, acceptable
 
 READING = frozenset({"GET", "HEAD"})
@@ -36,19 +35,19 @@ class Guard:
         self.hosts, self.origins, self.keyring = hosts, frozenset(origins), keyring
         self._known: set[bytes] = set()  # Host headers found to be good; few, since only those are kept that name an allowed host
 
-    def check(self, scope: Scope, path: str) -> str:
+    def check(self, record: Record, http_version: str) -> str:
         """The name of the caller's key, "" where none is needed. Raises MalformedRequest, Unauthenticated or Forbidden."""
-        headers = dict(scope["headers"])
+        headers, path, method = record.headers, record.path, record.method
         host = headers.get(b"host", b"")
-        if len(headers) != len(scope["headers"]) or not host:  # some stand twice, or there is no Host
-            _demand_one_host(scope)
+        if record.repeated or not host:
+            _demand_one_host(record, http_version)
         if self.hosts is not None and host not in self._known and host:
             self._demand_host(host)
         if self.keyring is not None:
-            shell = path == "/" and acceptable(headers.get(b"accept", b"").decode("latin-1"), (JSON, HTML)) == HTML
+            shell = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
             said = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-            return "" if shell else demand_key(self.keyring, said, scopes_for(scope["method"], path))
-        if b"origin" in headers and self.hosts is not None and scope["method"] not in READING:
+            return "" if shell else demand_key(self.keyring, said, scopes_for("GET" if method == "HEAD" else method, path))
+        if b"origin" in headers and self.hosts is not None and method not in READING:
             self._demand_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""
 
@@ -64,10 +63,10 @@ class Guard:
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
 
-def _demand_one_host(scope: Scope) -> None:
-    """With two, a proxy in front may have gone by the other; without, HTTP/1.1 allows no request."""
-    count = sum(name == b"host" for name, _ in scope["headers"])
-    if count > 1 or (count == 0 and scope["http_version"] == "1.1"):
+def _demand_one_host(record: Record, http_version: str) -> None:
+    """Raises MalformedRequest for two, of which a proxy may have used the other, and in HTTP/1.1 for none."""
+    count = sum(name == b"host" for name, _ in record.repeated) if record.repeated else int(b"host" in record.headers)
+    if count > 1 or (count == 0 and http_version == "1.1"):
         raise MalformedRequest.where("", "one Host header", f"{count or 'no'}")
 
 

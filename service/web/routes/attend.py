@@ -1,20 +1,21 @@
 """POST /attend, POST /attend/analysis and POST /attend/plan.
 
-The first two are plain ASGI endpoints, called before any routing: a body of megabytes is no business of FastAPI's machinery, which
-would make a Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
+The first two are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
+Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from service.errors import NotReady
-from service.serving.engine import Engine
 from service.serving.requests import EncodedReply, RawRequest
+from service.serving.service import Service
 from service.web.errors import PROBLEM_JSON
 from service.web.openapi.examples import ANALYSIS, ATTEND, PLAN
+from service.web.record import Record
 from service.web.request_reader import read
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisReply
@@ -25,37 +26,33 @@ BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
-    """A hot endpoint: `answer` is the engine's method for it."""
+    """An endpoint that bypasses FastAPI: `answer` is the engine's method for it."""
 
-    def __init__(self, engine: Engine, answer: Callable[[RawRequest], Awaitable[EncodedReply]]) -> None:
-        self.engine, self.answer = engine, answer
+    def __init__(self, service: Service, answer: Callable[[RawRequest], Awaitable[EncodedReply]]) -> None:
+        self.service, self.answer = service, answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        demand_started(self.engine)
-        raw = await read(scope, receive, self.engine)
-        answer = await self.answer(raw)
-        await send_answer(answer, raw, [(b"content-type", raw.reply_form.encode())], scope, send)
+    async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
+        demand_started(self.service)
+        raw = await read(record, receive, self.service)
+        await send_reply(await self.answer(raw), record, send)
 
 
-async def send_answer(answer: EncodedReply, raw: RawRequest, start: list[tuple[bytes, bytes]], scope: Scope, send: Send) -> None:
-    """Sends a reply, a large one piece by piece; `start` are the headers that say what it is."""
-    record = scope["attend"]
-    record.phases, record.about = answer.phases, answer.about
-    size = sum(map(len, answer.pieces))
-    pieces = answer.pieces if size > JOINED else [b"".join(answer.pieces)]
-    start.append((b"content-length", str(size).encode()))
-    start.append((b"server-timing", answer.phases.server_timing().encode()))
-    if raw.reply_coding:
-        start.append((b"content-encoding", raw.reply_coding.encode()))
-    await send({"type": "http.response.start", "status": 200, "headers": start})
+async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
+    """Sends a reply, a large one piece by piece."""
+    record.phases, record.about = reply.phases, reply.about
+    size = sum(map(len, reply.pieces))
+    pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]
+    timing = (b"server-timing", reply.phases.server_timing().encode())
+    headers = [*reply.headers, (b"content-length", b"%d" % size), timing]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     for piece in pieces[:-1]:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": pieces[-1]})
 
 
-def demand_started(engine: Engine) -> None:
+def demand_started(service: Service) -> None:
     """Raises NotReady before the configured layers are loaded and warm. A server about to leave still takes what comes."""
-    if not engine.started:
+    if not service.started:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
@@ -99,7 +96,7 @@ def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[in
     return {status: {"description": words[status], "content": content} for status in statuses}
 
 
-def install(app: FastAPI, engine: Engine) -> None:
+def install(app: FastAPI, service: Service) -> None:
     """Adds the route of the plan, and the one that documents the hot endpoint."""
 
     @app.post(
@@ -134,5 +131,5 @@ def install(app: FastAPI, engine: Engine) -> None:
     async def plan(request: Request) -> Plan:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
         /attend/analysis. Computes nothing."""
-        demand_started(engine)
-        return await engine.plan(await read(request.scope, request.receive, engine))
+        demand_started(service)
+        return await service.engine.plan(await read(request.scope["attend"], request.receive, service))

@@ -1,19 +1,19 @@
 """POST /attend/figure."""
 
-from functools import partial
-
 from fastapi import FastAPI, Request, Response
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 from service.web.openapi.examples import FIGURE
-from service.web.request_reader import read
+from service.web.record import Record
+from service.web.request_reader import read_as
 from service.web.routes.attend import demand_started, refusals, takes
-from service.wire.negotiation import PICTURES, acceptable
+from service.wire.codec import CODECS
+from service.wire.negotiation import PICTURES, acceptable, form_of_body
 
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
-def install(app: FastAPI, engine: Engine) -> None:
+def install(app: FastAPI, service: Service) -> None:
     """Adds the route."""
 
     @app.post(
@@ -28,16 +28,12 @@ def install(app: FastAPI, engine: Engine) -> None:
     )
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        demand_started(engine)
-        raw = await read(request.scope, request.receive, engine, form_of_reply=partial(acceptable, supported=tuple(PICTURES)))
-        answer = await engine.figure(raw)
-        record = request.scope["attend"]
-        record.phases, record.about = answer.phases, answer.about
-        headers = {
-            "Server-Timing": answer.phases.server_timing(),
-            "X-Content-Type-Options": "nosniff",
-            "Content-Security-Policy": PAGE_POLICY,
-        }
-        if raw.reply_coding:
-            headers["Content-Encoding"] = raw.reply_coding
-        return Response(b"".join(answer.pieces), 200, headers, media_type=answer.media_type)
+        demand_started(service)
+        record: Record = request.scope["attend"]
+        codec = CODECS[form_of_body(record.header(b"content-type"))]
+        accepted = {"accept": acceptable(record.header(b"accept"), tuple(PICTURES))}
+        reply = await service.engine.figure(await read_as(codec, codec, accepted, record, request.receive, service))
+        record.phases, record.about = reply.phases, reply.about
+        headers = {name.decode(): value.decode() for name, value in reply.headers}
+        headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}
+        return Response(b"".join(reply.pieces), 200, headers)

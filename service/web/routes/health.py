@@ -2,10 +2,10 @@
 
 from fastapi import FastAPI, Response
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 
 
-def install(app: FastAPI, engine: Engine) -> None:
+def install(app: FastAPI, service: Service) -> None:
     """Adds the routes."""
 
     @app.get("/health/live", tags=["operation"], response_model=dict[str, bool])
@@ -21,7 +21,7 @@ def install(app: FastAPI, engine: Engine) -> None:
     )
     async def ready(response: Response) -> dict[str, bool]:
         """Every configured layer is loaded and warm, and the device computes: a tiny call does, if nothing else has just done."""
-        ready = await engine.answers()
+        ready = await service.answers()
         response.status_code = 200 if ready else 503
         return {"ready": ready}
 
@@ -33,11 +33,11 @@ def install(app: FastAPI, engine: Engine) -> None:
     )
     async def startup(response: Response) -> dict[str, bool]:
         """Starting is over; probes of readiness and liveness may begin."""
-        response.status_code = 200 if engine.started else 503
-        return {"started": engine.started}
+        response.status_code = 200 if service.started else 503
+        return {"started": service.started}
 
     @app.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Prometheus metrics."""
-        engine.sample()
-        return Response(engine.metrics.text(), media_type=engine.metrics.content_type)
+        service.sample()
+        return Response(service.metrics.text(), media_type=service.metrics.content_type)

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from service.errors import InvalidRequest, Problem
-from service.serving.engine import Engine
 from service.serving.layers.files import Source
+from service.serving.service import Service
 from service.web.openapi.examples import PUT_TINY
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import BINARY, demand_started, refusals, takes
@@ -39,7 +39,7 @@ def demand_query(names: Sequence[str]) -> None:
         raise InvalidRequest(problems=problems)
 
 
-def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
+def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
     """Adds the routes; `why_not` is raised where layers cannot be changed over HTTP."""
 
     def demand_writable() -> None:
@@ -49,12 +49,12 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:
         """The layers that are held, and those that are unloaded."""
-        return Layers(layers=engine.registry.documents())
+        return Layers(layers=service.registry.documents())
 
     @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=refusals(404))
     async def get_layer(name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
-        return engine.registry.document(name)
+        return service.registry.document(name)
 
     @app.put(
         "/layers/{name}",
@@ -81,9 +81,9 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
         demand_writable()
         demand_name(name)
         demand_query([name for name, _ in request.query_params.multi_items()])
-        demand_started(engine)
-        raw = await read(request.scope, request.receive, engine, layer=True)
-        layer, new = await engine.put_layer(name, raw, Source(layout, prefix, spec))
+        demand_started(service)
+        raw = await read(request.scope["attend"], request.receive, service, layer=True)
+        layer, new = await service.put_layer(name, raw, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return layer.document()
 
@@ -95,9 +95,9 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
-        pieces = await engine.export_layer(name)
+        pieces = await service.export_layer(name)
         size = sum(map(len, pieces))
-        lease_of(request.scope, engine).add(size)  # a layer that is replaced meanwhile stays in memory until its reader is done
+        lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until its reader is done
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
@@ -105,8 +105,8 @@ def install(app: FastAPI, engine: Engine, why_not: Exception | None) -> None:
     async def delete_layer(name: str, request: Request) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         demand_writable()
-        demand_started(engine)
-        await engine.delete_layer(name, deadline_of(request.scope, engine))
+        demand_started(service)
+        await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
 async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:

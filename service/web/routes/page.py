@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from service import __version__
-from service.serving.engine import Engine
+from service.serving.service import Service
 from service.wire.negotiation import HTML, JSON, acceptable
 
 FOLDERS = ("web/page", "assets")
@@ -56,7 +56,7 @@ def page_files() -> Mapping[str, File]:
     return found
 
 
-def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
+def install(app: FastAPI, service: Service, about: dict[str, Any]) -> None:
     """Adds the routes; `about` is what the index tells beside the layers."""
 
     @app.get(
@@ -69,7 +69,7 @@ def install(app: FastAPI, engine: Engine, about: dict[str, Any]) -> None:
         """Version, threads, limits, layers; in a browser, a page to look at heads with."""
         if acceptable(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
             return _served(request, "index.html", {"Vary": "Accept"})
-        layers = [layer.name for layer in engine.registry.all()]
+        layers = [layer.name for layer in service.registry.all()]
         document = {"name": "attend", "version": __version__, "contract": CONTRACT, **about, "layers": layers, "documentation": "/docs"}
         return JSONResponse(document, headers={"Vary": "Accept"})
 

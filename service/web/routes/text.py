@@ -3,7 +3,7 @@
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 from service.serving.text import TextEncoder
 from service.web.openapi.examples import WORDS
 from service.web.request_reader import read
@@ -14,9 +14,9 @@ from service.wire.schemas.text import Vocabulary, Words
 LARGEST = 1 << 20  # bytes of a body: of the longest text, each character written as an escape
 
 
-def install(app: FastAPI, engine: Engine, model: bool) -> None:
+def install(app: FastAPI, service: Service, model: bool) -> None:
     """Adds the routes; `model` is whether layers of the installed model may be made on demand."""
-    dictionary = TextEncoder(engine, model)
+    dictionary = TextEncoder(service, model)
 
     @app.get("/words", tags=["words"], response_model=Vocabulary)
     async def get_words() -> Vocabulary:
@@ -32,6 +32,6 @@ def install(app: FastAPI, engine: Engine, model: bool) -> None:
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
-        demand_started(engine)
-        words = await dictionary.read(await read(request.scope, request.receive, engine, largest=LARGEST))
+        demand_started(service)
+        words = await dictionary.read(await read(request.scope["attend"], request.receive, service, largest=LARGEST))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from service import __version__
 from service.serving.cost import largest_batch
-from service.serving.engine import Engine
 from service.serving.layers.registry import HeldLayer
-from service.serving.statistics import Row, Tally
+from service.serving.service import Service
 from service.serving.statistics import Statistics as Counted
+from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.attend import LayerDocument
@@ -81,7 +81,7 @@ def metadata_of(layer: HeldLayer) -> ModelMetadata:
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
-def config_of(layer: HeldLayer, engine: Engine, largest: int) -> ModelConfig:
+def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
     """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes: a message
     has at most `largest`."""
     spec = layer.spec
@@ -92,28 +92,29 @@ def config_of(layer: HeldLayer, engine: Engine, largest: int) -> ModelConfig:
         name=layer.name,
         platform=PLATFORM,
         version_policy={"specific": {"versions": [int(VERSION)]}},
-        max_batch_size=max(1, min(room, largest_batch(spec, engine.limits))),
+        max_batch_size=max(1, min(room, largest_batch(spec, service.limits))),
         input=[_config(tensor, tensor.name not in required) for tensor in _inputs(spec)],
         output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in BY_DEFAULT],
         dynamic_batching={
-            "max_queue_delay_microseconds": round(engine.scheduler.limits.delay * 1e6),
+            "max_queue_delay_microseconds": round(service.scheduler.limits.delay * 1e6),
             "default_queue_policy": {"allow_timeout_override": True},
         },
         model_transaction_policy={"decoupled": False},
     )
 
 
-def statistics_of(engine: Engine, layers: Sequence[HeldLayer], workers: int) -> Statistics:
+def statistics_of(service: Service, layers: Sequence[HeldLayer], workers: int) -> Statistics:
     """What has been counted of these models since the server started, by all its `workers`."""
-    counted = engine.statistics.all()
+    counted = service.statistics.all()
     return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
 
 
 def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatistics:
     spec, device, answered = layer.spec, layer.attention.device, counted.answered
-    durations = {name: _duration(answered.phase(phase)) for name, phase in PHASES.items()}
+    durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in PHASES.items()}
     nothing = Duration(count=0, ns=0)
-    outcomes = {"success": _duration(answered.phase("whole")), "fail": _duration(counted.failed.phase("whole"))}
+    ended = {"success": answered, "fail": counted.failed}
+    outcomes = {name: Duration(count=totals.calls, ns=totals.total) for name, totals in ended.items()}
     batches = [_batch(size, row) for size, row in counted.batches.items()]
     size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
@@ -121,7 +122,7 @@ def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatis
         version=VERSION,
         last_inference=answered.last,
         inference_count=answered.items,
-        execution_count=counted.executions,
+        execution_count=answered.executions,
         inference_stats={**outcomes, **durations, "cache_hit": nothing, "cache_miss": nothing},
         response_stats={},
         batch_stats=batches,
@@ -129,9 +130,9 @@ def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatis
     )
 
 
-def _batch(size: int, row: Row) -> BatchStatistics:
+def _batch(size: int, row: Totals) -> BatchStatistics:
     """Of executions, not of calls: what each took once, and what reading and writing took for all its calls together."""
-    spent = {"compute_input": row.decode, "compute_infer": row.executing, "compute_output": row.encode}
+    spent = {"compute_input": row.decode, "compute_infer": row.execution, "compute_output": row.encode}
     return BatchStatistics(batch_size=size, **{name: Duration(count=row.executions, ns=ns) for name, ns in spent.items()})
 
 
@@ -179,7 +180,3 @@ def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:
     return ConfigTensor(name=tensor.name, data_type=f"TYPE_{tensor.datatype}", dims=tensor.shape[1:], optional=optional)
-
-
-def _duration(tally: Tally) -> Duration:
-    return Duration(count=tally.count, ns=tally.ns)

@@ -1,79 +1,48 @@
-"""POST /v2/models/{name}/infer, with or without /versions/1: plain ASGI and called before any routing, as POST /attend is.
+"""POST /v2/models/{name}/infer, with or without /versions/1: called before any routing, as POST /attend is.
 
-What the body is, the header Inference-Header-Content-Length says. Content-Type and Accept say nothing here: clients of this protocol send
-none, or any.
+The header Inference-Header-Content-Length says what the body is. Content-Type and Accept are ignored: clients send none, or any.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
-from service.errors import LayerNotFound, MalformedBody, RequestError
-from service.serving.engine import Engine
-from service.serving.requests import RawRequest
+from service.errors import LayerNotFound, MalformedBody
+from service.serving.service import Service
+from service.web.record import Record
 from service.web.request_reader import read_as
-from service.web.routes.attend import demand_started, send_answer
-from service.wire.codec import Codec
-from service.wire.negotiation import JSON
+from service.web.routes.attend import demand_started, send_reply
 from service.wire.problems import shown
-from service.wire.v2.error_paths import placed
-from service.wire.v2.exchange import Exchange
+from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.parameters import VERSION
 
-PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
-BYTES = "application/octet-stream"
-LENGTH = b"inference-header-content-length"
+MODELS = "/v2/models/"
+PATH = re.compile(rf"{MODELS}([^/]+)(?:/versions/([^/]+))?/infer/?")
+CODEC = V2Codec()
 
 
 class Infer:
-    """The hot endpoint."""
+    """An endpoint that bypasses FastAPI."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        demand_started(self.engine)
-        found = PATH.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
+    async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
+        demand_started(self.service)
+        found = PATH.fullmatch(record.path)
         assert found is not None, "called for such paths alone"
-        model = found[1]
-        self.engine.registry.find(model, at="")
+        self.service.registry.find(found[1], at="")
         demand_version(found[2])
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        exchange = Exchange(model, _header_length(headers, scope))
-        raw = await read_as(JSON, JSON, headers, scope, receive, self.engine)
-        raw.own = Codec(JSON, self._timed(exchange, raw), exchange.encode)
-        try:
-            answer = await self.engine.attend(raw)
-        except RequestError as refusal:
-            raise placed(refusal, exchange.places) from None
-        length = exchange.reply_header_length
-        start = [(b"content-type", JSON.encode() if length is None else BYTES.encode())]
-        if length is not None:
-            start.append((LENGTH, str(length).encode()))
-        await send_answer(answer, raw, start, scope, send)
-
-    def _timed(self, exchange: Exchange, raw: RawRequest) -> Callable[..., dict[str, Any]]:
-        """`exchange.parse`, which also sets the deadline that the body may hold. The earlier one counts."""
-        arrived = self.engine.clock()
-
-        def parse(*args: Any) -> dict[str, Any]:
-            members = exchange.parse(*args)
-            if exchange.timeout is not None:
-                raw.deadline = min(raw.deadline or math.inf, arrived + exchange.timeout)
-            return members
-
-        return parse
+        parameters = {"model": found[1], "header_length": _header_length(record)}
+        raw = await read_as(CODEC, CODEC, parameters, record, receive, self.service)
+        await send_reply(await self.service.engine.attend(raw), record, send)
 
 
-def _header_length(headers: Mapping[bytes, str], scope: Scope) -> str:
-    """What the header of that name says, "" without one. Raises MalformedBody where two of them differ: a proxy may have read the other."""
-    length = headers.get(LENGTH, "")
-    if LENGTH in headers and any(name == LENGTH and value.decode("latin-1") != length for name, value in scope["headers"]):
+def _header_length(record: Record) -> str:
+    """Inference-Header-Content-Length, "" without one. Raises MalformedBody where two of them differ: a proxy may have read the other."""
+    if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
         raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
-    return length
+    return record.header(HEADER_LENGTH)
 
 
 def demand_version(version: str | None) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from service.errors import InvalidRequest, LayerNotFound, RequestError
-from service.serving.engine import Engine
-from service.serving.requests import RawRequest
+from service.errors import InvalidRequest, RequestError
+from service.serving.requests import NO_PARAMETERS, RawRequest
+from service.serving.service import Service
 from service.web.openapi.examples import LOAD
 from service.web.request_reader import read_as
 from service.web.routes.attend import demand_started, takes
 from service.web.routes.layers import NewName, demand_name
 from service.web.v2.description import Offer, index_of
 from service.web.v2.routes import refusals
+from service.wire.codec import CODECS
 from service.wire.negotiation import JSON
 from service.wire.problems import shown
-from service.wire.v2.error_paths import Places, placed
+from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.parameters import demand_known, read_nested
 from service.wire.v2.schemas import RepositoryModel
 
@@ -26,7 +27,7 @@ LARGEST = 1 << 16  # bytes of a body, as it came and unpacked: a spec has some h
 MODEL = "/v2/repository/models/{name}"
 
 
-def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
+def install(app: FastAPI, service: Service, offer: Offer) -> None:
     """Adds the routes."""
 
     @app.post(
@@ -38,11 +39,11 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     )
     async def index(request: Request) -> list[RepositoryModel]:
         """The models that are held, which are ready, and unless a body says {"ready": true} the unloaded ones, which are unavailable."""
-        document = await _document(request, engine)
+        document = await _document(request, service)
         demand_known(document, ("ready",), "")
         if not isinstance(ready := document.get("ready", False), bool):
             raise InvalidRequest.where("/ready", "true or false", shown(ready))
-        return index_of(engine.registry.documents(), ready)
+        return index_of(service.registry.documents(), ready)
 
     @app.post(
         f"{MODEL}/load",
@@ -55,7 +56,7 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         """Makes or replaces a layer by the LayerSpec in `parameters.config`, or makes an unloaded one available; it serves when the reply
         comes."""
         offer.demand_writable()
-        await load_layer(engine, name, await _parameters(request, engine))
+        await load_layer(service, name, await _parameters(request, service))
         return Response()
 
     @app.post(
@@ -69,35 +70,33 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
         """Makes a layer unavailable, and keeps it: `load` brings it back, DELETE /layers/{name} removes it. Calls that are bound to it are
         still answered."""
         offer.demand_writable()
-        await unload_layer(engine, name, await _parameters(request, engine))
+        await unload_layer(service, name, await _parameters(request, service))
         return Response()
 
 
-async def load_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
+async def load_layer(service: Service, name: str, parameters: Mapping[str, Any]) -> None:
     """Makes the layer that the LayerSpec `config` among the parameters, JSON text, says; without one, the unloaded one of that name."""
-    demand_started(engine)
+    demand_started(service)
     demand_known(parameters, ("config",), "/parameters")
     if (config := parameters.get("config")) is None:
-        await engine.load_layer(name)
+        await service.loader.load(name)
         return
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
     demand_name(name)
     await run_in_threadpool(read_nested, config, "/parameters/config")  # one document, not the middle of another
     try:
-        await engine.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
+        await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
         raise _of_config(refusal) from None
 
 
-async def unload_layer(engine: Engine, name: str, parameters: Mapping[str, Any]) -> None:
-    """Unloads the layer. `unload_dependents` asks for what is so anyway."""
-    demand_started(engine)
+async def unload_layer(service: Service, name: str, parameters: Mapping[str, Any]) -> None:
+    """Unloads the layer. `unload_dependents` changes nothing: no layer depends on another."""
+    demand_started(service)
     demand_known(parameters, ("unload_dependents",), "/parameters")
-    try:
-        await engine.unload_layer(name)
-    except LayerNotFound as refusal:
-        raise placed(refusal, Places()) from None
+    with V2ErrorPaths():
+        await service.loader.unload(name)
 
 
 def _of_config(refusal: RequestError) -> RequestError:
@@ -107,15 +106,15 @@ def _of_config(refusal: RequestError) -> RequestError:
     return type(refusal)(problems=[replace(p, at="/parameters/config" + p.at.removeprefix("/spec")) for p in refusal.problems])
 
 
-async def _document(request: Request, engine: Engine) -> dict[str, Any]:
+async def _document(request: Request, service: Service) -> dict[str, Any]:
     """The JSON object that the body is; an empty one where there is none."""
-    headers = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
-    raw = await read_as(JSON, JSON, headers, request.scope, request.receive, engine, largest=LARGEST)
-    return await engine.read_object(raw, LARGEST)
+    limit = ("", LARGEST) if service.wire_limits.body_bytes > LARGEST else None
+    raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
+    return await service.read_object(raw, LARGEST)
 
 
-async def _parameters(request: Request, engine: Engine) -> dict[str, Any]:
-    document = await _document(request, engine)
+async def _parameters(request: Request, service: Service) -> dict[str, Any]:
+    document = await _document(request, service)
     demand_known(document, ("parameters",), "")
     parameters = document.get("parameters")
     if parameters is None:

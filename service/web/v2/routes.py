@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from service.serving.engine import Engine
+from service.serving.service import Service
 from service.web.openapi.examples import INFER
 from service.web.routes.attend import refusals_as, schema, takes
 from service.web.v2.description import Offer, config_of, metadata_of, statistics_of
@@ -35,7 +35,7 @@ def health_of(ready: bool) -> Health:
     return Health(live=True, ready=ready, error=None if ready else "not ready")
 
 
-def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
+def install(app: FastAPI, service: Service, offer: Offer) -> None:
     """Adds the routes."""
 
     @app.get("/v2", **V2, response_model=ServerMetadata)
@@ -46,12 +46,12 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get("/v2/health/live", **V2, response_model=Health)
     async def live() -> Health:
         """The process answers. `ready` is without asking the device."""
-        return health_of(engine.ready and len(engine.registry) > 0)
+        return health_of(service.ready and len(service.registry) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
         """Every layer is loaded and warm, there is one, and the device computes, as for /health/ready."""
-        good = await engine.serves()
+        good = await service.serves()
         response.status_code = 200 if good else 503
         return health_of(good)
 
@@ -59,15 +59,15 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     async def all_statistics() -> Response:
         """Statistics of every model."""
         offer.demand_statistics()
-        layers = engine.registry.all()
-        text = await run_in_threadpool(lambda: statistics_of(engine, layers, offer.workers).model_dump_json())  # long, for many layers
+        layers = service.registry.all()
+        text = await run_in_threadpool(lambda: statistics_of(service, layers, offer.workers).model_dump_json())  # long, for many layers
         return Response(text, media_type=JSON)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404, 409))
     async def model(name: str) -> ModelMetadata:
         """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
-        return metadata_of(engine.registry.find(name, at=""))
+        return metadata_of(service.registry.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
     @app.get(
@@ -78,8 +78,8 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
-        engine.registry.find(name, at="")
-        good = await engine.answers()
+        service.registry.find(name, at="")
+        good = await service.answers()
         response.status_code = 200 if good else 503
         return ModelReady(name=name, ready=good)
 
@@ -87,14 +87,14 @@ def install(app: FastAPI, engine: Engine, offer: Offer) -> None:
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404, 409))
     async def config(name: str) -> ModelConfig:
         """What Triton's clients want to know before they call."""
-        return config_of(engine.registry.find(name, at=""), engine, engine.wire_limits.body_bytes)
+        return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
     @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=refusals(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         offer.demand_statistics()
-        return statistics_of(engine, [engine.registry.find(name, at="")], offer.workers)
+        return statistics_of(service, [service.registry.find(name, at="")], offer.workers)
 
     @app.post(
         f"{MODEL}/infer",

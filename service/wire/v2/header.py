@@ -1,78 +1,176 @@
-"""The JSON part of a V2 request: names, shapes, datatypes, parameters, and the numbers of those tensors that are given in it.
+"""The members of a V2 request's JSON -> `V2Header`. The numbers of tensors are not read here."""
 
-As for a request in JSON, simdjson reads it, and hands the numbers over as blocks.
-"""
-
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import simdjson
-
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.wire.json.cuts import CutList, Cuts
-from service.wire.json.pieces import WORTHWHILE
-from service.wire.json.reader import Reader, parse_object
-from service.wire.limits import WireLimits
-from service.wire.problems import pointer, shown
-from service.wire.v2.parameters import demand_known
+from service.wire.json.reader import shape_of
+from service.wire.problems import HALF, is_unicode, shown
+from service.wire.v2.error_paths import InputPath, V2ErrorPaths
+from service.wire.v2.parameters import (
+    BY_DEFAULT,
+    IGNORED,
+    KEYS,
+    VERSION,
+    datatype_named,
+    demand_input,
+    demand_known,
+    kind_of,
+    members_of,
+    refuse_decimals,
+    seconds_of,
+)
+from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 
+REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
+OUTPUT = ("name", "parameters")
 INPUTS = 64  # of one request; each has a name of its own, and there are not as many
 
 
-def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader]:
-    """The members of the header, and what makes arrays of those `data` that it holds: they stand where they stood, as proxies.
+@dataclass(frozen=True, slots=True)
+class V2ReplyFormat:
+    """What a reply needs of its request."""
 
-    To be dropped before this thread parses again. Raises MalformedBody, TooLarge (depth) or InvalidRequest.
+    model: str
+    id: str | None  # the reply repeats it
+    outputs: Sequence[str] = ()  # the names asked for, none where the caller left them open
+    binary: bool = False  # whether outputs go as bytes, unless `binary_outputs` says otherwise
+    binary_outputs: Mapping[str, bool] | None = None
+    marks_final: bool = False  # in a stream: whether the reply says that it is the last one to its request
+
+    def in_text(self, name: str) -> bool:
+        """Whether an output goes in the JSON."""
+        if not self.binary_outputs:
+            return not self.binary
+        return not self.binary_outputs.get(name, self.binary_outputs.get(name.partition(".")[0], self.binary))
+
+
+@dataclass(frozen=True, slots=True)
+class V2Header:
+    """A parsed header. `members` are those of a request for attention, without its arrays, in the order of the inputs."""
+
+    members: Mapping[str, Any]
+    binary_tensors: Mapping[str, BinaryTensor]  # by name, in the order of their bytes
+    json_tensors: Mapping[str, JsonTensor]
+    timeout: float | None  # seconds
+    reply_format: V2ReplyFormat
+    error_paths: V2ErrorPaths
+
+
+def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Header:
+    """The header with these members, of a request to that model, with `following` bytes after the JSON.
+
+    Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    if len(text) < WORTHWHILE:
-        document, reader = parse_object(text, limits), Reader(text, {}, limits)
-    else:
-        cuts = Cuts(text, {"data"}, limits)
-        document, reader = parse_object(cuts.rest, limits, cuts.place_of), Reader(cuts.rest, {}, limits, cut=cuts.values)
-    members: dict[str, Any] = {}
-    for key in _keys(document, "", limits):
-        value = document[key]
-        members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
-    return members, reader
-
-
-def has_lists(data: Any) -> bool:
-    """Whether an input's data begins with a list of its own."""
-    if isinstance(data, CutList):
-        return data.nested
-    return isinstance(data, simdjson.Array | list) and len(data) > 0 and isinstance(data[0], simdjson.Array | list)
-
-
-def _inputs(value: Any, reader: Reader) -> Any:
-    if not isinstance(value, simdjson.Array | list):
-        return reader.plain(value, "/inputs", {}, 2)
-    if len(value) > INPUTS:
-        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(value)))
-    reader.brackets += 1
-    inputs = []
-    for i, item in enumerate(value):
-        at = f"/inputs/{i}"
-        if isinstance(item, simdjson.Object | dict):
-            keys = _keys(item, at, reader.limits)
-            demand_known(keys, INPUT, at)  # looking up each member takes a walk along all of them
-            entry = {key: item[key] for key in keys}
-            inputs.append(
-                {key: reader.uncut(part) if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()}
-            )
+    demand_known(header, REQUEST, "")
+    for name, value in (("model_name", model), ("model_version", VERSION)):
+        if header.get(name) not in (None, value):
+            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
+    inputs = header.get("inputs")
+    if not isinstance(inputs, list) or not inputs:
+        raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
+    if len(inputs) > INPUTS:
+        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(inputs)))
+    paths: list[InputPath] = []
+    binary_tensors: dict[str, BinaryTensor] = {}
+    json_tensors: dict[str, JsonTensor] = {}
+    position = 0
+    for i, entry in enumerate(inputs):
+        path, tensor = _input(entry, i, position, following)
+        paths.append(path)
+        if isinstance(tensor, BinaryTensor):
+            binary_tensors[path.name] = tensor
+            position = tensor.stop
         else:
-            inputs.append(reader.plain(item, at, {}, 3))
-    return inputs
+            json_tensors[path.name] = tensor
+    if position != following:
+        raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
+    parameters = _parameters(header, "")
+    request_id, timeout = _id(header.get("id")), seconds_of(parameters)
+    binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
+    outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
+    members = members_of(model, [(path.name, ...) for path in paths], parameters, outputs)
+    reply_format = V2ReplyFormat(model, request_id, tuple(outputs), binary, binary_outputs)
+    if not any(reply_format.in_text(name) for name in outputs or BY_DEFAULT if name != KEYS):
+        refuse_decimals(members)
+    return V2Header(members, binary_tensors, json_tensors, timeout, reply_format, V2ErrorPaths(tuple(paths)))
 
 
-def _keys(proxy: Any, at: str, limits: WireLimits) -> list[str]:
-    """The keys of an object, each of which stands there once."""
-    if len(proxy) > limits.tensors:
-        raise TooLarge.where(at, f"an object of at most {limits.tensors} members (max_tensors)", str(len(proxy)))
-    seen: dict[str, None] = {}
-    for key in proxy.keys():  # noqa: SIM118  # a proxy is no iterable
-        if key in seen:
-            raise MalformedBody.where(at + pointer([key]), "each key once", f'"{key}" twice')
-        if "\0" in key:  # simdjson would look up what stands before it
-            raise InvalidRequest.where(at, "no null character in a name", shown(key))
-        seen[key] = None
-    return list(seen)
+def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
+    """One input: its path, and where its numbers are."""
+    at = f"/inputs/{i}"
+    demand_known(_object(entry, at), INPUT, at)
+    name = _name(entry, at)
+    demand_input(name, f"{at}/name")
+    row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
+    shape = shape_of(entry.get("shape", ...), f"{at}/shape")
+    parameters, in_text = _parameters(entry, at), entry.get("data") is not None
+    demand_known(parameters, IGNORED["input"], f"{at}/parameters")
+    size = parameters.get("binary_data_size")
+    if in_text == (size is not None):
+        raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
+    if in_text:
+        data = entry["data"]
+        nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
+        return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), row, shape, data)
+    wanted = math.prod(shape) * row.size
+    if type(size) is not int or size != wanted:
+        expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
+        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))
+    if size > (left := following - position):
+        raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(left))
+    return InputPath(name, shape), BinaryTensor(row, shape, position, position + size, at)
+
+
+def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
+    """The names asked for, and for which of them the caller says whether they go as bytes."""
+    if not isinstance(entries, list):
+        raise InvalidRequest.where("/outputs", "a list of outputs", shown(entries))
+    names, binary = [], {}
+    for i, entry in enumerate(entries):
+        at = f"/outputs/{i}"
+        demand_known(_object(entry, at), OUTPUT, at)
+        name, parameters = _name(entry, at), _parameters(entry, at)
+        demand_known(parameters, IGNORED["output"], f"{at}/parameters")
+        if "binary_data" in parameters:
+            binary[name] = _flag(parameters["binary_data"], f"{at}/parameters/binary_data")
+        names.append(name)
+    return names, binary
+
+
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest.where(at, "an object", shown(value))
+    return value
+
+
+def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """The parameters of a request, an input or an output; null says that there are none."""
+    value = holder.get("parameters")
+    return {} if value is None else _object(value, f"{at}/parameters")
+
+
+def _name(entry: Mapping[str, Any], at: str) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str):
+        raise InvalidRequest.where(f"{at}/name", "a string", shown(name) if "name" in entry else "nothing")
+    return name
+
+
+def _flag(value: Any, at: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest.where(at, "true or false", shown(value))
+    return value
+
+
+def _id(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InvalidRequest.where("/id", "a string", shown(value))
+    if not is_unicode(value):  # the reply repeats it
+        raise InvalidRequest.where("/id", "a string of Unicode text", HALF)
+    return value

@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from live import start_server  # noqa: E402  # found only now
+from support.server import start_server  # noqa: E402  # found only now
 
 server = start_server("--grpc-port", "0")
 try:

@@ -1,0 +1,40 @@
+"""Refusals of checkpoints: JSON pointers to tensors and spec fields, and lists short enough to read."""
+
+from collections.abc import Iterable, Sequence
+
+from service.errors import InvalidRequest, Problem
+from service.tensors import Array
+
+MAX_LISTED = 8
+
+
+def _escaped(segment: str) -> str:
+    """One segment of a JSON pointer (RFC 6901)."""
+    return segment.replace("~", "~0").replace("/", "~1")
+
+
+def weight_pointer(name: str) -> str:
+    return f"/weights/{_escaped(name)}"
+
+
+def field_pointer(*path: str) -> str:
+    return "/spec/" + "/".join(map(_escaped, path))
+
+
+def shape_of(array: Array) -> str:
+    return f"shape {list(array.shape)}"
+
+
+def listed(items: Iterable[str], none: str = "none") -> str:
+    """The first few and the number of others: "a, b, c and 9 more"."""
+    every = list(dict.fromkeys(items))
+    more = len(every) - MAX_LISTED
+    return (", ".join(every[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")) or none
+
+
+def refuse_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
+    """One refusal of several tensors, (name, expected, got) each: the first few and the number of others."""
+    shown = [Problem(weight_pointer(name), expected, got) for name, expected, got in problems[:MAX_LISTED]]
+    if (more := len(problems) - MAX_LISTED) > 0:
+        shown.append(Problem("/weights", "no more such tensors", f"{more} more"))
+    return InvalidRequest(problems=shown)

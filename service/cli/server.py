@@ -1,0 +1,118 @@
+"""The server of one process: uvicorn's, with a different end, and the application that it serves."""
+
+import asyncio
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from types import FrameType
+
+import structlog
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from service.cli.logs import configure_logs
+from service.cli.signals import exit_with_supervisor, handle_signals, ignore_hangup
+from service.settings import Settings
+from service.web.app import create_app
+from service.web.connections import Connection
+from service.web.watch import Watch
+
+log = structlog.get_logger("attend")
+POLL = 0.1  # seconds
+FIRST_REQUEST = 0.5  # seconds in which connections may send their first request once the port is closed
+EXIT_SECONDS = 5.0  # that a worker may take to exit once all its calls should have been answered
+SWITCH_SECONDS = 0.0005  # after which a thread that decodes a large body lets the event loop run; Python's 5 ms would delay light calls
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with exit status 0 after SIGTERM, which uvicorn would raise again at the end.
+
+    When the port closes, it serves the connections that wait to be accepted, and those that were accepted and have not sent a request yet:
+    closing the socket would reset the former.
+    """
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + FIRST_REQUEST
+        joining = {loop.create_task(self._serve_accepted(connection)) for connection in waiting}
+        await asyncio.sleep(0)
+        while (not all(task.done() for task in joining) or self._awaits_requests()) and loop.time() < latest and not self.force_exit:
+            await asyncio.sleep(POLL)
+        await super().shutdown(sockets)
+
+    async def _serve_accepted(self, connection: socket.socket) -> None:
+        make = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        with suppress(OSError):  # the other side has gone
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self.config.ssl)
+
+    def _awaits_requests(self) -> bool:
+        return any(isinstance(connection, Connection) and connection.cycle is None for connection in self.server_state.connections)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._captured_signals = [captured for captured in self._captured_signals if captured != signal.SIGTERM]
+
+
+def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
+    listening.setblocking(False)
+    with suppress(OSError):  # there are no more, or no more file descriptors
+        while True:
+            yield listening.accept()[0]
+
+
+def application(settings: Settings, threads: int) -> FastAPI:
+    """The application of this process, with the process set up for it."""
+    exit_with_supervisor(exit_patience(settings))
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    keep_memory()
+    configure_logs(settings.log_format, settings.log_level)
+    app = create_app(settings)
+    service, inner = app.state.service, app.router.lifespan_context
+    Connection.watch = Watch(
+        settings.client_timeout,
+        service.metrics.failed,
+        settings.access_log,
+        partial(service.metrics.answered, "other"),
+        settings.min_client_rate,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        handle_signals(service, settings.drain_seconds, is_worker=settings.workers > 1)
+        async with inner(app):
+            yield
+        ignore_hangup()
+        log.info("stopped")
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+def exit_patience(settings: Settings) -> float:
+    """Seconds after SIGTERM in which a worker should have exited."""
+    return settings.drain_seconds + settings.shutdown_seconds + EXIT_SECONDS
+
+
+def keep_memory() -> None:
+    """Makes the C library reuse the memory of freed large arrays instead of returning it to the system.
+
+    glibc maps each block above its threshold afresh; for bodies of megabytes those page faults are a fifth of a request's time.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 512 << 20)):
+        mallopt(parameter, value)

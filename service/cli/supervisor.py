@@ -1,0 +1,188 @@
+"""Several workers behind one socket, each a process with a server of its own, and the supervisor that starts and replaces them."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+import structlog
+import uvicorn
+from prometheus_client.multiprocess import mark_process_dead
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
+
+from service.cli.server import POLL, Server
+
+log = structlog.get_logger("attend")
+SILENCE = 60  # seconds until a worker that does not answer is replaced: it may be importing torch, or encoding a long reply
+LONGEST_PAUSE = 60.0  # seconds between two attempts to start a worker; 1 s after the second failure, then doubled
+
+
+class Worker(Process):
+    """uvicorn's worker, which runs our server. `has_served` once it has told the supervisor that it serves."""
+
+    has_served = False
+    ended = False  # found to have ended, and to be replaced at the time `replace_at`
+    replace_at = 0.0
+
+    @property
+    def server(self) -> Server:
+        if self._server is None:
+            self._server = Server(self.config)
+        return self._server  # type: ignore[return-value]  # uvicorn's annotation
+
+    def ping(self, timeout: float = 5, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the worker answers in time. False as soon as it has died, for which uvicorn would wait all that time; true as soon as
+        the supervisor is `interrupted`."""
+        latest = time.monotonic() + timeout
+        try:
+            self.parent_conn.send(b"ping")
+            while not (readable := wait([self.parent_conn, self.process.sentinel], POLL)):
+                if interrupted():
+                    return True
+                if time.monotonic() > latest:
+                    return False
+            if self.parent_conn not in readable:
+                return False
+            self.has_served |= self.parent_conn.recv()
+        except (OSError, EOFError):
+            return False
+        return True
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the worker has ended."""
+        if self.exitcode is None and self.pid is not None:
+            os.kill(self.pid, number)
+
+
+class Supervisor(Multiprocess):
+    """uvicorn's supervisor, with these differences.
+
+    It closes its socket before the workers close theirs: the last worker to close it closes it for all, and nobody connects to a port that
+    no process serves. A worker that hangs delays neither the exit of the others nor, beyond `patience` seconds, that of the supervisor.
+
+    A server of which no worker has ever served ends with the first worker that cannot start; `failed` is true then. Later, a worker
+    that cannot start is tried again after growing pauses, while the others serve.
+    """
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], patience: float) -> None:
+        super().__init__(config, sockets)
+        self.patience, self.failed = patience, False
+        self.processes: list[Worker] = []  # type: ignore[assignment]  # uvicorn's list is of its own class
+        self._replaced: list[Worker] = []  # workers that were told to exit, and have not
+        self._serves = False  # whether any worker ever has
+        self._failures = 0  # to start a worker, since one last served
+
+    def init_processes(self) -> None:
+        self.processes += [self._start_worker() for _ in range(self.processes_num)]
+
+    def _start_worker(self) -> Worker:
+        worker = Worker(self.config, self.sockets)
+        worker.start()
+        return worker
+
+    def keep_subprocess_alive(self) -> None:
+        """Replaces the workers that have ended, or do not answer."""
+        for index, worker in enumerate(self.processes):
+            if self.should_exit.is_set():
+                return
+            had_served = worker.has_served
+            if not worker.ended and not (worker.process.is_alive() and worker.ping(SILENCE, lambda: bool(self.signal_queue))):
+                self._bury(worker)
+            elif worker.has_served and not had_served:
+                self._serves, self._failures = True, 0
+            if worker.ended and time.monotonic() >= worker.replace_at and not self.should_exit.is_set():
+                self.processes[index] = self._start_worker()
+
+    def _bury(self, worker: Worker) -> None:
+        """Sets the time at which a worker that has ended is replaced; or ends the server."""
+        worker.kill()
+        worker.join()
+        worker.ended = True
+        _forget_gauges(worker)
+        log.warning("worker died", pid=worker.pid, exit_status=worker.exitcode)
+        if worker.has_served:
+            return
+        if not self._serves and (worker.exitcode or 0) > 0:  # and not killed by a signal
+            log.error("stopping", reason="a worker cannot start; the lines before this one say why")
+            self.failed = True
+            self.should_exit.set()
+            return
+        pause = min(2.0 ** (self._failures - 1), LONGEST_PAUSE) if self._failures else 0.0
+        self._failures += 1
+        worker.replace_at = time.monotonic() + pause
+        log.error("worker cannot start", pid=worker.pid, next_attempt_seconds=pause)
+
+    def restart_all(self) -> None:
+        """Replaces the workers one by one. An old worker is told to exit once the new one is ready, and the next one waits until it has
+        exited: at most one worker more than usual exists at a time. SIGTERM and SIGINT end this."""
+        log.info("restarting workers")
+        for index, old in enumerate(self.processes):
+            new = self._start_worker()
+            if not self._becomes_ready(new):
+                new.kill()
+                new.join()
+                _forget_gauges(new)
+                if not self._is_told_to_stop():
+                    log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
+                return
+            self.processes[index] = new
+            self._replaced.append(old)
+            old.send_signal(signal.SIGHUP)
+            self._wait_for_replaced()
+            if self._is_told_to_stop():
+                return
+            log.info("worker replaced", pid=old.pid, by=new.pid)
+
+    def _becomes_ready(self, worker: Worker) -> bool:
+        latest = time.monotonic() + SILENCE
+        while not self._is_told_to_stop() and worker.exitcode is None and time.monotonic() < latest:
+            if worker.wait_until_ready(POLL):
+                return True
+        return False
+
+    def _wait_for_replaced(self) -> None:
+        """Returns when the replaced workers have exited, or this process is to stop. A worker that hangs is killed."""
+        latest = time.monotonic() + self.patience
+        while self._replaced and not self._is_told_to_stop():
+            worker = self._replaced[0]
+            worker.process.join(POLL)
+            if worker.exitcode is None and time.monotonic() > latest:
+                self._kill(worker)
+            elif worker.exitcode is not None:
+                _forget_gauges(worker)
+                self._replaced.remove(worker)
+
+    def _is_told_to_stop(self) -> bool:
+        return signal.SIGTERM in self.signal_queue or signal.SIGINT in self.signal_queue
+
+    def terminate_all(self) -> None:
+        super().terminate_all()
+        for worker in self._replaced:
+            worker.send_signal(signal.SIGTERM)
+        for listening in self.sockets:
+            listening.close()
+
+    def join_all(self) -> None:
+        latest = time.monotonic() + self.patience
+        for worker in (*self.processes, *self._replaced):
+            worker.process.join(max(0.0, latest - time.monotonic()))
+            if worker.exitcode is None:
+                self._kill(worker)
+        super().join_all()
+
+    def handle_ttin(self) -> None:
+        """SIGTTIN and SIGTTOU change nothing: the number of workers belongs to the plan of threads."""
+
+    handle_ttou = handle_ttin
+
+    def _kill(self, worker: Worker) -> None:
+        log.warning("worker killed", pid=worker.pid, reason=f"it had not exited after {self.patience:g} s")
+        worker.process.kill()
+        worker.process.join()
+
+
+def _forget_gauges(worker: Worker) -> None:
+    """Removes the gauges of a worker that has ended from /metrics; its counters stay."""
+    mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]  # the library has no annotations

@@ -1,0 +1,178 @@
+"""The service in one process: its parts, put together, and its life: start, readiness, drain, end."""
+
+import asyncio
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from service.serving.admission import ByteBudget
+from service.serving.batching import limits_on
+from service.serving.cost import ServingLimits
+from service.serving.decoding import read_document, read_layer, read_object
+from service.serving.device import find_device, memory_in_use
+from service.serving.engine import Engine
+from service.serving.executor import one_core
+from service.serving.layers.files import Source, write_layer_file
+from service.serving.layers.loader import LayerLoader
+from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.store import LayerStore
+from service.serving.lifecycle import ShutdownGate
+from service.serving.metrics import Metrics
+from service.serving.probe import Probe
+from service.serving.requests import RawRequest
+from service.serving.scheduler import QueueLimits, Scheduler
+from service.serving.statistics import LayerStatistics
+from service.spec import LayerSpec
+from service.wire.limits import WireLimits
+from service.wire.reply import Buffer
+from service.wire.schemas.attend import Document
+
+D = TypeVar("D", bound=Document)
+log = structlog.get_logger("attend")
+
+
+class Service:
+    """Everything between bytes and bytes, for one process. Without layers until `start` or `begin`."""
+
+    def __init__(
+        self, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: ServingLimits, store: LayerStore | None
+    ) -> None:
+        self.scheduler, self.metrics, self.wire_limits, self.limits = scheduler, metrics, wire_limits, limits
+        self.clock = scheduler.clock
+        self.registry = LayerRegistry(scheduler.device, limits)
+        self.statistics = LayerStatistics(metrics.folder)
+        metrics.add(self.statistics)
+        self.probe = Probe(scheduler)
+        self.loader = LayerLoader(self.registry, self.probe, metrics, self.statistics, store, wire_limits.layer_bytes)
+        self.engine = Engine(self.registry, scheduler, metrics, self.statistics, wire_limits, limits)
+        self.budget = ByteBudget(scheduler.limits.memory_bytes)
+        self.gate = ShutdownGate()
+        self.started = self.draining = False
+        self.retiring = False  # another process takes over: connections are ended, but the server as a whole stays ready
+        self.compress = False  # whether replies are compressed for everyone who accepts it
+        self.timeout: float | None = None  # seconds for requests that set no deadline
+        self._starting: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
+        self._sampling: asyncio.TimerHandle | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls are answered: layers are loaded and warm, memory is not short, and the process is not about to leave."""
+        return self.started and not self.draining and self.scheduler.healthy
+
+    async def answers(self) -> bool:
+        """Whether calls are answered and the device computes, which is tried with a call to the first layer, if there is one."""
+        layers = self.registry.all()
+        if not self.started or self.draining or not layers:
+            return self.ready
+        return await self.probe.responds(layers[0]) and self.ready
+
+    async def serves(self) -> bool:
+        """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
+        return len(self.registry) > 0 and await self.answers()
+
+    @property
+    def threads(self) -> int:
+        """Threads that arithmetic may use."""
+        return torch.get_num_threads()
+
+    @property
+    def device(self) -> str:
+        return str(self.registry.device)
+
+    def begin(self, specs: dict[str, LayerSpec]) -> "asyncio.Task[None]":
+        """Starts in the background, on the running loop; the task ends when starting has ended, in success or not."""
+        self._starting = asyncio.get_running_loop().create_task(self._start_and_log(specs))
+        return self._starting
+
+    async def _start_and_log(self, specs: dict[str, LayerSpec]) -> None:
+        try:
+            await self.start(specs)
+        except Exception as error:
+            log.error("not ready", error=str(error))
+        else:
+            log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)
+
+    async def start(self, specs: dict[str, LayerSpec]) -> None:
+        """Loads and warms the configured layers; ready afterwards."""
+        await self.loader.start(specs)
+        if len(self.registry):
+            await self.probe.measure(self.registry.all()[0])
+        gc.collect()
+        gc.freeze()  # a full collection goes through torch's modules, and would stop everything for tens of milliseconds
+        self.started = True
+        self._recovering = asyncio.get_running_loop().create_task(self.probe.recover(self.registry.all))
+        self._keep_sampling()
+
+    def stop_admitting(self) -> None:
+        """Lets no more calls in; those that are in are answered."""
+        self.draining |= not self.retiring
+        self.gate.close()
+
+    def sample(self) -> None:
+        """Brings the gauges up to date."""
+        self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
+
+    def _keep_sampling(self) -> None:
+        """Samples once a second where another process may be asked for the metrics of this one. Otherwise GET /metrics samples."""
+        if self.metrics.shared:
+            self.sample()
+            self._sampling = asyncio.get_running_loop().call_later(1.0, self._keep_sampling)
+
+    def until(self, deadline: float) -> asyncio.Timeout:
+        """A block that ends in TimeoutError at that time of the service's clock."""
+        return asyncio.timeout(deadline - self.clock())
+
+    async def join(self, pieces: list[bytes]) -> bytes:
+        """The body that came in these pieces, joined in another thread, which holds the interpreter's lock only now and then."""
+        return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
+
+    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[HeldLayer, bool]:
+        """PUT /layers/{name}: the layer, which serves when this returns, and whether the name is new."""
+        read = partial(self.engine.unless_abandoned, raw.waiting, read_layer, raw, source or Source(), self.wire_limits)
+        return await self.loader.put(name, read, raw.deadline)
+
+    async def export_layer(self, name: str) -> list[Buffer]:
+        """GET /layers/{name}/weights: safetensors that PUT takes back."""
+        layer = self.registry.find(name)
+        return await self.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
+
+    async def read(self, raw: RawRequest, model: type[D]) -> D:
+        """The body as a document of that model. Raises RequestError."""
+        return await self.engine.run(raw, raw.size, read_document, raw, model, self.wire_limits)
+
+    async def read_object(self, raw: RawRequest, largest: int) -> dict[str, Any]:
+        """The body as a JSON object of at most `largest` bytes unpacked; an empty one where there is no body. Raises RequestError."""
+        return await self.engine.run(raw, raw.size, read_object, raw, largest)
+
+    def close(self) -> None:
+        for waiting in (self._starting, self._sampling, self._recovering):
+            if waiting is not None:
+                waiting.cancel()
+        self.loader.close()
+        self.scheduler.close()
+        self.statistics.close()
+        self.engine.close()
+
+
+def open_service(
+    device: str,
+    wire_limits: WireLimits,
+    limits: ServingLimits,
+    queue: QueueLimits | None = None,
+    batch_calls: int = 64,
+    layers_dir: Path | None = None,
+) -> Service:
+    """A service without layers on a device of torch's naming, or "auto". Raises ValueError where there is none of that name.
+
+    With `layers_dir` the layers that are put are stored there, and those that are there are loaded once it starts.
+    """
+    where = find_device(device)
+    one_core()  # before there are other threads: see there
+    metrics = Metrics()
+    store = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
+    return Service(Scheduler(where, metrics, queue, limits_on(where, batch_calls)), metrics, wire_limits, limits, store)

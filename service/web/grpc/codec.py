@@ -1,0 +1,185 @@
+"""ModelInfer: protobuf messages both ways, the form of the Open Inference Protocol over gRPC.
+
+Here rather than in `wire`, which does without protobuf so that a client does. Numbers come raw, as the tensors' own bytes, or typed, in
+repeated fields; they are replied raw. Arrays view the message they came in where its bytes are the array's.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, RequestError
+from service.tensors import Array, Datatype, datatype_of, raw
+from service.web.grpc import inference_pb2
+from service.web.grpc.wire_format import RAW_OUTPUTS, SplitRequest, length_prefixed, split, varints
+from service.wire.arrays import Kind, array_over, demand_exact
+from service.wire.codec import Codec, Decoded, Encoded
+from service.wire.json.reader import shape_of
+from service.wire.limits import WireLimits
+from service.wire.problems import shown
+from service.wire.reply import Buffer, Reply, wire_array
+from service.wire.schemas.attend import ReplyOptions
+from service.wire.v2.error_paths import InputPath, V2ErrorPaths
+from service.wire.v2.header import V2ReplyFormat
+from service.wire.v2.parameters import (
+    FINAL,
+    IGNORED,
+    VERSION,
+    arrays_asked,
+    datatype_named,
+    demand_input,
+    demand_known,
+    drop_columns,
+    kind_of,
+    members_of,
+    refuse_decimals,
+    seconds_of,
+)
+
+CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "INT64": "int64_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+FIELDS = {field.number: field.name for field in inference_pb2.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
+WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # what the fields for several datatypes hold
+FINAL_RESPONSE = "triton_final_response"
+INFER_RESPONSE = 2  # the field of a ModelStreamInferResponse
+
+
+class GrpcCodec(Codec):
+    """ModelInferRequest and its reply; in a `stream`, a ModelStreamInferResponse. Replies have at most `largest` bytes."""
+
+    writes_text = False
+
+    def __init__(self, largest: int, stream: bool = False) -> None:
+        self.largest_reply, self.stream = ("max_grpc_bytes", largest), stream
+
+    def decode(
+        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+    ) -> Decoded:
+        """Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
+        parts = _split(body)
+        request, pieces = parts.message, parts.raw
+        demand_version(request.model_version)
+        if not request.inputs:
+            raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
+        if pieces and len(pieces) != len(request.inputs):
+            wanted = f"{len(request.inputs)} pieces, one for each input"
+            raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
+        tensors, paths = [], []
+        for i, entry in enumerate(request.inputs):
+            path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
+            tensors.append((path.name, array))
+            paths.append(path)
+        options = values_of(request.parameters)
+        timeout = seconds_of(options)
+        for i, output in enumerate(request.outputs):
+            demand_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
+        options.pop("binary_data_output", None)  # as it is here anyway
+        outputs = tuple(output.name for output in request.outputs)
+        members = members_of(request.model_name, tensors, options, outputs)
+        drop_columns(members)
+        refuse_decimals(members)
+        marks_final = self.stream and options.get(FINAL) is True
+        reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
+        return Decoded(members, reply_format, timeout, V2ErrorPaths(tuple(paths), "/model_name"))
+
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
+        """The reply, as one message. Its tensors are written beside the protobuf library, which would copy them once more."""
+        response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
+        response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
+        response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
+        if reply_format.marks_final:
+            response.parameters[FINAL_RESPONSE].bool_param = True
+        pieces: list[Buffer] = []
+        for name, array in arrays_asked(reply, reply_format.outputs):
+            array, _ = wire_array(name, array, reply.datatype, options)
+            response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
+            pieces += [length_prefixed(RAW_OUTPUTS, array.nbytes), raw(array)]
+        pieces.insert(0, response.SerializeToString())
+        if self.stream:
+            pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
+        return Encoded((), [b"".join(pieces)])
+
+
+def refusal_in_stream(body: bytes, detail: str) -> bytes:
+    """The reply in a stream to a request that is refused; it has the request's id, if that can be read."""
+    response = inference_pb2.ModelStreamInferResponse(error_message=detail)
+    with suppress(RequestError):
+        response.infer_response.id = _split(body).message.id
+    return bytes(response.SerializeToString())
+
+
+def _split(body: bytes) -> SplitRequest:
+    """The message and its tensors. Raises MalformedBody or TooLarge."""
+    try:
+        return split(body)
+    except DecodeError:
+        raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
+
+
+def demand_version(version: str) -> None:
+    """Raises LayerNotFound for any version but the one that every model has."""
+    if version not in ("", VERSION):
+        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+
+
+def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name, as Python has them. Raises InvalidRequest where one has no value."""
+    values = {}
+    for name, parameter in parameters.items():
+        if (choice := parameter.WhichOneof("parameter_choice")) is None:
+            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {shown(name)}")
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[InputPath, Array]:
+    """One input: its path, and its array."""
+    demand_input(entry.name, f"{at}/name")
+    demand_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
+    row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
+    if piece is None:
+        array = _typed(typed or {}, row, shape, f"{at}/contents")
+        return InputPath(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
+    if typed is not None:
+        raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
+    if len(piece) != math.prod(shape) * row.size:
+        wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
+        raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
+    return InputPath(entry.name, shape), array_over(piece, row, shape, at)
+
+
+def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tuple[int, ...], at: str) -> Array:
+    """The array of an input's typed contents, which are packed numbers by field number."""
+    if row.name not in CONTENTS:
+        raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
+    field = CONTENTS[row.name]
+    packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
+    demand_known(packed, (field,), at)
+    try:
+        wide = _numbers(packed.get(field, b""), row, WIDE.get(field, row.numpy))
+    except (DecodeError, ValueError):  # NumPy's, for a number in pieces
+        raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
+    if len(wide) != math.prod(shape):
+        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
+    array: Array = wide.astype(row.numpy, copy=False)
+    demand_exact(array, wide, row, f"{at}/{field}")
+    return array.reshape(shape)
+
+
+def _numbers(packed: bytes | memoryview, row: Datatype, wide: np.dtype[Any]) -> Array:
+    """A field's numbers, of the type that the field has: floats are there as such, others as varints."""
+    if row.kind != "float":
+        return varints(packed, wide)
+    array: Array = np.frombuffer(packed, wide)
+    return array if array.flags.aligned else array.copy()

@@ -1,0 +1,126 @@
+"""The Open Inference Protocol over HTTP, with the binary tensor extension: bytes both ways.
+
+A body is a JSON header, followed by the bytes of those tensors that have `binary_data_size`, in the order they stand in the header;
+Inference-Header-Content-Length says where the JSON ends. Arrays view the body; a reply is written from the arrays' own memory.
+
+Callers repeat headers, and parsing one costs more than a small call. So the header template, which is the header with every `data` list
+emptied, is the key of a cache of parsed headers, and only the lists are read anew. A body that does not fit this is read as a whole, which
+also says what is wrong with it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from service.tensors import datatype_of, raw
+from service.wire.arrays import Kind
+from service.wire.codec import Codec, Decoded, Encoded, Headers
+from service.wire.json.numbers import NumberList
+from service.wire.json.reader import STRICT, Reader, array_of_data, cut_values
+from service.wire.json.strict import parse_strictly
+from service.wire.json.writer import text_of, write_json
+from service.wire.limits import WireLimits
+from service.wire.negotiation import JSON
+from service.wire.reply import Buffer, Reply, wire_array
+from service.wire.schemas.attend import ReplyOptions
+from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
+from service.wire.v2.parameters import VERSION, arrays_asked, drop_columns
+from service.wire.v2.tensors import CutList
+
+LONGEST = 4096  # bytes of a header template; longer ones are hardly sent twice
+DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
+HEADER_LENGTH = b"inference-header-content-length"
+JSON_ALONE: Headers = ((b"content-type", JSON.encode()),)
+
+
+class V2Codec(Codec):
+    """Requests of `parameters["model"]`; `parameters["header_length"]` is the value of Inference-Header-Content-Length, "" without one."""
+
+    def decode(
+        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+    ) -> Decoded:
+        size = _header_size(parameters["header_length"], len(body))
+        text, following = body if size == len(body) else body[:size], memoryview(body)[size:]
+        model = parameters["model"]
+        header, members = _read(text, following, model, limits)
+        drop_columns(members)
+        return Decoded(members, header.reply_format, header.timeout, header.error_paths)
+
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
+        """The JSON, then the bytes of the outputs that go as such."""
+        outputs: list[dict[str, Any]] = []
+        pieces: list[Buffer] = []
+        binary = False
+        for name, array in arrays_asked(reply, reply_format.outputs):
+            array, odd = wire_array(name, array, reply.datatype, options)
+            entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
+            if reply_format.in_text(name):
+                entry["data"] = text_of(name, array.reshape(-1), odd, options)
+            else:
+                binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
+                if array.nbytes:
+                    pieces.append(raw(array))
+            outputs.append(entry)
+        document: dict[str, Any] = {"model_name": reply_format.model, "model_version": VERSION}
+        if reply_format.id is not None:
+            document["id"] = reply_format.id
+        parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
+        header = write_json({**document, "parameters": parameters, "outputs": outputs})
+        if not binary:
+            return Encoded(JSON_ALONE, header)
+        length = str(sum(map(len, header))).encode()
+        return Encoded(((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces])
+
+
+@lru_cache(256)
+def parse_template(template: bytes, nested: tuple[bool, ...], following: int, model: str, limits: WireLimits) -> V2Header:
+    """The header of that template. `nested` has for each list that was cut out whether it holds lists.
+
+    Raises MalformedBody, InvalidRequest or TooLarge.
+    """
+    document = parse_strictly(template, placed=[CutList(i, *item) for i, item in enumerate(zip(nested))])
+    return parse_header(Reader(limits).members(document, {}), following, model)
+
+
+def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
+    """The header, and the members of the request with their arrays. Raises MalformedBody, InvalidRequest or TooLarge."""
+    try:
+        parts = cut_values(text, limits, DATA)
+        lists = [value for value in parts.cut if isinstance(value, NumberList)]
+        parse = parse_template if len(parts.rest) <= LONGEST else parse_template.__wrapped__
+        header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
+        return header, _members(header, lists, following)
+    except TooLarge:
+        raise
+    except RequestError:
+        if len(text) > STRICT:
+            cut_values(text, limits, DATA).document()  # raises where the JSON is malformed, with its place in the text
+            raise
+    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
+    return header, _members(header, (), following)
+
+
+def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview) -> dict[str, Any]:
+    """The members of the request, arrays among them."""
+    members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
+    for name, tensor in header.json_tensors.items():
+        data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
+        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.row.numpy, f"/inputs/{tensor.input}/data")
+    return members
+
+
+def _header_size(length: str, received: int) -> int:
+    """Bytes of JSON at the beginning of a body of `received` bytes. Raises MalformedBody, or InvalidRequest for bytes alone."""
+    if not length:
+        return received
+    wanted = "an Inference-Header-Content-Length within the body"
+    if not length.isascii() or not length.isdigit() or len(length) > 18:
+        raise MalformedBody.where("", wanted, f'"{length[:40]}"')
+    size = int(length)
+    if size > received:
+        raise MalformedBody.where("", wanted, f"{size} for {received} bytes")
+    if not size:  # a raw request: the bytes of the only input a model has
+        raise InvalidRequest.where("", "a JSON object that names the inputs, of which there are several", "bytes alone")
+    return size

@@ -1,0 +1,7 @@
+"""What the tests of several folders share: servers, messages, plain oracles, cases. Imported as `support.NAME`."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite(*(f"support.{path.stem}" for path in Path(__file__).parent.glob("[a-z]*.py")))

@@ -1,0 +1,37 @@
+"""A layer with and without a path for short calls, and calls of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from service.attention.call import Call
+from service.attention.layer import MultiHeadAttention
+from service.attention.masks import Masks
+from service.attention.short import OUTPUTS
+from service.attention.weights import draw_weights
+from service.spec import LayerSpec
+
+CPU = torch.device("cpu")
+TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
+
+
+def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
+    """A layer, and the same without a path for short calls and with torch's own products."""
+    spec = LayerSpec.model_validate(fields)
+    weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
+    layer, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
+    layer.tune()
+    plain.short = None
+    return layer, plain
+
+
+def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **fields: Any) -> Call:
+    """Self-attention, unless `fields` say otherwise."""
+    query = torch.randn(batch, rows, layer.spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
+    masks = fields.pop("masks", rows_masks(rows, aligned=True))
+    return replace(Call(query, query, query, masks, layer.spec.scale, OUTPUTS), **fields)
+
+
+def rows_masks(rows: int, **fields: Any) -> Masks:
+    return Masks(torch.arange(rows)[None], rows, **fields)

@@ -1,0 +1,125 @@
+"""Several processes of one server: their ids, their states, one of them at a time, and requests that stay half sent."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.serving.threads import usable_cores
+from support.server import Server
+
+QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
+LONG = "600"  # seconds of drain that no test sees the end of
+PATIENCE = 60.0
+Start = Callable[..., Server]
+ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
+
+
+def several_workers(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that starts several workers: seconds each, and two cores at least."""
+    return pytest.mark.slow(pytest.mark.skipif(usable_cores() < 2, reason="law 11 allows one worker on one core")(test))
+
+
+def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any) -> httpx.Response:
+    """One request on a connection of its own."""
+    with httpx.Client(base_url=url, timeout=PATIENCE, headers={"Connection": "close"}) as client:
+        return client.request(method, path, **knobs)
+
+
+def attend(url: str) -> httpx.Response:
+    return ask(url, "POST", "/attend", json=QUERY)
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Returns once it holds; fails when patience is at its end."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)
+
+
+class HalfSent:
+    """A request that the server has begun to read, and of which the last byte is still to come."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.body = json.dumps(QUERY).encode()
+        self.connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        head = "POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nExpect: 100-continue\r\n"
+        head += f"Content-Length: {len(self.body)}\r\n\r\n"
+        self.connection.sendall(head.encode())
+        assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # so it is being read
+        self.connection.sendall(self.body[:-1])
+
+    def finish(self) -> tuple[int, bytes]:
+        """Sends the last byte; status and body of the answer."""
+        self.connection.sendall(self.body[-1:])
+        with self.connection, self.connection.makefile("rb") as reader:
+            status = int(reader.readline().split()[1])
+            while reader.readline() not in (b"\r\n", b""):
+                pass
+            return status, reader.read()
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes that serve, by their ids."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def state(pid: int) -> str:
+    """R running, S sleeping, T stopped, Z dead and not yet buried; empty where there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+@contextmanager
+def only(pid: int, parent: int) -> Iterator[None]:
+    """All workers but this one are stopped, so that it must be the one who answers."""
+    others = [worker for worker in workers_of(parent) if worker != pid]
+    try:
+        for other in others:
+            os.kill(other, signal.SIGSTOP)
+            until(lambda other=other: state(other) == "T", "a stopped worker")
+        yield
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGCONT)
+
+
+def events(server: Server, name: str) -> list[dict[str, Any]]:
+    """The lines of the log about one thing; also where two processes wrote into one line."""
+    found, text, decoder = [], "".join(server.log), json.JSONDecoder()
+    at = text.find("{")
+    while at >= 0:
+        with suppress(ValueError):  # a line that is still being written, or none of ours
+            event, end = decoder.raw_decode(text, at)
+            found.append(event)
+            at = end - 1
+        at = text.find("{", at + 1)
+    return [event for event in found if event.get("event") == name]
+
+
+def counted(url: str, name: str) -> float:
+    """A metric, summed over its labels, as whoever answers tells it."""
+    lines = ask(url, path="/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
+
+
+def kill_one(server: Server) -> tuple[int, int]:
+    """Ends a worker as the kernel would, out of memory. Returns the one that stays, and the one that comes in its place."""
+    killed, stays = workers_of(server.process.pid)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: state(killed) in ("", "Z"), "dead")
+    until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "another in its place")
+    (newcomer,) = set(workers_of(server.process.pid)) - {killed, stays}
+    return stays, newcomer
