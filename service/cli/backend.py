@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from service.cli.flags import given
-from service.client import Client, calls
+from service.client import Client, operations
 from service.client.connection import API_KEY
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import BadSettings, Settings, read_settings
@@ -67,11 +67,11 @@ class ServerBackend:
         return self._post("/attend/analysis", body)
 
     def _post(self, path: str, body: bytes) -> Response:
-        response = self._client.send(calls.Call("POST", path, body))
+        response = self._client.send(operations.Operation("POST", path, body))
         return Response(response.content, response.headers)
 
     def figure(self, body: bytes) -> bytes:
-        return self._client.send(calls.Call("POST", "/attend/figure", body)).content
+        return self._client.send(operations.Operation("POST", "/attend/figure", body)).content
 
 
 class ServiceBackend:
@@ -123,7 +123,7 @@ class ServiceBackend:
         return [layer.document() for layer in self._service.registry.all()]
 
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
-        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(calls.put_layer(name, spec, weights).body or b"")))
+        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(operations.put_layer(name, spec, weights).body or b"")))
         return layer.document()
 
     def put_layer_file(

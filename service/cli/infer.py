@@ -11,7 +11,7 @@ from rich.console import Console
 from service.cli.backend import Response, open_backend
 from service.cli.exits import complain, reported
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.client.result import AttendResult, TopWeights, read_result
+from service.client.responses import AttendResult, TopWeights, read_attend_result
 from service.tensors import Array
 
 EPILOG = """Examples: attend infer request.json --d-model 4 --num-heads 2
@@ -53,7 +53,7 @@ def read_file(command: str, file: str) -> bytes:
 
 def _show(response: Response) -> None:
     console = Console(highlight=False, markup=False)
-    result = read_result(response.body, response.headers)
+    result = read_attend_result(response.body, response.headers)
     console.print(headline(result), soft_wrap=True)
     for name, tensor in result.items():
         parts = tensor._asdict().items() if isinstance(tensor, TopWeights) else [("", tensor)]

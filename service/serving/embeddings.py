@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.attention.bert import Bert
+from service.serving.bert import Bert
 from service.spec import LayerSpec
 from service.tensors import Array
 
