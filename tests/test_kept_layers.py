@@ -165,9 +165,9 @@ def test_no_name_leaves_the_folder(tmp_path: Path) -> None:
     """Refused before it becomes a path; nothing is written, in the folder or beside it."""
     folder = tmp_path / "layers"
     with here(folder) as server:
-        for name in ("..%2Fout", "%2Fetc%2Fx", "%2e%2e", ".hidden", "a%00b", "x" * 65):
-            for method in ("PUT", "DELETE"):
-                assert ask(server, method, f"/layers/{name}", json=TINY).status_code in (404, 405, 422)
+        for name, status in (("..%2Fout", 404), ("%2Fetc%2Fx", 404), ("%2e%2e", 422), (".hidden", 422), ("a%00b", 422), ("x" * 65, 422)):
+            assert ask(server, "PUT", f"/layers/{name}", json=TINY).status_code == status, name
+            assert ask(server, "DELETE", f"/layers/{name}").status_code == 404, name
         assert files(folder) == [] and files(tmp_path) == ["layers"]
 
 
