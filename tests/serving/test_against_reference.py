@@ -131,7 +131,7 @@ def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rat
 
 @given(seed=SEEDS)
 def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
-    """Their arithmetic is as exact as any. That they run alone and bit for bit is tested in `web/test_attend.py` and `test_scheduler.py`."""
+    """Their arithmetic is as exact as any. That they run alone, bit for bit, is in `web/test_attend.py` and `test_scheduler.py`."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     exact = make(http, case)
 
