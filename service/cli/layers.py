@@ -1,6 +1,7 @@
-"""`attend layers`: lists, adds, exports and removes layers.
+"""`attend layers`: lists layers, and adds, exports and removes them as safetensors files.
 
-`add`, `export` and `remove` work on a server (`--url`) or on a folder of layers (`--layers-dir`); a server that uses the folder reloads it.
+`add`, `export` and `remove` work on a server (`--url`) or on the folder that stores its layers (`--layers-dir`), which a running server
+follows.
 """
 
 import json

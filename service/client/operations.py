@@ -13,8 +13,8 @@ import numpy as np
 
 from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document
 from service.spec import LayerSpec
+from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.request import encode_request, encode_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest

@@ -23,7 +23,7 @@ from service.errors import (
     ServiceFault,
 )
 from service.tensors import Array
-from service.wire.answer import decode_binary_reply, decode_document, decode_metrics, decode_reply
+from service.wire.client_codec import decode_binary_reply, decode_document, decode_metrics, decode_reply
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument

@@ -62,14 +62,6 @@ def plan_of(request: AttendRequest, layer: HeldLayer, limits: cost.ServingLimits
     )
 
 
-def predicted_bytes(bound: BoundCall, writes_text: bool) -> int:
-    """Predicted bytes of the reply; `writes_text` for a codec that may write numbers as text, which takes more bytes."""
-    if writes_text:
-        return bound.cost.reply_bytes
-    shapes = bound.cost.outputs.items()
-    return sum(math.prod(shape) * DATATYPES[_datatype(name, bound.request, bound.layer.spec)].size for name, shape in shapes)
-
-
 def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
     kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
     return kind or cost.wire_datatype(name, request.reply.datatype, spec)

@@ -14,8 +14,9 @@ from support.command import run_attend
 
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case
-from service.wire.answer import decode_reply
-from service.wire.reply import Reply, encode_json
+from service.wire.client_codec import decode_reply
+from service.wire.json.writer import encode_json
+from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}

@@ -454,7 +454,7 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
     link.symlink_to(file)
     for path in (file, folder, link):
         done = serve("--uds", str(path))
-        assert done.returncode == 1 and f"{path}: what is there is no socket" in done.stderr
+        assert done.returncode == 1 and f"{path}: the file is not a socket" in done.stderr
     assert file.read_text() == "precious" and folder.is_dir() and link.is_symlink()
     done = serve("--uds", str(tmp_path / ("x" * 120)))
     assert done.returncode == 1 and "too long" in done.stderr and "None" not in done.stderr
@@ -468,7 +468,7 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
         (("--trusted-proxies", "*, 10.0.0.1"), "* alone"),
         (("--cors-origins", "notanorigin"), "--cors-origins: expected origins of web pages that may call, such as https://a.example"),
         (("--cors-origins", "https://a.example/"), "such as https://a.example"),
-        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names that Host may have"),
+        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names allowed in Host"),
         (("--allowed-hosts", "a.example:8000"), "without ports"),
         (("--grpc-port", "8765", "--port", "8765"), "port and grpc_port cannot both be 8765"),
         (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
