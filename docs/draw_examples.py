@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from service.cli.backend import EngineBackend
-from service.client import calls
+from service.cli.backend import ServiceBackend
+from service.client import operations
 from service.settings import Settings
 from service.spec import LayerSpec
 
@@ -51,12 +51,13 @@ def _layer(seed: int, heads: int = 4) -> LayerSpec:
 
 def draw_examples(folder: Path) -> None:
     """Writes each figure into the folder."""
-    backend = EngineBackend(Settings())
+    backend = ServiceBackend(Settings())
     try:
         for name, spec, fields, figure in examples():
             backend.put_layer("analysed", spec)
-            call = calls.figure({"layer": "analysed", **fields}, {**figure, "format": "png", "dpi": 96, "width": 720, "values": False})
-            (folder / f"{name}.png").write_bytes(backend.figure(call.in_json().body or b""))
+            figure = {**figure, "format": "png", "dpi": 96, "width": 720, "values": False}
+            operation = operations.figure({"layer": "analysed", **fields}, figure)
+            (folder / f"{name}.png").write_bytes(backend.figure(operation.as_json().body or b""))
     finally:
         backend.close()
 

@@ -6,9 +6,9 @@ They are what POST /attend/figure answers for the demo's sentence and the first 
 import sys
 from pathlib import Path
 
-from service.cli.backend import EngineBackend
+from service.cli.backend import ServiceBackend
 from service.cli.demo import SENTENCE
-from service.client import calls
+from service.client import operations
 from service.serving.embeddings import read_minilm
 from service.settings import Settings
 
@@ -27,13 +27,13 @@ PICTURES = {
 def draw_pictures(folder: Path) -> None:
     """Writes each picture into the folder."""
     read = read_minilm(SENTENCE)
-    backend = EngineBackend(Settings())
+    backend = ServiceBackend(Settings())
     try:
         backend.put_layer("minilm-layer-0", read.spec, read.weights)
         fields = {"layer": "minilm-layer-0", "query": read.vectors, "tokens": {"query": read.tokens}}
         for name, figure in PICTURES.items():
-            call = calls.figure(fields, {**figure, "format": "png", "dpi": 96})
-            (folder / name).write_bytes(backend.figure(call.in_json().body or b""))
+            operation = operations.figure(fields, {**figure, "format": "png", "dpi": 96})
+            (folder / name).write_bytes(backend.figure(operation.as_json().body or b""))
     finally:
         backend.close()
 

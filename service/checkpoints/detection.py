@@ -1,49 +1,74 @@
-"""Where in a checkpoint which layout's names stand. Names alone: no tensor is looked at, so a checkpoint of any size is cheap to search.
+"""Finds layers in a checkpoint by the names of its tensors.
 
-A name is compared without regard to how its segments are joined: `.` as torch does, `/` as Keras and Flax do; TensorFlow's `:0` is dropped.
-Every name is looked up by its last few segments in an index of the table; what comes before them is the stem.
+Names are compared by segments, joined by `.` (torch) or `/` (Keras, Flax); TensorFlow's `:0` is dropped. The last few segments of every
+name are looked up in an index of all layouts; the rest is the stem.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from service.checkpoints import fused_projections, per_head, separate_projections
 from service.checkpoints.layout import Layout
-from service.checkpoints.table import FORMS
+
+ALL_LAYOUTS: tuple[Layout, ...] = (*separate_projections.LAYOUTS, *fused_projections.LAYOUTS, *per_head.LAYOUTS)
+
+LAYOUTS: dict[str, str] = {
+    "attend": "this service's own names",
+    "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too",
+    "bert": "BERT, RoBERTa and similar encoders",
+    "distilbert": "DistilBERT",
+    "vit": "ViT and similar models, with separate matrices or timm's qkv",
+    "bart": "BART, OPT, Whisper, CLIP: four matrices, no RoPE",
+    "gpt2": "GPT-2: Conv1D matrices",
+    "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2: norm weights as they are, one for each head; the spec says rope",
+    "gemma3": "Gemma 3: as llama, norm weights less 1",
+    "meta_llama": "Llama as Meta ships it: wq, wk, wv, wo, RoPE on pairs",
+    "t5": "T5: relative bias, scale 1",
+    "bloom": "BLOOM: one matrix, rows [heads, 3, head_dim], ALiBi",
+    "neox": "GPT-NeoX: one matrix, rows [heads, 3, head_dim], RoPE on halves",
+    "fused": "one matrix, rows [q; k; v]",
+    "keras": "Keras MultiHeadAttention and GroupQueryAttention",
+    "flax": "Flax MultiHeadDotProductAttention",
+    "d2l": "Dive into Deep Learning, in any framework",
+    "mxnet": "GluonNLP's Transformer cells",
+    "numpy": "matrices W_q, W_k, W_v, W_o applied as x @ W",
+    "transformerlens": "TransformerLens' HookedTransformer",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A form whose names stand below a stem, all of them or some."""
+    """A layout with at least one of its required names below a stem."""
 
-    form: Layout
+    layout: Layout
     stem: str  # normalised
-    root: str  # what comes before the form's names, as the checkpoint spells it
+    root: str  # the segments before the layout's names, as in the checkpoint
     names: dict[str, str]  # part -> name in the checkpoint
-    told: bool  # whether the names alone say that it is this layout
+    identified: bool  # whether the names alone identify the layout
 
     @property
     def missing(self) -> list[str]:
-        """Names below the stem that must be there and are not."""
-        return [name for name, part in self.form.names.items() if part in self.form.required and part not in self.names]
+        """Required names below the stem that are not there."""
+        return [name for name, part in self.layout.names.items() if part in self.layout.required and part not in self.names]
 
     @property
     def share(self) -> float:
-        """How much of what must be there is there."""
-        return 1 - len(self.missing) / len(self.form.required)
+        """The share of the required names that are there."""
+        return 1 - len(self.missing) / len(self.layout.required)
 
     @property
     def prefix(self) -> str:
-        """The stem as the checkpoint spells it."""
-        return self.full_name(self.form.inside) if self.form.inside else self.root
+        """The stem as in the checkpoint."""
+        return self.full_name(self.layout.parent) if self.layout.parent else self.root
 
     def full_name(self, name: str) -> str:
-        """A name of the form as this checkpoint would spell it."""
+        """A name of the layout with this checkpoint's separator."""
         joint = "/" if any("/" in spelled for spelled in self.names.values()) else "."
         return f"{self.root}{joint if self.root else ''}{name.replace('.', joint)}"
 
     def __str__(self) -> str:
-        return f"{self.form.layout} at {self.prefix or 'its root'}"
+        return f"{self.layout.name} at {self.prefix or 'its root'}"
 
 
 def normalised(name: str) -> str:
@@ -52,9 +77,9 @@ def normalised(name: str) -> str:
 
 def _index() -> dict[str, list[tuple[Layout, str]]]:
     index: dict[str, list[tuple[Layout, str]]] = {}
-    for form in FORMS:
-        for name, part in form.names.items():
-            index.setdefault(name, []).append((form, part))
+    for layout in ALL_LAYOUTS:
+        for name, part in layout.names.items():
+            index.setdefault(name, []).append((layout, part))
     return index
 
 
@@ -63,29 +88,29 @@ DEPTH = max(name.count(".") for name in INDEX) + 1
 
 
 def find_matches(names: Iterable[str]) -> list[Match]:
-    """Every form at every stem where at least one name that it requires stands, in the natural order of stems."""
+    """Every layout at every stem where at least one of its required names is, in the natural order of stems."""
     found: dict[tuple[str, int], tuple[Layout, str, dict[str, str]]] = {}
     normal = {normalised(name): name for name in names}
     for plain, name in normal.items():
         segments = plain.split(".")
         for depth in range(1, min(DEPTH, len(segments)) + 1):
             tail = ".".join(segments[-depth:])
-            for form, part in INDEX.get(tail, ()):
-                stem = ".".join([*segments[:-depth], *filter(None, [form.inside])])
+            for layout, part in INDEX.get(tail, ()):
+                stem = ".".join([*segments[:-depth], *filter(None, [layout.parent])])
                 root = name[: len(plain) - len(tail)].rstrip("./")
-                found.setdefault((stem, id(form)), (form, root, {}))[2][part] = name
+                found.setdefault((stem, id(layout)), (layout, root, {}))[2][part] = name
     matches = [
-        Match(form, stem, root, parts, _told(form, stem, normal))
-        for (stem, _), (form, root, parts) in found.items()
-        if not form.required.isdisjoint(parts)
+        Match(layout, stem, root, parts, _is_identified(layout, stem, normal))
+        for (stem, _), (layout, root, parts) in found.items()
+        if not layout.required.isdisjoint(parts)
     ]
     return sorted(matches, key=lambda match: natural(match.stem))
 
 
-def _told(form: Layout, stem: str, normal: dict[str, str]) -> bool:
+def _is_identified(layout: Layout, stem: str, normal: dict[str, str]) -> bool:
     above, _, last = stem.rpartition(".")
-    beside = f"{above}.{form.not_beside}".lstrip(".")
-    return (form.told_under is None or last in form.told_under) and not (form.not_beside and beside in normal)
+    sibling = f"{above}.{layout.excluded_by}".lstrip(".")
+    return (layout.identified_under is None or last in layout.identified_under) and not (layout.excluded_by and sibling in normal)
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -94,35 +119,35 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def complete(matches: Sequence[Match]) -> list[Match]:
-    """Those with all that must be there; of one layout's forms at one stem the one that explains most."""
+    """Matches with all required names; of several spellings of a layout at one stem, the one with most names."""
     best: dict[tuple[str, str], Match] = {}
     for match in matches:
-        key = (match.form.layout, match.stem)
+        key = (match.layout.name, match.stem)
         if not match.missing and (key not in best or _weight(match) > _weight(best[key])):
             best[key] = match
     return list(best.values())
 
 
 def _weight(match: Match) -> tuple[int, bool, int]:
-    return len(match.form.required), match.told, len(match.names)
+    return len(match.layout.required), match.identified, len(match.names)
 
 
 def readable(matches: Sequence[Match]) -> list[Match]:
-    """Complete ones, without those that a stem's names rule out: where they tell a layout, the untold ones there are dropped."""
+    """Complete matches; where the names identify a layout at a stem, the other layouts there are dropped."""
     every = complete(matches)
-    told = {match.stem for match in every if match.told}
-    return [match for match in every if match.told or match.stem not in told]
+    identified = {match.stem for match in every if match.identified}
+    return [match for match in every if match.identified or match.stem not in identified]
 
 
 def detect(names: Iterable[str]) -> str | None:
-    """The layout that the names tell, for all layers among them; None if they tell none, or several."""
-    layouts = {match.form.layout if match.told else None for match in readable(find_matches(names))}
+    """The layout of all layers among the names; None if the names fit none or several."""
+    layouts = {match.layout.name if match.identified else None for match in readable(find_matches(names))}
     return layouts.pop() if len(layouts) == 1 else None
 
 
 def layers_in(names: Iterable[str]) -> list[tuple[str, str]]:
     """(layout, prefix) of every layer that can be read, in natural order; takes a checkpoint or its names.
 
-    A prefix that stands there with several layouts is one whose names do not tell it: it has to be said.
+    A prefix with several layouts is one whose names fit several: `read_layer` needs the layout.
     """
-    return [(match.form.layout, match.prefix) for match in readable(find_matches(names))]
+    return [(match.layout.name, match.prefix) for match in readable(find_matches(names))]

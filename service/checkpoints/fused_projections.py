@@ -1,4 +1,4 @@
-"""Layouts that keep queries, keys and values in one matrix. How it is cut is the whole question: its shape never tells.
+"""Layouts with queries, keys and values in one matrix, whose shape does not say how it is split.
 
 * torch's MultiheadAttention: rows [q; k; v] (`in_proj_weight`), or three matrices where kdim or vdim differ, but one bias in both cases.
 * GPT-2: Conv1D, so [in, out], with columns [q | k | v]; attention to an encoder has q apart and columns [k | v].
@@ -6,60 +6,60 @@
   their rows by kv head instead, [kv heads, queries of each + 2, head_dim]: under their name, `query_key_value`, that is refused.
 * BLOOM and GPT-NeoX: rows [heads, (q, k, v), head_dim], each head's three together.
 
-`query_key_value` stands for both of the last two in the wild, so there the layout must be said; of `neox` also `rope` with its `dims`
-(rotary_pct x head_dim). BLOOM is assumed to have ALiBi, GPT-NeoX RoPE on halves.
+Both BLOOM and GPT-NeoX use the name `query_key_value`, so the caller must choose the layout; `neox` also needs `rope` with its `dims`
+(rotary_pct x head_dim). Defaults: ALiBi for BLOOM, RoPE on halves for GPT-NeoX.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from service.checkpoints.layout import Found, Layout, Read, Weights
-from service.checkpoints.problems import field_pointer
-from service.checkpoints.separate_projections import FREQUENCIES, ROPE, rope_told
+from service.checkpoints.layout import Converted, LayerTensors, Layout, Weights
+from service.checkpoints.refusals import field_pointer
+from service.checkpoints.separate_projections import FREQUENCIES, ROPE, rope_dims
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-KV_BIAS = "no bias_k and bias_v (add_bias_kv): keys that are no token's have no place in attention weights"
+KV_BIAS = "no bias_k and bias_v (add_bias_kv): attention weights have no column for such keys"
 
 
-def torch_packed(found: Found) -> Read:
-    packed = found.get("qkv.weight", "3*embed_dim", "embed_dim")
+def torch_packed(tensors: LayerTensors) -> Converted:
+    packed = tensors.get("qkv.weight", "3*embed_dim", "embed_dim")
     if packed.shape[0] != 3 * packed.shape[1]:
-        raise found.misfit("qkv.weight", f"shape [{3 * packed.shape[1]}, {packed.shape[1]}], three square matrices")
-    return Read(_named(np.split(packed, 3), "weight") | _torch_biases(found, packed.shape[1]) | _output(found))
+        raise tensors.misfit("qkv.weight", f"shape [{3 * packed.shape[1]}, {packed.shape[1]}], three square matrices")
+    return Converted(_named(np.split(packed, 3), "weight") | _torch_biases(tensors, packed.shape[1]) | _output(tensors))
 
 
-def torch_separate(found: Found) -> Read:
-    matrices = [found.get(f"{name}.weight", "embed_dim", "in") for name in ("query", "key", "value")]
-    return Read(_named(matrices, "weight") | _torch_biases(found, matrices[0].shape[0]) | _output(found))
+def torch_separate(tensors: LayerTensors) -> Converted:
+    matrices = [tensors.get(f"{name}.weight", "embed_dim", "in") for name in ("query", "key", "value")]
+    return Converted(_named(matrices, "weight") | _torch_biases(tensors, matrices[0].shape[0]) | _output(tensors))
 
 
-def gpt2(found: Found) -> Read:
-    """Conv1D computes x @ W + b, so everything is transposed before it is cut."""
-    packed = found.get("qkv.weight", "in", "3*in")
+def gpt2(tensors: LayerTensors) -> Converted:
+    """Conv1D computes x @ W + b, so weights are transposed."""
+    packed = tensors.get("qkv.weight", "in", "3*in")
     if packed.shape[1] != 3 * packed.shape[0]:
-        raise found.misfit("qkv.weight", f"shape [{packed.shape[0]}, {3 * packed.shape[0]}], a Conv1D (a Linear is layout fused)")
-    weights = _named(np.split(packed.T, 3), "weight") | _named(_cut(found, "qkv.bias", 3), "bias")
-    return Read(weights | _conv_output(found))
+        raise tensors.misfit("qkv.weight", f"shape [{packed.shape[0]}, {3 * packed.shape[0]}], a Conv1D (a Linear is layout fused)")
+    weights = _named(np.split(packed.T, 3), "weight") | _named(_split_bias(tensors, "qkv.bias", 3), "bias")
+    return Converted(weights | _conv_output(tensors))
 
 
-def gpt2_cross(found: Found) -> Read:
-    query, packed = found.get("query.weight", "in", "in"), found.get("kv.weight", "in", "2*in")
+def gpt2_cross(tensors: LayerTensors) -> Converted:
+    query, packed = tensors.get("query.weight", "in", "in"), tensors.get("kv.weight", "in", "2*in")
     if packed.shape[1] != 2 * query.shape[1]:
-        raise found.misfit("kv.weight", f"shape [{packed.shape[0]}, {2 * query.shape[1]}], a Conv1D of keys and values")
+        raise tensors.misfit("kv.weight", f"shape [{packed.shape[0]}, {2 * query.shape[1]}], a Conv1D of keys and values")
     key, value = np.split(packed.T, 2)
-    key_bias, value_bias = _cut(found, "kv.bias", 2)
-    weights = _named([query.T, key, value], "weight") | _named([found.get("query.bias", "n"), key_bias, value_bias], "bias")
-    return Read(weights | _conv_output(found))
+    key_bias, value_bias = _split_bias(tensors, "kv.bias", 2)
+    weights = _named([query.T, key, value], "weight") | _named([tensors.get("query.bias", "n"), key_bias, value_bias], "bias")
+    return Converted(weights | _conv_output(tensors))
 
 
-def rows(found: Found) -> Read:
-    """Rows [q; k; v], where k and v have num_kv_heads/num_heads as many as q; a third each if the spec names no kv heads."""
-    packed = found.get("qkv.weight", "out", "in")
-    heads = found.number("num_heads") or 1
-    kv_heads = found.number("num_kv_heads") or heads
-    if 1 < kv_heads < heads and "query_key_value" in found.names["qkv.weight"]:
+def stacked(tensors: LayerTensors) -> Converted:
+    """Rows [q; k; v]; k and v have num_kv_heads / num_heads as many rows as q."""
+    packed = tensors.get("qkv.weight", "out", "in")
+    heads = tensors.number("num_heads") or 1
+    kv_heads = tensors.number("num_kv_heads") or heads
+    if 1 < kv_heads < heads and "query_key_value" in tensors.names["qkv.weight"]:
         expected = (
             f"{heads} or 1: with other numbers of kv heads, rows under query_key_value may be grouped by kv head (Falcon-40B, Falcon 2)"
         )
@@ -67,29 +67,29 @@ def rows(found: Found) -> Read:
         raise InvalidRequest.where(field_pointer("num_kv_heads"), expected, str(kv_heads))
     width, rest = divmod(packed.shape[0], heads + 2 * kv_heads)
     if rest:
-        raise found.misfit("qkv.weight", f"a multiple of {heads + 2 * kv_heads} rows, one head_dim for each head of q, k and v")
+        raise tensors.misfit("qkv.weight", f"a multiple of {heads + 2 * kv_heads} rows, one head_dim for each head of q, k and v")
     cuts = [heads * width, (heads + kv_heads) * width]
-    weights = _named(np.split(packed, cuts), "weight") | _output(found)
-    if found.has("qkv.bias"):
-        if found.get("qkv.bias", "n").shape[0] != packed.shape[0]:
-            raise found.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
-        weights |= _named(np.split(found.arrays["qkv.bias"], cuts), "bias")
-    return Read(weights, rope_told(found))
+    weights = _named(np.split(packed, cuts), "weight") | _output(tensors)
+    if tensors.has("qkv.bias"):
+        if tensors.get("qkv.bias", "n").shape[0] != packed.shape[0]:
+            raise tensors.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
+        weights |= _named(np.split(tensors.arrays["qkv.bias"], cuts), "bias")
+    return Converted(weights, rope_dims(tensors))
 
 
-def _per_head(found: Found) -> Weights:
-    """Rows [heads, 3, head_dim]: without the head count they cannot be cut."""
-    packed = found.get("qkv.weight", "out", "in")
-    heads = found.number("num_heads")
+def _per_head(tensors: LayerTensors) -> Weights:
+    """Rows [heads, 3, head_dim], which need the number of heads."""
+    packed = tensors.get("qkv.weight", "out", "in")
+    heads = tensors.number("num_heads")
     if heads is None:
-        raise InvalidRequest.where(field_pointer("num_heads"), "the number of heads, by which the rows are cut", "nothing")
+        raise InvalidRequest.where(field_pointer("num_heads"), "the number of heads, which splits the rows", "nothing")
     if packed.shape[0] % (3 * heads):
-        raise found.misfit("qkv.weight", f"a multiple of {3 * heads} rows, since num_heads is {heads}")
-    weights = _named(_heads_of(packed, heads), "weight") | _output(found)
-    if found.has("qkv.bias"):
-        if found.get("qkv.bias", "n").shape[0] != packed.shape[0]:
-            raise found.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
-        weights |= _named(_heads_of(found.arrays["qkv.bias"], heads), "bias")
+        raise tensors.misfit("qkv.weight", f"a multiple of {3 * heads} rows, since num_heads is {heads}")
+    weights = _named(_heads_of(packed, heads), "weight") | _output(tensors)
+    if tensors.has("qkv.bias"):
+        if tensors.get("qkv.bias", "n").shape[0] != packed.shape[0]:
+            raise tensors.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
+        weights |= _named(_heads_of(tensors.arrays["qkv.bias"], heads), "bias")
     return weights
 
 
@@ -98,43 +98,43 @@ def _heads_of(packed: Array, heads: int) -> list[Array]:
     return [cut[:, i].reshape(-1, *packed.shape[1:]) for i in range(3)]
 
 
-def bloom(found: Found) -> Read:
-    return Read(_per_head(found), assumed={"alibi": True})
+def bloom(tensors: LayerTensors) -> Converted:
+    return Converted(_per_head(tensors), assumed={"alibi": True})
 
 
-def neox(found: Found) -> Read:
-    given, told = found.given.get("rope"), rope_told(found)
-    if isinstance(given, Mapping) and given.get("dims") is None and not told:
+def neox(tensors: LayerTensors) -> Converted:
+    given, known = tensors.given.get("rope"), rope_dims(tensors)
+    if isinstance(given, Mapping) and given.get("dims") is None and not known:
         raise InvalidRequest.where(field_pointer("rope", "dims"), "how many dims are rotated, rotary_pct x head_dim", "nothing")
-    return Read(_per_head(found), told, {"rope": {"interleaved": False}})
+    return Converted(_per_head(tensors), known, {"rope": {"interleaved": False}})
 
 
 def _named(three: list[Array], kind: str) -> Weights:
     return {f"{name}.{kind}": array for name, array in zip(("query", "key", "value"), three, strict=True)}
 
 
-def _cut(found: Found, part: str, pieces: int) -> list[Array]:
-    bias = found.get(part, "n")
+def _split_bias(tensors: LayerTensors, part: str, pieces: int) -> list[Array]:
+    bias = tensors.get(part, "n")
     if bias.shape[0] % pieces:
-        raise found.misfit(part, f"a multiple of {pieces} numbers")
+        raise tensors.misfit(part, f"a multiple of {pieces} numbers")
     return np.split(bias, pieces)
 
 
-def _torch_biases(found: Found, width: int) -> Weights:
-    if not found.has("qkv.bias"):
+def _torch_biases(tensors: LayerTensors, width: int) -> Weights:
+    if not tensors.has("qkv.bias"):
         return {}
-    if found.get("qkv.bias", "3*embed_dim").shape[0] != 3 * width:
-        raise found.misfit("qkv.bias", f"shape [{3 * width}], packed even where the weights are not")
-    return _named(np.split(found.arrays["qkv.bias"], 3), "bias")
+    if tensors.get("qkv.bias", "3*embed_dim").shape[0] != 3 * width:
+        raise tensors.misfit("qkv.bias", f"shape [{3 * width}], packed even where the weights are not")
+    return _named(np.split(tensors.arrays["qkv.bias"], 3), "bias")
 
 
-def _output(found: Found) -> Weights:
-    weights = {"output.weight": found.get("output.weight", "out", "in")}
-    return weights | ({"output.bias": found.get("output.bias", "n")} if found.has("output.bias") else {})
+def _output(tensors: LayerTensors) -> Weights:
+    weights = {"output.weight": tensors.get("output.weight", "out", "in")}
+    return weights | ({"output.bias": tensors.get("output.bias", "n")} if tensors.has("output.bias") else {})
 
 
-def _conv_output(found: Found) -> Weights:
-    return {"output.weight": found.get("output.weight", "in", "out").T, "output.bias": found.get("output.bias", "n")}
+def _conv_output(tensors: LayerTensors) -> Weights:
+    return {"output.weight": tensors.get("output.weight", "in", "out").T, "output.bias": tensors.get("output.bias", "n")}
 
 
 def _fused_names(packed: str, output: str) -> dict[str, str]:
@@ -160,16 +160,26 @@ SPELLED = (
     ("c_attn", "c_proj"),
 )
 
-FORMS = (
+LAYOUTS = (
     Layout("torch_mha", {"in_proj_weight": "qkv.weight"} | TORCH_OUT, torch_packed, optional=TORCH_BIASES, refused=TORCH_REFUSED),
     Layout("torch_mha", TORCH_SEPARATE | TORCH_OUT, torch_separate, optional=TORCH_BIASES, refused=TORCH_REFUSED),
-    Layout("gpt2", _fused_names("c_attn", "c_proj"), gpt2, aside=MASKS),
-    Layout("gpt2", CROSS, gpt2_cross, aside=MASKS),
-    Layout("vit", _fused_names("qkv", "proj"), rows, optional=EITHER_BIAS),
-    Layout("bloom", QKV, bloom, told_under=()),
-    Layout("neox", QKV | FREQUENCIES, neox, optional=(("qkv.bias", "output.bias"), ("inv_freq",)), aside=MASKS, needs=ROPE, told_under=()),
+    Layout("gpt2", _fused_names("c_attn", "c_proj"), gpt2, ignored=MASKS),
+    Layout("gpt2", CROSS, gpt2_cross, ignored=MASKS),
+    Layout("vit", _fused_names("qkv", "proj"), stacked, optional=EITHER_BIAS),
+    Layout("bloom", QKV, bloom, identified_under=()),
+    Layout(
+        "neox",
+        QKV | FREQUENCIES,
+        neox,
+        optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
+        ignored=MASKS,
+        required_fields=ROPE,
+        identified_under=(),
+    ),
     *(
-        Layout("fused", _fused_names(*names) | FREQUENCIES, rows, optional=(*EITHER_BIAS, ("inv_freq",)), aside=MASKS, told_under=())
+        Layout(
+            "fused", _fused_names(*names) | FREQUENCIES, stacked, optional=(*EITHER_BIAS, ("inv_freq",)), ignored=MASKS, identified_under=()
+        )
         for names in SPELLED
     ),
 )

@@ -1,17 +1,15 @@
-"""What a layout is: the names its weights have below the layer's own name, and how they become canonical ones.
+"""A layout: the names and shapes of a layer's tensors in one framework, and their conversion to canonical weights.
 
-A `Form` is one row of the table in `table.py`, plain data but for its `convert`. A layout that is spelled in several ways (Keras' variable
-paths and its files) has several forms. The words: a *stem* is the name of the layer in its checkpoint (`encoder.layer.3.attention`), a
-*part* is what one tensor below it is (`query.weight`, `qkv.bias`); where a part is one of ours it has the canonical name.
-
-Neither finding layers in a checkpoint nor the rest of a spec is known here.
+A layout with several spellings (Keras' variable paths and its files) has several `Layout`s of one name. The *stem* is the name of the layer
+in its checkpoint (`encoder.layer.3.attention`); a *part* is the role of a tensor below it (`query.weight`, `qkv.bias`), canonical if
+possible.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.checkpoints.problems import field_pointer, shape_of, weight_pointer
+from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
 from service.spec import PROJECTIONS
 from service.tensors import Array
@@ -21,20 +19,20 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One layer's tensors by part, with what is needed to say where something is wrong."""
+class LayerTensors:
+    """The tensors of one layer, and the spec that came with them."""
 
     arrays: Mapping[str, Array]  # part -> tensor
     names: Mapping[str, str]  # part -> its name in the checkpoint
     stem: str  # normalised: "." between the segments
-    given: Mapping[str, Any]  # the spec that came with the checkpoint
-    elsewhere: Callable[[str], Array | None]  # a tensor of the checkpoint by its normalised name
+    given: Mapping[str, Any]  # fields of the caller's spec
+    elsewhere: Callable[[str], Array | None]  # any tensor of the checkpoint, by normalised name
 
     def has(self, part: str) -> bool:
         return part in self.arrays
 
     def get(self, part: str, *shape: str) -> Array:
-        """The tensor, one name of an axis for each of its axes: `get("query.weight", "out", "in")`. Raises InvalidRequest otherwise."""
+        """The tensor with one axis per name: `get("query.weight", "out", "in")`. Raises InvalidRequest for another rank."""
         array = self.arrays[part]
         if array.ndim != len(shape):
             raise self.misfit(part, f"shape [{', '.join(shape)}]")
@@ -44,7 +42,7 @@ class Found:
         return InvalidRequest.where(weight_pointer(self.names[part]), expected, shape_of(self.arrays[part]))
 
     def number(self, name: str) -> int | None:
-        """A count of the spec that came; None if it is not there. Raises InvalidRequest if it is no positive integer."""
+        """A count in the caller's spec; None if absent. Raises InvalidRequest if it is no positive integer."""
         value = self.given.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise InvalidRequest.where(field_pointer(name), "a positive integer", str(value)[:60])
@@ -52,28 +50,28 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What a form makes of a layer: weights, what they tell of the spec, and what the layout's models have where the spec is silent."""
+class Converted:
+    """Canonical weights; the fields of the spec that they determine; and defaults of the layout for fields that the caller leaves out."""
 
     weights: Weights
-    told: Fields = field(default_factory=dict)
+    known: Fields = field(default_factory=dict)
     assumed: Fields = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way of naming and laying out the weights of a layer."""
+    """One spelling of a layout."""
 
-    layout: str
+    name: str
     names: Mapping[str, str]  # name below the stem -> part
-    convert: Callable[[Found], Read]
-    optional: tuple[tuple[str, ...], ...] = ()  # parts that may be missing, each group together
-    aside: Mapping[str, int | None] = field(default_factory=dict)  # pattern of names that are no weights -> rank they must have to be that
-    refused: Mapping[str, str] = field(default_factory=dict)  # name -> why a layer that has it cannot be held
-    needs: Mapping[str, str] = field(default_factory=dict)  # fields of the spec that must be said -> what is expected there
-    told_under: tuple[str, ...] | None = None  # stems that make the names tell the layout: last segments; None any, () none
-    inside: str = ""  # the names' first segment that is the layer's own, where its output projection stands beside it
-    not_beside: str = ""  # a tensor beside the stem with which the names tell it no more
+    convert: Callable[[LayerTensors], Converted]
+    optional: tuple[tuple[str, ...], ...] = ()  # groups of parts that may be missing, each group as a whole
+    ignored: Mapping[str, int | None] = field(default_factory=dict)  # pattern of buffers -> their rank, None for any
+    refused: Mapping[str, str] = field(default_factory=dict)  # name -> what is expected instead of that tensor
+    required_fields: Mapping[str, str] = field(default_factory=dict)  # field of the spec -> what is expected there
+    identified_under: tuple[str, ...] | None = None  # last segments of stems where the names identify the layout; None: all
+    parent: str = ""  # first segment of q, k and v, if the output projection is outside of it
+    excluded_by: str = ""  # a sibling of the stem that means another layout
 
     @property
     def required(self) -> frozenset[str]:
@@ -94,25 +92,25 @@ QKV_BIASES = ("query.bias", "key.bias", "value.bias")
 ALL_BIASES = (*QKV_BIASES, "output.bias")
 
 
-def vectors(found: Found) -> Weights:
-    """Biases, norms and sinks that are there under their canonical names, all of one axis."""
+def vectors(tensors: LayerTensors) -> Weights:
+    """Biases, norms and sinks, those that are there."""
     parts = (*ALL_BIASES, "query_norm.weight", "key_norm.weight", "sinks")
-    return {part: found.get(part, "n") for part in parts if found.has(part)}
+    return {part: tensors.get(part, "n") for part in parts if tensors.has(part)}
 
 
-def as_linear(found: Found) -> Weights:
-    """Four matrices [out, in], applied as x @ W.T: canonical as they are, and so not copied."""
-    return {f"{name}.weight": found.get(f"{name}.weight", "out", "in") for name in PROJECTIONS} | vectors(found)
+def as_linear(tensors: LayerTensors) -> Weights:
+    """Four matrices [out, in], applied as x @ W.T: canonical, so not copied."""
+    return {f"{name}.weight": tensors.get(f"{name}.weight", "out", "in") for name in PROJECTIONS} | vectors(tensors)
 
 
-def as_kernels(found: Found) -> Weights:
-    """Four matrices [in, out], applied as x @ W: canonical transposed."""
-    return {f"{name}.weight": found.get(f"{name}.weight", "in", "out").T for name in PROJECTIONS} | vectors(found)
+def as_kernels(tensors: LayerTensors) -> Weights:
+    """Four matrices [in, out], applied as x @ W, transposed."""
+    return {f"{name}.weight": tensors.get(f"{name}.weight", "in", "out").T for name in PROJECTIONS} | vectors(tensors)
 
 
-def linear(found: Found) -> Read:
-    return Read(as_linear(found))
+def linear(tensors: LayerTensors) -> Converted:
+    return Converted(as_linear(tensors))
 
 
-def kernels(found: Found) -> Read:
-    return Read(as_kernels(found))
+def kernels(tensors: LayerTensors) -> Converted:
+    return Converted(as_kernels(tensors))

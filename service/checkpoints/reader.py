@@ -1,21 +1,23 @@
-"""One layer out of a checkpoint: the choice of the layer, its tensors by part, their conversion, and the spec that belongs to them.
+"""Reads one layer of a checkpoint: selects it, checks and converts its tensors, and infers its spec.
 
-Only tensors of the chosen layer are touched; those that need no transposing or cutting stay views of the checkpoint's memory.
+Only tensors of the selected layer are read; those that need no conversion stay views of the checkpoint's memory. Of two layers, or two
+layouts that the names fit, none is taken until the caller chooses.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from service.checkpoints.choice import choose
-from service.checkpoints.detection import Match, normalised
-from service.checkpoints.layout import Fields, Found, Weights
-from service.checkpoints.problems import field_pointer, listed, refuse_weights, shape_of
-from service.checkpoints.spec_inference import settle
+from service.checkpoints.detection import LAYOUTS, Match, complete, find_matches, natural, normalised, readable
+from service.checkpoints.layout import Fields, LayerTensors, Weights
+from service.checkpoints.refusals import field_pointer, listed, refuse_weights, shape_of
+from service.checkpoints.spec_inference import infer_spec
 from service.errors import InvalidRequest
 from service.tensors import Array, datatype_of
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+MIN_SHARE = 0.5  # of the required tensors, for a layer to count as incomplete
 
 
 def read_layer(
@@ -23,48 +25,48 @@ def read_layer(
 ) -> tuple[Fields, Weights]:
     """Fields for `LayerSpec` and canonical weights (`query.weight` [out, in], …) of one layer of a checkpoint.
 
-    `tensors`: name -> array, a whole checkpoint or part of one. `layout`: one of `LAYOUTS`; may be left out where the names tell it.
-    `prefix`: the layer's name in the checkpoint, or as much of it as selects one (`encoder.layer.3`); `.` and `/` are the same, at its end
-    too. `spec`: what tensors cannot tell (num_heads, rope, window, scale, …), held against what they do tell; without a dtype the layer has
-    that of its tensors (float32 where they differ). What each layout assumes stands at the head of its module.
+    `tensors`: name -> array, a checkpoint or part of one. `layout`: one of `LAYOUTS`; needed only if the names fit several.
+    `prefix`: the layer's name in the checkpoint, or enough of its beginning to select one (`encoder.layer.3`), with `.` or `/`. `spec`: the
+    fields that tensors do not determine (num_heads, rope, window, scale, …); those that they determine must agree. The default dtype is
+    that of the tensors, float32 if they differ. The docstring of each module of layouts lists their other defaults.
 
     Raises InvalidRequest: an unknown layout, none or several that match, none or several layers below the prefix, tensors that are missing,
-    not understood, or of a shape or dtype that does not fit, a spec that contradicts the tensors or lacks what they do not tell.
+    unknown, or of a wrong shape or dtype, a spec that contradicts the tensors or lacks a field.
     """
     given = dict(spec or {})
     if given.get("projections") is False and layout in (None, "attend"):
         return _without_projections(tensors, prefix, given)
-    match = choose(tensors, layout, prefix)
+    match = _select(tensors, layout, prefix)
     _check_names(match, tensors)
-    for name, expected in match.form.needs.items():
+    for name, expected in match.layout.required_fields.items():
         if name not in given:
             raise InvalidRequest.where(field_pointer(name), expected, "nothing")
-    found = _fetch(match, tensors, given)
-    dtype = _dtype(found.arrays, found.names)
-    read = match.form.convert(found)
-    return settle(read, found, dtype), read.weights
+    layer = _fetch(match, tensors, given)
+    dtype = _dtype(layer.arrays, layer.names)
+    converted = match.layout.convert(layer)
+    return infer_spec(converted, layer, dtype), converted.weights
 
 
-def _fetch(match: Match, tensors: Mapping[str, Array], given: Mapping[str, Any]) -> Found:
+def _fetch(match: Match, tensors: Mapping[str, Array], given: Mapping[str, Any]) -> LayerTensors:
     arrays = {part: tensors[name] for part, name in match.names.items()}
     elsewhere = {normalised(name): name for name in tensors}
 
     def find(plain: str) -> Array | None:
         return tensors[elsewhere[plain]] if plain in elsewhere else None
 
-    return Found(arrays, match.names, match.stem, given, find)
+    return LayerTensors(arrays, match.names, match.stem, given, find)
 
 
 def _check_names(match: Match, tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequest where tensors below the stem are refused or not understood, or one of a group is there without the others."""
+    """Raises InvalidRequest for refused or unknown tensors below the stem, and for incomplete groups."""
     problems = list(_half_groups(match)) or list(_surplus(match, tensors))
     if problems:
         raise refuse_weights(problems)
 
 
 def _half_groups(match: Match) -> Iterator[tuple[str, str, str]]:
-    by_part = {part: name for name, part in match.form.names.items()}
-    for group in match.form.optional:
+    by_part = {part: name for name, part in match.layout.names.items()}
+    for group in match.layout.optional:
         there = [part for part in group if part in match.names]
         if there and len(there) < len(group):
             beside = listed(match.names[part] for part in there)
@@ -81,20 +83,20 @@ def _surplus(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, 
         if name in known or not plain.startswith(start):
             continue
         below = plain.removeprefix(start)
-        if below in match.form.refused:
-            yield name, match.form.refused[below], f'"{name}"'
-        elif not _run_in_thread(match, below, tensors, name):
-            yield name, f"only what a layer of layout {match.form.layout} has ({listed(match.form.names)})", f'"{name}"'
+        if below in match.layout.refused:
+            yield name, match.layout.refused[below], f'"{name}"'
+        elif not _is_ignored(match, below, tensors, name):
+            yield name, f"only what a layer of layout {match.layout.name} has ({listed(match.layout.names)})", f'"{name}"'
 
 
-def _run_in_thread(match: Match, below: str, tensors: Mapping[str, Array], name: str) -> bool:
-    """Whether it is known to be no weight of the layer, by its name and, where a weight could have that, by its rank."""
-    ranks = [rank for pattern, rank in match.form.aside.items() if fnmatchcase(below, pattern)]
+def _is_ignored(match: Match, below: str, tensors: Mapping[str, Array], name: str) -> bool:
+    """Whether it is a buffer of the layout, by name and rank."""
+    ranks = [rank for pattern, rank in match.layout.ignored.items() if fnmatchcase(below, pattern)]
     return any(rank is None or tensors[name].ndim == rank for rank in ranks)
 
 
 def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
-    """The dtype that holds all of them; of two 16-bit ones float32. Raises InvalidRequest where one holds no floats, or nothing."""
+    """The dtype of all tensors, or float32 or float64 if they differ. Raises InvalidRequest for integers and empty tensors."""
     kinds = set()
     for part, array in arrays.items():
         if not array.size:
@@ -112,7 +114,7 @@ def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
 
 
 def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Fields) -> tuple[Fields, Weights]:
-    """Our own layer that projects nothing: only sinks, norms or a table can be there, and the spec says which."""
+    """A layer of our own without projections, which can have only sinks, norms and a table."""
     start = f"{normalised(prefix).rstrip('.')}." if prefix.strip("./") else ""
     names = {normalised(name).removeprefix(start): name for name in tensors if normalised(name).startswith(start)}
     understood = ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias")
@@ -122,3 +124,60 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
     if "dtype" not in given and weights:
         given["dtype"] = _dtype(weights, names)
     return given, weights
+
+
+def _select(tensors: Mapping[str, Array], layout: str | None, prefix: str) -> Match:
+    """The layer below the prefix, in that layout if one is given. Raises InvalidRequest with the choices."""
+    if layout is not None and layout not in LAYOUTS:
+        raise InvalidRequest.where("/layout", "one of " + ", ".join(LAYOUTS), f'"{layout[:60]}"')
+    below = _below(find_matches(tensors), prefix)
+    of_layout = [match for match in below if match.layout.name == layout]
+    candidates = readable(below) if layout is None else complete(of_layout)
+    if not candidates:
+        raise _no_layer(below if layout is None else of_layout, below, layout, tensors)
+    stems = {match.stem: match.prefix for match in candidates}
+    if len(stems) > 1:
+        expected = "a prefix that selects one layer: " + listed(stems.values())
+        raise InvalidRequest.where("/prefix", expected, f'"{prefix}"' if prefix else "none")
+    if len(candidates) > 1 or not (candidates[0].identified or layout):
+        raise _ambiguous(candidates)
+    return candidates[0]
+
+
+def _normal(prefix: str) -> str:
+    return normalised(prefix).rstrip(".")
+
+
+def _below(matches: Sequence[Match], prefix: str) -> list[Match]:
+    """Matches whose stem is the prefix or below it; layer.1 does not select layer.10. Raises InvalidRequest if there are none."""
+    wanted = f"{_normal(prefix)}.".lstrip(".")
+    below = [match for match in matches if f"{match.stem}.".startswith(wanted)]
+    every = readable(matches)
+    inside = any(wanted.startswith(f"{match.stem}.") and match.stem != _normal(prefix) for match in every)
+    if wanted and every and (not below or (inside and not readable(below))):
+        prefixes = [match.prefix for match in every]
+        near = [p for p in prefixes if _normal(p).endswith(f".{_normal(prefix)}")] + get_close_matches(prefix, prefixes, n=1, cutoff=0)
+        raise InvalidRequest.where("/prefix", f"one of {listed(near + prefixes)}", f'"{prefix}"')
+    return below
+
+
+def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | None, tensors: Mapping[str, Array]) -> InvalidRequest:
+    """Why no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
+    nearest = max(partial, key=lambda match: (match.share, match.identified, len(match.names)), default=None)
+    if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
+        return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
+    wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(LAYOUTS)})"
+    if others := readable(below):
+        return InvalidRequest.where("/layout", wanted, listed(map(str, others)))
+    if below:
+        nearest = max(below, key=lambda match: (match.share, match.identified, len(match.names)))
+        missing = listed(nearest.full_name(name) for name in nearest.missing)
+        return InvalidRequest.where("/layout", wanted, f"nearest {nearest}, without {missing}")
+    return InvalidRequest.where("/layout", wanted, f"tensors {listed(sorted(tensors, key=natural))}")
+
+
+def _ambiguous(candidates: Sequence[Match]) -> InvalidRequest:
+    """The refusal of names that several layouts share."""
+    choices = "; ".join(f"{name} ({LAYOUTS[name]})" for name in dict.fromkeys(match.layout.name for match in candidates))
+    at = candidates[0].prefix or "the root"
+    return InvalidRequest.where("/layout", f"a layout, since the names at {at} fit several: {choices}", "none")

@@ -1,19 +1,43 @@
-"""Layouts with four separate matrices [out, in], as torch's Linear has them: BERT's family, ViT, BART, and the decoders with RoPE.
+"""Layouts with four separate matrices: our own, textbooks, and transformers with torch's Linear; [out, in] unless said otherwise.
 
-Where tensors cannot tell, the spec must: the head count everywhere, and for decoders `rope`, which is an object or null. Llama's names
-stand in files of other models too, which rotate pairs (Cohere, GLM-4, Llama 4) or part of a head (GLM-4, Nemotron), so there `rope` must
-say `theta` and `interleaved`, and `dims` where it is not the whole head. Assumed where the spec is silent: halves (`interleaved` false) for
-`gemma3`; pairs (`interleaved` true) for `meta_llama`, Llama before Hugging Face permuted its rows; eps 1e-6 of norms on queries and keys.
-Softcap, window, theta and a scale other than 1/sqrt(head_dim) are in no tensor: what the model's config has must be in the spec.
+* `attend`: canonical names and shapes.
+* `d2l`: W_q, W_k, W_v, W_o; [out, in] as `.weight` (torch, MXNet), [in, out] as `/kernel` (Flax) or `/vars/0` (Keras' files). Keras'
+  variable paths (`dense/kernel`, `dense_1/kernel`) do not say which is which and are not read.
+* `mxnet`: GluonNLP's cells as `save_parameters` writes them. The output projection is the sibling `proj` of the attention. A decoder has
+  `attention_cell_in` (self-attention) and `attention_cell_inter` (to the encoder).
+* `numpy`: bare matrices [in, out], applied as x @ W.
+* `llama`: other models use the same names but rotate pairs (Cohere, GLM-4, Llama 4) or part of a head (GLM-4, Nemotron), so the spec must
+  have `rope` with `theta` and `interleaved`, and `dims` if not the whole head is rotated.
+* `gemma3` defaults to RoPE on halves, `meta_llama` (before Hugging Face permuted its rows) to RoPE on pairs.
+* `t5`: only the first block of each stack has the table of position biases, which is read for other blocks too. Encoders are
+  bidirectional, decoders are not: by the name of the stack, or `relative_bias.bidirectional` of the spec. Cross-attention has no table.
+
+Defaults: eps 1e-6 of norms on queries and keys; T5's scale 1 and max_distance 128. Head count, softcap, window, theta and scale are in no
+tensor: the spec must have what the model's config has.
 """
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from service.checkpoints.layout import ALL_BIASES, QKV_BIASES, Fields, Found, Layout, Read, as_linear, linear, linear_names
-from service.checkpoints.problems import field_pointer
+from service.checkpoints.layout import (
+    ALL_BIASES,
+    QKV_BIASES,
+    Converted,
+    Fields,
+    LayerTensors,
+    Layout,
+    as_linear,
+    kernels,
+    linear,
+    linear_names,
+)
+from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
+from service.spec import PROJECTIONS
+from service.tensors import Array
 
 ROPE = {"rope": 'the config\'s rotary embedding, such as {"theta": 10000}, or null for none'}
 LLAMA_ROPE = (
@@ -23,41 +47,116 @@ LLAMA_ROPE = (
 )
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
 FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
+EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias")}
+EITHER = (QKV_BIASES, ("output.bias",))
+EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",))
+TABLE = "relative_attention_bias.weight"
+CROSS = "EncDecAttention"
 
 
-def rope_told(found: Found) -> Fields:
-    """Checkpoints that keep the frequencies tell how many dims of a head are rotated; theta and scaling the spec must still say."""
-    if not found.has("inv_freq"):
+def canonical(tensors: LayerTensors) -> Converted:
+    table = {"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {}
+    known = {"relative_bias": {"buckets": len(table["relative_bias"])}} if table else {}
+    return Converted(as_linear(tensors) | table, known)
+
+
+def _d2l(weight: str, bias: str) -> dict[str, str]:
+    return linear_names("W_q", "W_k", "W_v", "W_o", weight=weight, bias=bias)
+
+
+def _gluon(cell: str, proj: str) -> Layout:
+    """A cell keeps its attention in one child, and the output projection in another."""
+    names = linear_names(f"{cell}.proj_query", f"{cell}.proj_key", f"{cell}.proj_value", proj)
+    return Layout("mxnet", names, linear, optional=EITHER, parent=cell)
+
+
+def _bare(matrix: str, vector: str) -> dict[str, str]:
+    letters = dict(zip(PROJECTIONS, "qkvo", strict=True))
+    weights = {f"{matrix}{letter}": f"{name}.weight" for name, letter in letters.items()}
+    return weights | {f"{vector}{letter}": f"{name}.bias" for name, letter in letters.items()}
+
+
+def rope_dims(tensors: LayerTensors) -> Fields:
+    """The number of rotated dims, in checkpoints with a table of frequencies; the spec must have theta and scaling."""
+    if not tensors.has("inv_freq"):
         return {}
-    if "rope" not in found.given:
+    if "rope" not in tensors.given:
         raise InvalidRequest.where(field_pointer("rope"), ROPE["rope"], "nothing")
-    return {"rope": {"dims": 2 * len(found.get("inv_freq", "n"))}}
+    return {"rope": {"dims": 2 * len(tensors.get("inv_freq", "n"))}}
 
 
-def as_llama(found: Found) -> Read:
-    """As `half_split`, but that it is halves must be said: files of other models have the same names."""
-    given = found.given.get("rope")
+def as_llama(tensors: LayerTensors) -> Converted:
+    """As `half_split`, if the spec says so: other models have the same names."""
+    given = tensors.given.get("rope")
     if isinstance(given, Mapping):
         for name in ("theta", "interleaved"):
             if given.get(name) is None:
                 raise InvalidRequest.where(field_pointer("rope", name), LLAMA_ROPE, "nothing")
-    return half_split(found)
+    return half_split(tensors)
 
 
-def half_split(found: Found) -> Read:
-    """RoPE on halves; norms, if any, before it, with weights as they are."""
-    return Read(as_linear(found), rope_told(found), {"rope": {"interleaved": False}, "qk_norm": {"kind": "rms", "eps": 1e-6}})
+def half_split(tensors: LayerTensors) -> Converted:
+    """RoPE on halves, after norms if there are any."""
+    return Converted(as_linear(tensors), rope_dims(tensors), {"rope": {"interleaved": False}, "qk_norm": {"kind": "rms", "eps": 1e-6}})
 
 
-def interleaved(found: Found) -> Read:
-    return Read(as_linear(found), rope_told(found), {"rope": {"interleaved": True}})
+def interleaved(tensors: LayerTensors) -> Converted:
+    return Converted(as_linear(tensors), rope_dims(tensors), {"rope": {"interleaved": True}})
 
 
-def one_plus(found: Found) -> Read:
-    """As `half_split`, but Gemma keeps the norms' weights less 1; added in float32, as its own code does."""
-    read = half_split(found)
-    norms = {name: read.weights[name].astype(np.float32) + np.float32(1) for name in NORMS.values()}
-    return Read(read.weights | norms, read.told, read.assumed)
+def one_plus(tensors: LayerTensors) -> Converted:
+    """As `half_split`, with norm weights less 1, which is added in float32 as Gemma does."""
+    converted = half_split(tensors)
+    norms = {name: converted.weights[name].astype(np.float32) + np.float32(1) for name in NORMS.values()}
+    return Converted(converted.weights | norms, converted.known, converted.assumed)
+
+
+def t5(tensors: LayerTensors) -> Converted:
+    weights = as_linear(tensors)
+    known: Fields = {}
+    stack = _first_block(tensors.stem)
+    table_name, table = _table(tensors, stack)
+    if table is not None:
+        known["num_heads"] = table.shape[1]
+    if _is_cross(tensors):
+        return Converted(weights, known, {"scale": 1.0})
+    if table is None:
+        raise InvalidRequest.where(weight_pointer(table_name), "the stack's table of position biases, [buckets, heads]", "nothing")
+    known["relative_bias"] = {"buckets": table.shape[0]}
+    bias: dict[str, Any] = {"max_distance": 128, "bidirectional": _bidirectional(tensors)}
+    return Converted(weights | {"relative_bias": table}, known, {"scale": 1.0, "relative_bias": bias})
+
+
+def _is_cross(tensors: LayerTensors) -> bool:
+    """By the name, or by a spec with `relative_bias: null` for a layer outside of its checkpoint."""
+    no_table = "relative_bias" in tensors.given and tensors.given["relative_bias"] is None and not tensors.has("relative_bias")
+    return tensors.stem.endswith(CROSS) or no_table
+
+
+def _first_block(stem: str) -> str:
+    """The stem that has the table: decoder.block.3.layer.1.EncDecAttention -> decoder.block.0.layer.0.SelfAttention."""
+    return re.sub(r"(^|\.)block\.\d+\.layer\.\d+\.\w+$", r"\1block.0.layer.0.SelfAttention", stem)
+
+
+def _table(tensors: LayerTensors, stack: str) -> tuple[str, Array | None]:
+    """Name and array of the layer's table, or else of that of the first block."""
+    name = f"{stack}.{TABLE}".lstrip(".")
+    own = tensors.has("relative_bias")
+    array = tensors.arrays["relative_bias"] if own else tensors.elsewhere(name)
+    name = tensors.names["relative_bias"] if own else name
+    if array is not None and array.ndim != 2:
+        raise InvalidRequest.where(weight_pointer(name), "shape [buckets, heads]", shape_of(array))
+    return name, array
+
+
+def _bidirectional(tensors: LayerTensors) -> bool:
+    stacks = [segment for segment in tensors.stem.split(".") if segment in ("encoder", "decoder")]
+    if stacks:
+        return stacks[-1] == "encoder"
+    given = tensors.given.get("relative_bias")
+    if not isinstance(given, Mapping) or type(given.get("bidirectional")) is not bool:
+        raise InvalidRequest.where(field_pointer("relative_bias", "bidirectional"), "true for an encoder, false for a decoder", "nothing")
+    return bool(given["bidirectional"])
 
 
 PROJ = linear_names("q_proj", "k_proj", "v_proj", "o_proj")
@@ -70,29 +169,40 @@ META = linear_names("wq", "wk", "wv", "wo", biases="")
 # Besides the four matrices: all biases (attention_bias) or those of q, k and v alone (Qwen2), and sinks.
 LLAMA_OPTIONS = (QKV_BIASES, ("output.bias",), ("sinks",), ("inv_freq",))
 LLAMA = PROJ | {"sinks": "sinks"} | FREQUENCIES
+T5 = linear_names("q", "k", "v", "o", biases="")
 
-FORMS = (
-    Layout("bert", BERT_SELF, linear, aside={"output.LayerNorm.*": None}),
+LAYOUTS = (
+    Layout("attend", linear_names(*PROJECTIONS) | EXTRAS, canonical, optional=(*((bias,) for bias in ALL_BIASES), *EXTRA_OPTIONS)),
+    Layout("d2l", _d2l("weight", "bias"), linear, optional=(ALL_BIASES,)),
+    Layout("d2l", _d2l("kernel", "bias"), kernels, optional=(ALL_BIASES,)),
+    Layout("d2l", _d2l("vars.0", "vars.1"), kernels, optional=(ALL_BIASES,), ignored={"*seed_generator*": None}),
+    _gluon("attention_cell", "proj"),
+    _gluon("attention_cell_in", "proj_in"),
+    _gluon("attention_cell_inter", "proj_inter"),
+    *(Layout("numpy", _bare(*spelled), kernels, optional=EITHER) for spelled in (("W_", "b_"), ("W", "b"), ("w_", "b_"))),
+    Layout("bert", BERT_SELF, linear, ignored={"output.LayerNorm.*": None}),
     Layout("distilbert", DISTILBERT, linear),
     Layout("vit", VIT_FILE, linear, optional=(QKV_BIASES,)),
-    Layout("vit", PROJ, linear, optional=(QKV_BIASES,), told_under=("attention",)),
+    Layout("vit", PROJ, linear, optional=(QKV_BIASES,), identified_under=("attention",)),
     Layout(
         "bart",
         BART,
         linear,
         optional=(("query.bias", "value.bias", "output.bias"), ("key.bias",)),
-        told_under=("self_attn", "encoder_attn"),
+        identified_under=("self_attn", "encoder_attn"),
     ),
-    Layout("llama", LLAMA, as_llama, optional=LLAMA_OPTIONS, needs={"rope": LLAMA_ROPE}, told_under=("self_attn",)),
+    Layout("llama", LLAMA, as_llama, optional=LLAMA_OPTIONS, required_fields={"rope": LLAMA_ROPE}, identified_under=("self_attn",)),
     Layout(
         "llama",
         LLAMA | NORMS,
         as_llama,
         optional=LLAMA_OPTIONS,
-        needs={"rope": LLAMA_ROPE},
-        told_under=("self_attn",),
-        not_beside="pre_feedforward_layernorm.weight",  # Gemma 3 has it, and means its norms otherwise
+        required_fields={"rope": LLAMA_ROPE},
+        identified_under=("self_attn",),
+        excluded_by="pre_feedforward_layernorm.weight",  # Gemma 3, whose norm weights are less 1
     ),
-    Layout("gemma3", PROJ | NORMS, one_plus, optional=(ALL_BIASES,), needs=ROPE, told_under=()),
-    Layout("meta_llama", META | FREQUENCIES, interleaved, optional=(("inv_freq",),), needs=ROPE),
+    Layout("gemma3", PROJ | NORMS, one_plus, optional=(ALL_BIASES,), required_fields=ROPE, identified_under=()),
+    Layout("meta_llama", META | FREQUENCIES, interleaved, optional=(("inv_freq",),), required_fields=ROPE),
+    Layout("t5", T5 | {TABLE: "relative_bias"}, t5, optional=(("relative_bias",),), identified_under=("SelfAttention",)),
+    Layout("t5", T5, t5, ignored={TABLE: 2}, identified_under=(CROSS,)),  # old decoders carry a table there that T5 itself ignores
 )

@@ -1,52 +1,64 @@
-"""`attend demo`: a real sentence through a real server, shown in the terminal, and how to repeat it by hand."""
+"""`attend demo`: sends a sentence to a new server, shows what each head links in it, and prints the commands that repeat it."""
 
 import json
 import shlex
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import orjson
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from service.cli.child import NotStarted, child_server
 from service.cli.exits import complain, reported
 from service.cli.flags import AsJson
 from service.cli.infer import headline
-from service.cli.links import linked, links_table
-from service.client import AttendResult, Client, calls
+from service.client import AttendResult, Client, operations
+from service.client.responses import read_attend
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
+from service.tensors import Array
 
 EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
 
 attend demo --vectors hash --save . --json"""
 SENTENCE = "The cat sat on the mat because it was tired"
-PORT = 8000  # of the lines to repeat it with
-HASH_NOTE = """Each word's vector is drawn from the word's own hash, and the layer's weights from a seed: nothing here was learnt.
-The heads mean nothing; what they link shows the form of an answer, no more."""
-MINILM_NOTE = """The vectors are what attention layer {} of all-MiniLM-L6-v2 (of 0 to 5) gets in that model, and the weights are
-that layer's own: what the heads link is what they learnt to link."""
+PORT = 8000  # in the printed commands
+LINKS = 3  # shown per head
+SPECIAL = {"[CLS]", "[SEP]"}
+HASH_NOTE = """Each word's vector is drawn from a hash of the word, and the layer's weights from a seed. Nothing was trained:
+the heads mean nothing, and the links only show the form of a result."""
+MINILM_NOTE = """The vectors are the input of attention layer {} of all-MiniLM-L6-v2 (0 to 5) in that model, and the weights are
+that layer's own: the links are what its heads were trained to link."""
 
 
 class Vectors(StrEnum):
-    """Where the tokens' vectors come from."""
+    """Source of the tokens' vectors."""
 
     AUTO = "auto"
     HASH = "hash"
     MINILM = "minilm"
 
 
-Text = Annotated[str, typer.Option("--sentence", metavar="TEXT", help="What to put through it.")]
-Kind = Annotated[Vectors, typer.Option("--vectors", help="Of the words' own hash, or of all-MiniLM-L6-v2; auto takes that if installed.")]
-Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Of all-MiniLM-L6-v2, which attention layer, from 0; 0 if not given.")]
-Save = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write the request; a new temporary folder if not given.")]
+Text = Annotated[str, typer.Option("--sentence", metavar="TEXT", help="The sentence.")]
+Kind = Annotated[
+    Vectors, typer.Option("--vectors", help="hash: from hashes of the words; minilm: all-MiniLM-L6-v2; auto: minilm if installed.")
+]
+Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Attention layer of all-MiniLM-L6-v2; default 0.", show_default=False)]
+Save = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder for the request; default: a new temporary folder.", show_default=False)
+]
 
 
 def install(app: typer.Typer) -> None:
@@ -55,14 +67,14 @@ def install(app: typer.Typer) -> None:
 
 
 def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
-    """Start a server, put a sentence through it, show what each head links, and stop it."""
+    """Start a server, send it a sentence, show what each head links, and stop it."""
     console = Console(highlight=False, soft_wrap=True)
-    read, note = read_sentence(sentence, vectors, layer)
+    embedded, note = read_sentence(sentence, vectors, layer)
     try:
         folder = Path(tempfile.mkdtemp(prefix="attend-demo-")) if save is None else save.absolute()
-        files = _write(read, folder)
+        files = _write(embedded, folder)
         with reported("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
-            result, seconds = _ask(client, read, files)
+            result, seconds = _send(client, embedded, files)
     except NotStarted as error:
         complain("demo", str(error))
         raise typer.Exit(1) from None
@@ -70,84 +82,84 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
         complain("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps(_document(sentence, read, files, result, seconds)))
+        typer.echo(json.dumps(_document(sentence, embedded, files, result, seconds)))
         return
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
-    _show(console, read, result, seconds)
-    _show_how(console, read, files)
+    _show(console, embedded, result, seconds)
+    _show_commands(console, embedded, files)
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The bodies, as files that anyone can post: of the layer, where its weights are not drawn, and of the request."""
+    """The files of the request's body and, unless its weights are drawn from a seed, the layer's."""
 
     request: Path
     layer: Path | None
 
 
 def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> tuple[Sentence, str]:
-    """The sentence's vectors and layer, and what is to be said of them. Ends the command where there are none."""
-    drawn = Settings.model_construct().default_layer()  # that of a server nobody has configured
+    """The sentence's tokens, vectors and layer, and a note on where they come from. Ends the command if there are none."""
+    default = Settings.model_construct().default_layer()
     if vectors is Vectors.HASH and layer is not None:
-        complain("demo", "expected --layer with the model's vectors, got --vectors hash", "Leave out one of the two.")
+        complain("demo", "expected --layer with --vectors minilm, got --vectors hash", "Leave out one of the two.")
         raise typer.Exit(2)
     try:
         if vectors is Vectors.HASH:
-            return hash_words(sentence, drawn), HASH_NOTE
+            return hash_words(sentence, default), HASH_NOTE
         try:
             return read_minilm(sentence, layer or 0), MINILM_NOTE.format(layer or 0)
         except NoModel as error:
             if vectors is Vectors.MINILM or layer is not None:
                 complain("demo", str(error))
                 raise typer.Exit(1) from None
-            return hash_words(sentence, drawn), f"{HASH_NOTE}\nFor heads that mean something: {error}"
+            return hash_words(sentence, default), f"{HASH_NOTE}\nFor trained heads: {error}"
     except ValueError as error:
         complain("demo", str(error), "Give another --sentence or --layer.")
         raise typer.Exit(2) from None
 
 
-def _write(read: Sentence, folder: Path) -> _Files:
+def _write(embedded: Sentence, folder: Path) -> _Files:
     folder.mkdir(parents=True, exist_ok=True)
-    files = _Files(folder / "request.json", folder / "layer.json" if read.weights else None)
-    body = {"layer": read.layer, "query": read.vectors, "tokens": {"query": read.tokens}, "reply": {"decimals": 4}}
+    files = _Files(folder / "request.json", folder / "layer.json" if embedded.weights else None)
+    body = {"layer": embedded.layer, "query": embedded.vectors, "tokens": {"query": embedded.tokens}, "reply": {"decimals": 4}}
     files.request.write_bytes(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
     if files.layer is not None:
-        files.layer.write_bytes(calls.put_layer(read.layer, read.spec, read.weights).body or b"")
+        files.layer.write_bytes(operations.put_layer(embedded.layer, embedded.spec, embedded.weights).body or b"")
     return files
 
 
-def _ask(client: Client, read: Sentence, files: _Files) -> tuple[AttendResult, float]:
-    """The answer, and the seconds it took from here to the server and back, on a connection that is open."""
+def _send(client: Client, embedded: Sentence, files: _Files) -> tuple[AttendResult, float]:
+    """The result, and the seconds of a round trip over an open connection."""
     if files.layer is not None:
-        client.send(calls.Call("PUT", calls.layer_path(read.layer), files.layer.read_bytes(), repeat="unbegun"))
-    call = calls.Call("POST", "/attend", files.request.read_bytes(), calls.read_attend)
-    client.send(call)
+        client.send(operations.Operation("PUT", operations.layer_path(embedded.layer), files.layer.read_bytes(), repeat="unbegun"))
+    operation = operations.Operation("POST", "/attend", files.request.read_bytes(), read_attend)
+    client.send(operation)
     started = time.perf_counter()
-    response = client.send(call)
-    return calls.read_attend(response), time.perf_counter() - started
+    response = client.send(operation)
+    return operation.read(response), time.perf_counter() - started
 
 
-def _document(sentence: str, read: Sentence, files: _Files, result: AttendResult, seconds: float) -> dict[str, Any]:
+def _document(sentence: str, embedded: Sentence, files: _Files, result: AttendResult, seconds: float) -> dict[str, Any]:
     return {
         "sentence": sentence,
-        "tokens": read.tokens,
+        "tokens": embedded.tokens,
         "layer": result.layer.model_dump(),
         "outputs": {name: list(array.shape) for name, array in result.items()},
         "links": [
             [{"query": q, "key": k, "weight": float(rows[q, k])} for q, k in links]
-            for rows, links in zip(result.attention_weights, linked(result.attention_weights, read.tokens), strict=True)
+            for rows, links in zip(result.attention_weights, strongest_links(result.attention_weights, embedded.tokens), strict=True)
         ],
         "seconds": seconds,
         "timing": result.timing,
-        "again": _again(read, files),
+        "again": _commands(embedded, files),
     }
 
 
-def _show(console: Console, read: Sentence, result: AttendResult, seconds: float) -> None:
-    first = ", ".join(f"{number:.3f}" for number in read.vectors[0, :3])
-    n, width = read.vectors.shape
+def _show(console: Console, embedded: Sentence, result: AttendResult, seconds: float) -> None:
+    first = ", ".join(f"{number:.3f}" for number in embedded.vectors[0, :3])
+    n, width = embedded.vectors.shape
     console.print("[bold]POST /attend[/bold]")
-    tokens = ", ".join(f'"{token}"' for token in read.tokens)
+    tokens = ", ".join(f'"{token}"' for token in embedded.tokens)
     for line in (
         f'{{"layer": "{result.layer.name}",',
         f' "query": [[{first}, … {width} numbers], … {n} rows],',
@@ -159,22 +171,59 @@ def _show(console: Console, read: Sentence, result: AttendResult, seconds: float
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
     console.print(f"{headline(result)}; {seconds * 1e3:.1f} there and back\n", markup=False)
-    console.print(links_table(result.attention_weights, read.tokens), soft_wrap=False)
+    console.print(links_table(result.attention_weights, embedded.tokens), soft_wrap=False)
 
 
-def _show_how(console: Console, read: Sentence, files: _Files) -> None:
+def _show_commands(console: Console, embedded: Sentence, files: _Files) -> None:
     size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
-    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) stay; remove them when you are done.", markup=False)
-    console.print("\n[bold]Again, by hand[/bold]")
-    for line in _again(read, files):
+    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) are not removed.", markup=False)
+    console.print("\n[bold]The same by hand[/bold]")
+    for line in _commands(embedded, files):
         console.print(f"  {line}", markup=False)
 
 
-def _again(read: Sentence, files: _Files) -> list[str]:
-    """The lines for a shell that repeat it."""
+def _commands(embedded: Sentence, files: _Files) -> list[str]:
+    """Shell commands that repeat the request."""
     url = f"http://127.0.0.1:{PORT}"
     lines = [f"attend serve --port {PORT}"]
     if files.layer is not None:
-        lines.append(f"curl -s -X PUT {url}/layers/{read.layer} --data-binary {shlex.quote(f'@{files.layer}')}")
+        lines.append(f"curl -s -X PUT {url}/layers/{embedded.layer} --data-binary {shlex.quote(f'@{files.layer}')}")
     lines.append(f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files.request}')}")
     return lines
+
+
+def links_table(weights: Array, tokens: Sequence[str]) -> Table:
+    """One row per head with its strongest links query→key between words, and the mean weight that words give to special tokens."""
+    names, words = unique_labels(tokens), _is_word(tokens)
+    table = Table("head", "strongest link", "second", "third", *([] if words.all() else ["special"]), box=SIMPLE, padding=(0, 1, 0, 0))
+    for head, (rows, places) in enumerate(zip(weights, strongest_links(weights, tokens), strict=True)):
+        links = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in places]
+        special = [] if words.all() else [f"{rows[words][:, ~words].sum(-1).mean():.2f}"]
+        table.add_row(str(head), *links, *[""] * (LINKS - len(links)), *special)
+    if not words.all():
+        table.caption = f"special: mean weight that words give to {' and '.join(sorted(SPECIAL & {*tokens}))}"
+    return table
+
+
+def strongest_links(weights: Array, tokens: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """(query, key) of the largest weights between words, for each head of [h, q, k]; ties to the lower query, then the lower key."""
+    words = _is_word(tokens)
+    links = []
+    for rows in np.where(words[:, None] & words[None, :], weights, -1.0):
+        order = np.argsort(-rows, axis=None, kind="stable")[: min(LINKS, int(words.sum()) ** 2)]
+        links.append([(int(place) // rows.shape[1], int(place) % rows.shape[1]) for place in order])
+    return links
+
+
+def _is_word(tokens: Sequence[str]) -> Array:
+    return np.array([token not in SPECIAL for token in tokens])
+
+
+def unique_labels(tokens: Sequence[str]) -> list[str]:
+    """The tokens, numbered if they occur more than once: the(1), cat, the(2)."""
+    total, seen = Counter(tokens), Counter[str]()
+    labels = []
+    for token in tokens:
+        seen[token] += 1
+        labels.append(f"{token}({seen[token]})" if total[token] > 1 else token)
+    return labels

@@ -1,20 +1,24 @@
-"""`attend heads`: what each head does with a request from a file, measured by a server or in this process."""
+"""`attend heads`: metrics of each head for a request in a file, as tables that fit the terminal."""
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import orjson
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from service.cli.backend import open_backend
 from service.cli.exits import complain, reported
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.cli.head_tables import is_batched, tables
 from service.cli.infer import read_file
-from service.client.result import read_metrics
-from service.wire.schemas.analysis import METRICS
+from service.client.responses import read_analysis_result
+from service.tensors import Array
+from service.wire.schemas.analysis import METRICS, SHAPES
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
 
@@ -22,8 +26,12 @@ attend heads request.json --metrics entropy,strongest_links,pruning_order
 
 attend heads request.json --url http://127.0.0.1:8000 --json"""
 File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend or /attend/analysis; - is standard input.")]
-Names = Annotated[str | None, typer.Option("--metrics", help="Names, with commas between; or all.", show_default=False)]
-NEED_MORE = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # words, equal heads, much room
+Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
+NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
+MAX_COLUMN = 12  # characters of a metric's name
+CELL = 6  # characters of a column for a head
+MAX_ROWS = 40  # of a table by position
+MAX_ITEMS = 8  # of a batch
 
 
 def install(app: typer.Typer) -> None:
@@ -34,10 +42,10 @@ def install(app: typer.Typer) -> None:
 def heads(
     file: File, metrics: Names = None, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any
 ) -> None:
-    """Measure what each head does with one request.
+    """Show metrics of each head for one request.
 
-    Without --metrics they are those that the file names, or the cheap ones that it gives enough for. Without --url the layers are those
-    that `attend serve` would have with the same flags, environment and file.
+    Without --metrics they are those in the file, or the cheap ones that it suffices for. Without --url the layers are those that
+    `attend serve` would have with the same flags, environment and file.
     """
     body = read_file("heads", file)
     if metrics is not None:
@@ -47,17 +55,17 @@ def heads(
     if as_json:
         sys.stdout.buffer.write(response.body + b"\n")
         return
-    console, result = Console(highlight=False, markup=False), read_metrics(response.body)
+    console, result = Console(highlight=False, markup=False), read_analysis_result(response.body)
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
     if result.fully_masked_rows:
-        console.print(f"{result.fully_masked_rows} rows without a key, which no metric counts")
-    for shown in tables(result.metrics, console.width, is_batched(result.metrics)):
-        console.print(Text(shown) if isinstance(shown, str) else shown)
+        console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
+    for table in metric_tables(result.metrics, console.width, is_batched(result.metrics)):
+        console.print(Text(table) if isinstance(table, str) else table)
 
 
 def _with_metrics(body: bytes, names: str) -> bytes:
-    """The body with these metrics in place of its own. Ends the command where it is no JSON object or a name is none of ours."""
-    wanted = [name for name in METRICS if name not in NEED_MORE] if names == "all" else [name.strip() for name in names.split(",")]
+    """The body with these metrics instead of its own. Ends the command for an unknown metric and for a body that is no JSON object."""
+    wanted = [name for name in METRICS if name not in NOT_IN_ALL] if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in METRICS]:
         complain("heads", f"no metric is called {unknown[0]!r}", f"There are {', '.join(METRICS)}.")
         raise typer.Exit(2)
@@ -69,3 +77,126 @@ def _with_metrics(body: bytes, names: str) -> bytes:
         complain("heads", "expected a JSON object in the file, got something else")
         raise typer.Exit(1)
     return orjson.dumps({**document, "metrics": wanted})
+
+
+def metric_tables(metrics: Mapping[str, Any], width: int, batched: bool) -> Iterator[Table | str]:
+    """The tables for the metrics of an `AnalysisResult`; lines of text where an array is too large for a table."""
+    if not batched:
+        yield from _item(metrics, width)
+        return
+    items = len(next(_parts(next(iter(metrics.values())))))
+    for b in range(min(items, MAX_ITEMS)):
+        yield f"item {b}"
+        yield from _item({name: _of_item(value, b) for name, value in metrics.items()}, width)
+    if items > MAX_ITEMS:
+        yield f"{items - MAX_ITEMS} more items; --json has them"
+
+
+def is_batched(metrics: Mapping[str, Any]) -> bool:
+    """Whether the metrics have a leading batch axis."""
+    name, value = next(iter(metrics.items()))
+    part = next(iter(SHAPES[name]))
+    return bool(np.ndim(value[part] if part else value) == len(SHAPES[name][part]))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    yield from value.values() if isinstance(value, dict) else [value]
+
+
+def _of_item(value: Any, b: int) -> Any:
+    return {part: x[b] for part, x in value.items()} if isinstance(value, dict) else value[b]
+
+
+def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
+    """The tables of one item: metrics per head side by side, then those of other shapes."""
+    flat = [(name, part, letters, _part(metrics[name], part)) for name in metrics for part, letters in SHAPES[name].items()]
+    per_head = [(_title(name, part), array) for name, part, letters, array in flat if letters == "bh" and name != "pruning_order"]
+    step = max(1, (width - 6) // (MAX_COLUMN + 1))
+    for start in range(0, len(per_head), step):
+        yield _per_head(per_head[start : start + step])
+    if all_heads := [(_title(name, part), array) for name, part, letters, array in flat if letters == "b"]:
+        yield _all_heads(all_heads)
+    if "strongest_links" in metrics:
+        yield _strongest_links(metrics["strongest_links"])
+    if "pruning_order" in metrics:
+        yield _pruning_order(metrics["pruning_order"])
+    for name, part, letters, array in flat:
+        grids = {"bhh": array, "bhq": array.T, "bhk": array.T, "bq": array[:, None] if letters == "bq" else array}
+        if letters in grids:
+            yield _grid(_title(name, part), grids[letters], width, "query" if "q" in letters else "head" if letters == "bhh" else "key")
+        elif letters == "bhqk":
+            yield f"{_title(name, part)}: {' x '.join(map(str, array.shape))} numbers; --json has them"
+
+
+def _part(value: Any, part: str) -> Array:
+    array: Array = np.asarray(value[part] if part else value)
+    return array
+
+
+def _title(name: str, part: str) -> str:
+    return f"{name} {part}".strip().replace("_", " ")
+
+
+def _number(number: float) -> str:
+    return "-" if np.isnan(number) else f"{number:.3f}" if abs(number) < 1000 else f"{number:.3g}"
+
+
+def _table(*columns: str, title: str = "") -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title or None, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", max_width=MAX_COLUMN if i else None)
+    return table
+
+
+def _per_head(columns: Sequence[tuple[str, Array]]) -> Table:
+    table = _table("head", *(title for title, _ in columns))
+    for h in range(len(columns[0][1])):
+        table.add_row(str(h), *(_number(array[h]) for _, array in columns))
+    return table
+
+
+def _all_heads(rows: Sequence[tuple[str, Array]]) -> Table:
+    table = _table("all heads", "")
+    for title, array in rows:
+        table.add_row(title, _number(float(array)))
+    return table
+
+
+def _strongest_links(links: Mapping[str, Any]) -> Table:
+    """The links query → key of each head, with words if the request had tokens."""
+    table = Table("head", "strongest links", box=SIMPLE, padding=(0, 1, 0, 0))
+    for h, weights in enumerate(links["weights"]):
+        ends = []
+        for n, weight in enumerate(weights):
+            if not np.isnan(weight):
+                query, key = (_position(links, side, h, n) for side in ("query", "key"))
+                ends.append(f"{query}→{key}\N{NO-BREAK SPACE}{weight:.2f}")
+        table.add_row(str(h), "  ".join(ends))
+    return table
+
+
+def _position(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
+    from service.attention.figures.labels import printable  # loads torch
+
+    at = int(links["queries" if side == "query" else "keys"][h][n])
+    words = links.get(f"{side}_words")
+    return f"{printable(words[h][n] or '')}({at})" if words else str(at)
+
+
+def _pruning_order(order: Mapping[str, Array]) -> Table:
+    table = _table("step", "removed head", "error after", title="pruning order")
+    for step, (head, error) in enumerate(zip(order["heads"], order["errors"], strict=True), 1):
+        table.add_row(str(step), str(int(head)) if head >= 0 else "-", _number(error))
+    return table
+
+
+def _grid(title: str, rows: Array, width: int, corner: str) -> Table | str:
+    """Numbers by position and head; only the shape if the table would be wider than the terminal."""
+    if 8 + rows.shape[1] * (CELL + 1) > width:
+        return f"{title}: {' x '.join(map(str, rows.shape))} numbers; --json has them"
+    table = _table(corner, *(str(h) for h in range(rows.shape[1])) if rows.shape[1] > 1 else [""], title=title)
+    for i, row in enumerate(rows[:MAX_ROWS]):
+        table.add_row(str(i), *map(_number, row))
+    if len(rows) > MAX_ROWS:
+        table.caption = f"{len(rows) - MAX_ROWS} more rows; --json has them"
+    return table

@@ -1,9 +1,8 @@
-"""What `attend check --module` does: someone's own attention against the reference, in rounds of one call of each kind.
+"""Checks an attention implementation (`attend check --module`) with the comparison of `service.attention.compare`.
 
-A round has its own seed; the first that disagrees is shown and ends the check. What the module raises is told in its own words.
+A round is one call of each kind of case, with a seed of its own. The first round that disagrees ends the check.
 """
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -18,26 +17,12 @@ from rich.table import Table
 from service.cli.exits import complain
 
 if TYPE_CHECKING:
-    from service.attention.compare.comparison import Agreement, CaseResult
-
-
-def convention(told: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON where it reads as JSON, else text. Raises BadParameter where one is no pair."""
-    options: dict[str, Any] = {}
-    for pair in told:
-        name, sign, value = pair.partition("=")
-        if not sign or not name:
-            raise typer.BadParameter(f"expected NAME=VALUE, got {pair!r}", param_hint="--with")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
+    from service.attention.compare import Agreement, CaseResult
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What came out for one module: its last round, and in how many calls of all rounds it was asked."""
+class ModuleReport:
+    """The last round of one module, its seed, and the number of calls in all rounds."""
 
     name: str
     agreement: "Agreement"
@@ -49,18 +34,16 @@ class Report:
         return self.agreement.agrees
 
     def document(self) -> dict[str, Any]:
-        """For programs; an error that is no number is null."""
+        """For --json. An error that is not finite is null."""
         cases = [
             {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": _agrees(result)}
             for result in self.agreement.results
         ]
-        said = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
-        return said if self.agrees else {**said, "first": str(self.agreement.first), "again": self._again()}
+        document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
+        return document if self.agrees else {**document, "first": str(self.agreement.first), "again": self._command()}
 
-    def show(self) -> None:
-        """For people."""
-        console = Console()
-        table = Table("case", "largest error", "allowed there", "", title=self.name, title_justify="left")
+    def show(self, console: Console) -> None:
+        table = Table("case", "largest error", "tolerance", "", title=self.name, title_justify="left")
         for result in self.agreement.results:
             if result.skipped or result.raised:
                 table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
@@ -68,46 +51,43 @@ class Report:
                 verdict = "agrees" if _agrees(result) else "[bold red]WRONG"
                 table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
         console.print(table)
-        lines = (
-            [f"agrees with the reference in {self.calls} calls"] if self.agrees else [str(self.agreement.first), f"again: {self._again()}"]
-        )
-        for line in lines:
+        disagreement = [str(self.agreement.first), f"again: {self._command()}"]
+        for line in [f"agrees with the reference in {self.calls} calls"] if self.agrees else disagreement:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def _again(self) -> str:
+    def _command(self) -> str:
         return f"attend check --module {self.name} --seed {self.seed}"
 
 
-def _agrees(result: "CaseResult") -> bool | None:
-    """None where it was not asked."""
-    return None if result.skipped else result.raised is None and result.error <= result.tolerance
-
-
-def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> Report:
-    """What comes out in at least so many calls. Ends the command where it cannot be asked."""
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a module beside the caller is found
+def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> ModuleReport:
+    """Compare it with the reference in at least so many calls. Ends the command where it cannot be constructed or called."""
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     stderr, done, rounds = Console(stderr=True), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task(f"checking {name}", total=calls)
         while True:
-            agreement = _compared(name, seed + rounds, options)
+            agreement = _compare(name, seed + rounds, options)
             done, rounds = done + sum(result.skipped is None for result in agreement.results), rounds + 1
             progress.update(task, completed=done)
             if done >= calls or not done or not agreement.agrees:
                 break
-    return Report(name, agreement, done, seed + rounds - 1)
+    return ModuleReport(name, agreement, done, seed + rounds - 1)
 
 
-def _compared(name: str, seed: int, options: dict[str, Any]) -> "Agreement":
-    """The comparison; ends the command with a message where the target cannot be loaded, made or understood."""
+def _agrees(result: "CaseResult") -> bool | None:
+    """None where it was skipped."""
+    return None if result.skipped else result.raised is None and result.error <= result.tolerance
+
+
+def _compare(name: str, seed: int, options: dict[str, Any]) -> "Agreement":
     from service.attention.compare import compare
 
     try:
         return compare(name, seed=seed, **options)
     except ImportError as error:
-        complain("check", f"cannot import {name}: {error}", "Run this where `python -c 'import …'` finds it, or install it.")
+        complain("check", f"cannot import {name}: {error}", "Run this in a directory where `python -c 'import …'` works, or install it.")
     except (ValueError, TypeError) as error:
-        complain("check", f"{name}: {error}", "Pass an option that it names as --with NAME=VALUE.")
+        complain("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE.")
     except Exception as error:
-        complain("check", f"{name} could not be made: {type(error).__name__}: {error}")
+        complain("check", f"{name} could not be constructed: {type(error).__name__}: {error}")
     raise typer.Exit(2)

@@ -1,95 +1,194 @@
-"""Random cases put to the service: each a layer of its own, a request that fits it, and how far the answer is from the reference."""
+"""Checks the service with random cases: a layer and a request each, whose reply is compared with the float64 reference."""
 
+import json
 import secrets
-from collections.abc import Generator, Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
+from service.attention.compare import tolerance
 from service.attention.random_cases import Case, random_case
-from service.attention.reference.forward import attend
+from service.attention.reference.forward import Reference, attend
 from service.cli.backend import Backend
-from service.cli.tolerances import OUTPUTS, Finding, findings, wrong
-from service.client import BadReply, calls
-from service.client.result import read_result
+from service.client import BadReply, operations
+from service.client.responses import read_attend_result
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
 from service.spec import fingerprint
+from service.tensors import Array
+from service.wire.schemas.attend import Output
+
+OUTPUTS: tuple[str, ...] = tuple(name for name in get_args(Output) if not name.endswith("_gradient"))
+LOGARITHMIC = {"scores", "log_sum_exp"}
 
 
 @dataclass(frozen=True, slots=True)
-class CheckCase:
-    """One case, by the number that draws it again, and what was found."""
+class OutputError:
+    """The largest error of one output of one case, and its tolerance. `problem` says what is wrong where no number does."""
 
-    number: int
-    case: Case
-    findings: list[Finding]
-
-
-@dataclass(slots=True)
-class Worst:
-    """The worst of many trials, by output and of all."""
-
-    count: int = 0
-    by_output: dict[str, tuple[CheckCase, Finding]] = field(default_factory=dict)
-
-    def add(self, case: CheckCase) -> None:
-        """Takes a trial into account."""
-        self.count += 1
-        for finding in case.findings:
-            held = self.by_output.get(finding.name)
-            if held is None or finding.share > held[1].share:
-                self.by_output[finding.name] = case, finding
-
-    @property
-    def case(self) -> CheckCase:
-        return self._worst[0]
-
-    @property
-    def finding(self) -> Finding:
-        return self._worst[1]
+    output: str
+    error: float
+    tolerance: float
+    problem: str = ""
 
     @property
     def agrees(self) -> bool:
-        return all(finding.agrees for _, finding in self.by_output.values())
+        return self.error <= self.tolerance
 
     @property
-    def _worst(self) -> tuple[CheckCase, Finding]:
-        return max(self.by_output.values(), key=lambda held: held[1].share)
+    def ratio(self) -> float:
+        """Error / tolerance."""
+        return 0.0 if self.error == 0 else np.inf if self.tolerance == 0 else self.error / self.tolerance
 
 
-def draw(seed: int, number: int) -> Case:
-    """The case of that number; it depends on nothing before it."""
+@dataclass(frozen=True, slots=True)
+class CheckedCase:
+    """A random case, the number that draws it again, and the errors of its outputs."""
+
+    number: int
+    case: Case
+    errors: list[OutputError]
+
+    def describe(self, error: OutputError) -> str:
+        """One line: what is wrong, the layer, the request."""
+        spec = self.case.spec
+        problem = error.problem or f"off by {error.error:.3g}, tolerance {error.tolerance:.3g}"
+        fields = (f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in self.case.request.items())
+        layer = f"d_model {spec.d_model}, {spec.num_heads} heads, {spec.init}, {spec.dtype}"
+        return f"{error.output} {problem}, in case {self.number} ({layer}): {', '.join(fields)}"
+
+
+@dataclass(slots=True)
+class ServerReport:
+    """The case with the largest error / tolerance for every output. `command` runs the check again, but for the case."""
+
+    command: str
+    seed: int
+    count: int = 0
+    worst: dict[str, tuple[CheckedCase, OutputError]] = field(default_factory=dict)
+
+    def add(self, case: CheckedCase) -> None:
+        self.count += 1
+        for error in case.errors:
+            before = self.worst.get(error.output)
+            if before is None or error.ratio > before[1].ratio:
+                self.worst[error.output] = case, error
+
+    @property
+    def agrees(self) -> bool:
+        return all(error.agrees for _, error in self.worst.values())
+
+    def document(self) -> dict[str, Any]:
+        """For --json. An error that is not finite is null."""
+        outputs = [
+            {
+                "output": name,
+                "agrees": error.agrees,
+                "error": error.error if np.isfinite(error.error) else None,
+                "allowed": error.tolerance,
+                "about": error.problem,
+                "case": case.number,
+            }
+            for name, (case, error) in self.worst.items()
+        ]
+        document = {"agrees": self.agrees, "cases": self.count, "seed": self.seed, "outputs": outputs}
+        return document if self.agrees else {**document, **self._disagreement()}
+
+    def show(self, console: Console) -> None:
+        table = Table("output", "largest error", "tolerance", "case", "")
+        for name, (case, error) in self.worst.items():
+            largest = error.problem or f"{error.error:.2g}"
+            table.add_row(name, largest, f"{error.tolerance:.2g}", str(case.number), "agrees" if error.agrees else "[bold red]WRONG")
+        console.print(table)
+        if self.agrees:
+            console.print(f"{self.count} cases agree with the reference", highlight=False)
+        else:
+            for title, text in self._disagreement().items():
+                console.print(f"{title}: {text}", soft_wrap=True, highlight=False, markup=False)
+
+    def _disagreement(self) -> dict[str, str]:
+        case, error = max(self.worst.values(), key=lambda entry: entry[1].ratio)
+        return {"wrong": case.describe(error), "again": f"{self.command} --seed {self.seed} --case {case.number}"}
+
+
+def check_server(backend: Backend, report: ServerReport, numbers: range | list[int]) -> None:
+    """Run the cases of these numbers into the report. Raises AttendError where the service replies to no such request."""
+    progress = Console(stderr=True)
+    with closing(check_cases(backend, report.seed, numbers)) as cases:
+        for case in track(cases, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
+            report.add(case)
+
+
+def draw_case(seed: int, number: int) -> Case:
+    """The case of that number; it depends on no other."""
     return random_case(np.random.default_rng([seed, number]))
 
 
-def try_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generator[CheckCase]:
-    """Each case in turn, through a layer of a name that nobody else uses, which is removed at the end.
-
-    Raises AttendError where the service does not answer such requests at all.
-    """
+def check_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generator[CheckedCase]:
+    """Each case in turn, in a layer of a unique name, which is removed at the end."""
     name = f"check-{secrets.token_hex(6)}"
     try:
         for number in numbers:
-            case = draw(seed, number)
-            yield CheckCase(number, case, _ask(backend, name, case))
+            case = draw_case(seed, number)
+            yield CheckedCase(number, case, _check(backend, name, case))
     finally:
         with suppress(LayerNotFound):
             backend.delete_layer(name)
 
 
-def _ask(backend: Backend, name: str, case: Case) -> list[Finding]:
-    """A seeded layer is made there and drawn here: so its weights are checked too, by the fingerprint. Others are sent."""
+def _check(backend: Backend, name: str, case: Case) -> list[OutputError]:
+    """Seeded layers are drawn on both sides, so that their fingerprint checks the weights too. Other weights are sent."""
     from service.attention.weights import draw_weights, in_dtype
 
     weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
     try:
         layer = backend.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
-            return [wrong("weights", f"others than {case.spec.init} draws from seed {case.spec.seed}")]
-        call = calls.attend({**case.request, "layer": name, "outputs": OUTPUTS}).in_json()
-        response = backend.attend(call.body or b"")
-        result = read_result(response.body, response.headers)
+            return [_wrong("weights", f"differ from those that {case.spec.init} draws from seed {case.spec.seed}")]
+        operation = operations.attend({**case.request, "layer": name, "outputs": OUTPUTS}).as_json()
+        response = backend.attend(operation.body or b"")
+        result = read_attend_result(response.body, response.headers)
     except (InvalidRequest, ServiceFault, MalformedBody, BadReply) as error:
-        return [wrong("reply", f"none: {error}")]
-    return findings(case, attend(case.spec, weights, **case.request), result, result.fully_masked_rows)
+        return [_wrong("reply", f"none: {error}")]
+    return compare_reply(case, attend(case.spec, weights, **case.request), result, result.fully_masked_rows)
+
+
+def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
+    """The error of every output."""
+    largest = largest_score(case, reference)
+    errors = [compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest) for name in OUTPUTS]
+    if fully_masked_rows != reference.fully_masked_rows:
+        errors.append(_wrong("fully_masked_rows", f"{fully_masked_rows}, expected {reference.fully_masked_rows}"))
+    return errors
+
+
+def largest_score(case: Case, reference: Reference) -> float:
+    """max|scores| before anything is capped, added or blocked, which is where rounding happens."""
+    scale = case.request.get("scale")
+    keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)
+    products = np.abs(reference.query_projection @ keys.swapaxes(-1, -2))
+    return abs(case.spec.scale if scale is None else float(scale)) * float(products.max(initial=0.0))
+
+
+def compare_output(name: str, expected: Array, got: Array | None, dtype: str, largest_score: float) -> OutputError:
+    """The error of one output; where -inf is expected, nothing else agrees."""
+    if got is None:
+        return _wrong(name, "missing")
+    if got.shape != expected.shape:
+        return _wrong(name, f"shape {list(got.shape)}, expected {list(expected.shape)}")
+    got, finite = got.astype(np.float64), np.isfinite(expected)
+    if not np.array_equal(got[~finite], expected[~finite]):
+        return _wrong(name, "finite where -inf is expected")
+    error = float(np.abs(got[finite] - expected[finite]).max(initial=0.0))
+    if not np.isfinite(error):
+        return _wrong(name, "NaN or infinity")
+    return OutputError(name, error, tolerance(expected, dtype, largest_score, logarithmic=name in LOGARITHMIC))
+
+
+def _wrong(output: str, problem: str) -> OutputError:
+    return OutputError(output, np.inf, 0.0, problem)

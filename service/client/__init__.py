@@ -1,17 +1,17 @@
-"""FLOOR 3: the service from Python, numpy in and numpy out.
+"""FLOOR 3: the Python client; NumPy arrays in and out.
 
     with Client("http://127.0.0.1:8000") as client:
         result = client.attend(query, causal=True)
         result.output, result.attention_weights
 
-`AsyncClient` is the same with `async with` and `await`. `merge` joins the answers of several services, each of which holds some of the
-keys. `service.client.remote` has a torch module that computes here; nothing else loads torch, and nothing fastapi.
+`AsyncClient` is the same with `async with` and `await`. `merge` joins the results of several services over parts of the keys.
+`service.client.remote` has a torch module that computes in a service; no other module loads torch.
 """
 
 from service.client.async_client import AsyncClient
 from service.client.client import Client
 from service.client.merge import merge
-from service.client.result import AnalysisResult, AttendResult, TopWeights
+from service.client.responses import AnalysisResult, AttendResult, TopWeights
 from service.client.retries import Retries
 from service.errors import BadReply, TimedOut, Unreachable, Untrusted
 

@@ -1,6 +1,6 @@
-"""AsyncClient: `Client` for code that does not wait. The same methods, the same words, one `await` each; both send what `calls.py` writes.
+"""AsyncClient: the methods of `Client` with `await`.
 
-Arrays are written and read where the event loop runs: moving megabytes of memory takes less than a thread's way there and back.
+Arrays are encoded and decoded on the event loop: copying megabytes takes less time than a switch of threads.
 """
 
 import asyncio
@@ -12,12 +12,11 @@ from typing import Any, Self, TypeVar
 import httpx
 from numpy.typing import ArrayLike
 
-from service.client import calls
-from service.client.calls import Call
-from service.client.connection import CLIENTS, Connection, Timeout, Verify
-from service.client.failures import connection_failure
-from service.client.result import AnalysisResult, AttendResult
-from service.client.retries import Outcome, Retries, as_retries
+from service.client import operations
+from service.client.connection import USE_CLIENT_DEFAULT, Connection, Timeout, Verify, connection_error
+from service.client.operations import Operation
+from service.client.responses import AnalysisResult, AttendResult, raise_for_status, read_ready
+from service.client.retries import Attempts, Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """One server, over connections that are kept open; belongs to one event loop. Raises, and sends again, as `Client` does."""
+    """One server, over connections that stay open; belongs to one event loop. Raises and retries as `Client` does."""
 
     def __init__(
         self,
@@ -41,14 +40,14 @@ class AsyncClient:
         verify: Verify = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """As those of `Client`."""
-        self.base_url, self.timeout, self.retries = base_url, timeout, as_retries(retries)
+        """The arguments of `Client`."""
+        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
         self._binary = True
         connection = Connection(base_url, timeout, api_key, dict(headers or {}), verify)
         try:
             self._http = httpx.AsyncClient(**connection.options(), transport=transport)
         except httpx.InvalidURL as error:
-            raise connection_failure(error, base_url) from None
+            raise connection_error(error, base_url) from None
 
     async def attend(
         self,
@@ -57,11 +56,11 @@ class AsyncClient:
         value: ArrayLike | None = None,
         *,
         layer: str = "default",
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> AttendResult:
         """As `Client.attend`."""
-        return await self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
+        return await self.perform(operations.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     async def analysis(
         self,
@@ -71,12 +70,12 @@ class AsyncClient:
         *,
         layer: str = "default",
         metrics: Sequence[str] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> AnalysisResult:
         """As `Client.analysis`."""
-        call = calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
-        return await self.ask(call, timeout)
+        operation = operations.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
+        return await self.perform(operation, timeout)
 
     async def plan(
         self,
@@ -85,11 +84,11 @@ class AsyncClient:
         value: ArrayLike | Mapping[str, Any] | None = None,
         *,
         layer: str = "default",
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> Plan:
         """As `Client.plan`."""
-        return await self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
+        return await self.perform(operations.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     async def figure(
         self,
@@ -101,20 +100,20 @@ class AsyncClient:
         format: str = "png",
         layer: str = "default",
         figure: Mapping[str, Any] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> bytes:
         """As `Client.figure`."""
         raw = {"kind": kind, "format": format, **(figure or {})}
-        return await self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
+        return await self.perform(operations.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
 
-    async def layers(self, *, timeout: Timeout = CLIENTS) -> list[LayerDocument]:
+    async def layers(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> list[LayerDocument]:
         """As `Client.layers`."""
-        return await self.ask(calls.layers(), timeout)
+        return await self.perform(operations.layers(), timeout)
 
-    async def layer(self, name: str, *, timeout: Timeout = CLIENTS) -> LayerDocument:
+    async def layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> LayerDocument:
         """As `Client.layer`."""
-        return await self.ask(calls.layer(name), timeout)
+        return await self.perform(operations.layer(name), timeout)
 
     async def put_layer(
         self,
@@ -122,10 +121,10 @@ class AsyncClient:
         spec: LayerSpec | Mapping[str, Any],
         weights: Mapping[str, ArrayLike] | None = None,
         *,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
     ) -> LayerDocument:
         """As `Client.put_layer`."""
-        return await self.ask(calls.put_layer(name, spec, weights), timeout)
+        return await self.perform(operations.put_layer(name, spec, weights), timeout)
 
     async def put_layer_file(
         self,
@@ -135,63 +134,65 @@ class AsyncClient:
         layout: str | None = None,
         prefix: str | None = None,
         spec: Mapping[str, Any] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
     ) -> LayerDocument:
         """As `Client.put_layer_file`."""
         body = file if isinstance(file, bytes) else await asyncio.to_thread(Path(file).read_bytes)
-        return await self.ask(calls.put_layer_file(name, body, layout, prefix, spec), timeout)
+        return await self.perform(operations.put_layer_file(name, body, layout, prefix, spec), timeout)
 
-    async def layer_file(self, name: str, *, timeout: Timeout = CLIENTS) -> bytes:
+    async def layer_file(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bytes:
         """As `Client.layer_file`."""
-        return await self.ask(calls.layer_file(name), timeout)
+        return await self.perform(operations.layer_file(name), timeout)
 
-    async def layer_weights(self, name: str, *, timeout: Timeout = CLIENTS) -> dict[str, Array]:
+    async def layer_weights(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> dict[str, Array]:
         """As `Client.layer_weights`."""
         return read_tensors(await self.layer_file(name, timeout=timeout))[0]
 
-    async def delete_layer(self, name: str, *, timeout: Timeout = CLIENTS) -> None:
+    async def delete_layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> None:
         """As `Client.delete_layer`."""
-        await self.ask(calls.delete_layer(name), timeout)
+        await self.perform(operations.delete_layer(name), timeout)
 
-    async def ready(self, *, timeout: Timeout = CLIENTS) -> bool:
+    async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""
         try:
-            return calls.read_ready(await self._exchange(calls.ready(), timeout))
+            return read_ready(await self._exchange(operations.ready(), timeout))
         except Unreachable:
             return False
 
-    async def ask(self, call: Call[T], timeout: Timeout = CLIENTS) -> T:
-        """As `Client.ask`."""
-        if call.plain is None:
-            return call.read(await self.send(call, timeout))
+    async def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
+        """As `Client.perform`."""
+        if operation.fallback is None:
+            return operation.read(await self.send(operation, timeout))
         if self._binary:
             try:
-                return call.read(await self.send(call, timeout))
+                return operation.read(await self.send(operation, timeout))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return await self.ask(call.in_json(), timeout)
+        return await self.perform(operation.as_json(), timeout)
 
-    async def send(self, call: Call[Any], timeout: Timeout = CLIENTS) -> httpx.Response:
+    async def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
         """As `Client.send`."""
-        return calls.checked(await self._exchange(call, timeout))
+        return raise_for_status(await self._exchange(operation, timeout))
 
-    async def _exchange(self, call: Call[Any], timeout: Timeout) -> httpx.Response:
-        seconds = self.timeout if timeout is CLIENTS else timeout
-        attempts = self.retries.begin(call, seconds)
-        while (pause := attempts.pause(outcome := await self._once(call, seconds))) is not None:
-            await asyncio.sleep(pause)
+    async def _exchange(self, operation: Operation[Any], timeout: Timeout) -> httpx.Response:
+        seconds = self.timeout if timeout is USE_CLIENT_DEFAULT else timeout
+        attempts = Attempts(self.retries, operation, seconds)
+        while (delay := attempts.next_delay(outcome := await self._once(operation, seconds))) is not None:
+            await asyncio.sleep(delay)
         if isinstance(outcome, Exception):
-            raise connection_failure(outcome, self.base_url) from outcome
+            raise connection_error(outcome, self.base_url) from outcome
         return outcome
 
-    async def _once(self, call: Call[Any], seconds: float | None) -> Outcome:
+    async def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
         try:
-            return await self._http.request(call.method, call.path, content=call.body, headers=call.headers, timeout=seconds)
+            return await self._http.request(
+                operation.method, operation.path, content=operation.body, headers=operation.headers, timeout=seconds
+            )
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:

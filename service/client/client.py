@@ -1,4 +1,4 @@
-"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `calls.py`,
+"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `operations.py`,
 when it is said again in `retries.py`. `AsyncClient` is the same for code that does not wait, method by method.
 """
 
@@ -12,12 +12,11 @@ from typing import Any, Self, TypeVar
 import httpx
 from numpy.typing import ArrayLike
 
-from service.client import calls
-from service.client.calls import Call
-from service.client.connection import CLIENTS, Connection, Timeout, Verify
-from service.client.failures import connection_failure
-from service.client.result import AnalysisResult, AttendResult
-from service.client.retries import Outcome, Retries, as_retries
+from service.client import operations
+from service.client.connection import USE_CLIENT_DEFAULT, Connection, Timeout, Verify, connection_error
+from service.client.operations import Operation
+from service.client.responses import AnalysisResult, AttendResult, raise_for_status, read_ready
+from service.client.retries import Attempts, Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 from service.spec import LayerSpec
 from service.tensors import Array
@@ -28,12 +27,13 @@ T = TypeVar("T")
 
 
 class Client:
-    """One server, over connections that are kept open. May be shared by threads and by processes that they fork, and pickled: what is
-    unpickled takes its key from ATTEND_API_KEY, since none is in the pickle. A deep copy is the client itself.
+    """One server, over connections that stay open. Threads and forked processes may share a client.
 
-    Every method raises what the server raised, from the tree in `service.errors` with its problems (`at`, `expected`, `got`), and
-    `Unreachable` or its kinds `TimedOut` and `Untrusted` where no answer came. What failed on the way, or found a full queue, is sent
-    again as `retries` says; a change of layers only where the first one was surely not begun.
+    A pickle has no API key: an unpickled client takes it from ATTEND_API_KEY. A deep copy is the client itself.
+
+    Every method raises the server's refusal as the exception of `service.errors` that it was, with its problems (`at`, `expected`, `got`);
+    `Unreachable` or its subclasses `TimedOut` and `Untrusted` if there was no response. Requests that fail in transit or meet a full queue
+    are repeated as `retries` says; changes of layers only if the server surely did not begin them.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class Client:
         verify: Verify = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`timeout` is in seconds, None waits for ever: for each answer, and after it nothing is sent again. Every method takes its own.
+        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`.
 
-        `api_key` is sent as Bearer; `headers` go with every call; `Retries(times=0)` sends everything once; `verify` is the file or folder
-        of the certificates to believe in (OSError where there are none), or httpx's; `transport` is httpx's, for tests and proxies.
+        `api_key` is sent as a Bearer token, `headers` with every request. `Retries(times=0)` repeats nothing. `verify` is httpx's, or the
+        file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
         """
-        self.base_url, self.timeout, self.retries = base_url, timeout, as_retries(retries)
+        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
         self._connection, self._transport = Connection(base_url, timeout, api_key, dict(headers or {}), verify), transport
         self._open()
 
     def _open(self) -> None:
-        self._binary = True  # until something on the way takes JSON alone
+        self._binary = True  # until a server or proxy accepts only JSON
         try:
             self._opened, self._process = httpx.Client(**self._connection.options(), transport=self._transport), os.getpid()
         except httpx.InvalidURL as error:
-            raise connection_failure(error, self.base_url) from None
+            raise connection_error(error, self.base_url) from None
 
     @property
     def _http(self) -> httpx.Client:
-        """This process's own: over a parent's connections its replies would reach the wrong one of the two."""
+        """The connections of this process: over those of a parent process, either could read the other's replies."""
         if self._process != os.getpid():
             self._open()
         return self._opened
@@ -77,15 +77,15 @@ class Client:
         value: ArrayLike | None = None,
         *,
         layer: str = "default",
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> AttendResult:
-        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch's tensors, nested lists.
+        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch tensors or nested lists.
 
-        `fields` are those of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`; None is
-        the same as left out. Arrays come back in the layer's dtype, or the one `reply={"datatype": …}` names.
+        `fields` are the other fields of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`;
+        None leaves a field out. Arrays have the layer's dtype, or that of `reply={"datatype": …}`.
         """
-        return self.ask(calls.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
+        return self.perform(operations.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     def analysis(
         self,
@@ -95,16 +95,16 @@ class Client:
         *,
         layer: str = "default",
         metrics: Sequence[str] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> AnalysisResult:
-        """What each head does: `metrics` by name, or the cheap ones that the arguments give enough for.
+        """Metrics of each head, by name; without names the cheap ones that these arguments suffice for.
 
-        `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. What is not defined is NaN; an
-        index that is not there is -1.
+        `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. Undefined numbers are NaN,
+        undefined indices -1.
         """
-        call = calls.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
-        return self.ask(call, timeout)
+        operation = operations.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
+        return self.perform(operation, timeout)
 
     def plan(
         self,
@@ -113,11 +113,11 @@ class Client:
         value: ArrayLike | Mapping[str, Any] | None = None,
         *,
         layer: str = "default",
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> Plan:
-        """What `attend` with the same arguments would reply, cost, and whether it is admitted. `{"shape": [2, 9, 64]}` is a tensor too."""
-        return self.ask(calls.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
+        """Shapes and cost of `attend` with the same arguments, and whether it is admitted. A tensor may be `{"shape": [2, 9, 64]}`."""
+        return self.perform(operations.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
 
     def figure(
         self,
@@ -129,24 +129,24 @@ class Client:
         format: str = "png",
         layer: str = "default",
         figure: Mapping[str, Any] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> bytes:
-        """A picture of what `attend` with the same arguments computes: the bytes of a PNG, an SVG or an HTML page.
+        """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page.
 
-        `kind` is heads, head, mean, std, similarity or concatenation; `figure` takes what else a picture can be told, such as
-        `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` are its words.
+        `kind` is heads, head, mean, std, similarity or concatenation; `figure` has its other fields, such as
+        `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` label the axes.
         """
         raw = {"kind": kind, "format": format, **(figure or {})}
-        return self.ask(calls.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
+        return self.perform(operations.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
 
-    def layers(self, *, timeout: Timeout = CLIENTS) -> list[LayerDocument]:
-        """The layers that the server holds."""
-        return self.ask(calls.layers(), timeout)
+    def layers(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> list[LayerDocument]:
+        """All layers of the server."""
+        return self.perform(operations.layers(), timeout)
 
-    def layer(self, name: str, *, timeout: Timeout = CLIENTS) -> LayerDocument:
-        """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
-        return self.ask(calls.layer(name), timeout)
+    def layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> LayerDocument:
+        """One layer: its spec with all defaults filled in, its fingerprint, its device."""
+        return self.perform(operations.layer(name), timeout)
 
     def put_layer(
         self,
@@ -154,10 +154,10 @@ class Client:
         spec: LayerSpec | Mapping[str, Any],
         weights: Mapping[str, ArrayLike] | None = None,
         *,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
     ) -> LayerDocument:
-        """Makes or replaces a layer: drawn by the spec's `init` and `seed`, or with these weights under their canonical names."""
-        return self.ask(calls.put_layer(name, spec, weights), timeout)
+        """Create or replace a layer, with weights by canonical name or drawn from the spec's `init` and `seed`."""
+        return self.perform(operations.put_layer(name, spec, weights), timeout)
 
     def put_layer_file(
         self,
@@ -167,72 +167,72 @@ class Client:
         layout: str | None = None,
         prefix: str | None = None,
         spec: Mapping[str, Any] | None = None,
-        timeout: Timeout = CLIENTS,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
     ) -> LayerDocument:
-        """Makes or replaces a layer from safetensors, by path or as bytes: what `layer_file` gave, or a checkpoint.
+        """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
 
-        Of a checkpoint one layer is taken: `prefix` names it where there are several, `layout` says whose names they are where those do
-        not tell, `spec` what tensors cannot tell (`{"num_heads": 12}`).
+        One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
+        `spec` has what the tensors do not determine (`{"num_heads": 12}`).
         """
         body = file if isinstance(file, bytes) else Path(file).read_bytes()
-        return self.ask(calls.put_layer_file(name, body, layout, prefix, spec), timeout)
+        return self.perform(operations.put_layer_file(name, body, layout, prefix, spec), timeout)
 
-    def layer_file(self, name: str, *, timeout: Timeout = CLIENTS) -> bytes:
-        """A layer as safetensors: its weights under their canonical names, its spec in the metadata."""
-        return self.ask(calls.layer_file(name), timeout)
+    def layer_file(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bytes:
+        """A layer as safetensors: weights by canonical name, its spec in the metadata."""
+        return self.perform(operations.layer_file(name), timeout)
 
-    def layer_weights(self, name: str, *, timeout: Timeout = CLIENTS) -> dict[str, Array]:
-        """A layer's weights by canonical name, in its dtype; read-only, over the memory of the reply."""
+    def layer_weights(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> dict[str, Array]:
+        """A layer's weights by canonical name, in its dtype; read-only views of the response."""
         return read_tensors(self.layer_file(name, timeout=timeout))[0]
 
-    def delete_layer(self, name: str, *, timeout: Timeout = CLIENTS) -> None:
-        """Removes a layer."""
-        self.ask(calls.delete_layer(name), timeout)
+    def delete_layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> None:
+        """Remove a layer."""
+        self.perform(operations.delete_layer(name), timeout)
 
-    def ready(self, *, timeout: Timeout = CLIENTS) -> bool:
-        """Whether a server answers there and has loaded its layers."""
+    def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """Whether the server responds and has loaded its layers."""
         try:
-            return calls.read_ready(self._exchange(calls.ready(), timeout))
+            return read_ready(self._exchange(operations.ready(), timeout))
         except Unreachable:
             return False
 
-    def ask(self, call: Call[T], timeout: Timeout = CLIENTS) -> T:
-        """Sends a call and reads its answer; in JSON where what it was written in is not taken."""
-        if call.plain is None:
-            return call.read(self.send(call, timeout))
+    def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
+        """Send an operation and read its response; with a JSON body once a server or proxy has refused safetensors."""
+        if operation.fallback is None:
+            return operation.read(self.send(operation, timeout))
         if self._binary:
             try:
-                return call.read(self.send(call, timeout))
+                return operation.read(self.send(operation, timeout))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return self.ask(call.in_json(), timeout)
+        return self.perform(operation.as_json(), timeout)
 
-    def send(self, call: Call[Any], timeout: Timeout = CLIENTS) -> httpx.Response:
-        """Sends any call. Raises the refusal where the response is one."""
-        return calls.checked(self._exchange(call, timeout))
+    def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
+        """Send an operation. Raises for every status but success."""
+        return raise_for_status(self._exchange(operation, timeout))
 
-    def _exchange(self, call: Call[Any], timeout: Timeout) -> httpx.Response:
-        seconds = self.timeout if timeout is CLIENTS else timeout
-        attempts = self.retries.begin(call, seconds)
-        while (pause := attempts.pause(outcome := self._once(call, seconds))) is not None:
-            time.sleep(pause)
+    def _exchange(self, operation: Operation[Any], timeout: Timeout) -> httpx.Response:
+        seconds = self.timeout if timeout is USE_CLIENT_DEFAULT else timeout
+        attempts = Attempts(self.retries, operation, seconds)
+        while (delay := attempts.next_delay(outcome := self._once(operation, seconds))) is not None:
+            time.sleep(delay)
         if isinstance(outcome, Exception):
-            raise connection_failure(outcome, self.base_url) from outcome
+            raise connection_error(outcome, self.base_url) from outcome
         return outcome
 
-    def _once(self, call: Call[Any], seconds: float | None) -> Outcome:
+    def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
         try:
-            return self._http.request(call.method, call.path, content=call.body, headers=call.headers, timeout=seconds)
+            return self._http.request(operation.method, operation.path, content=operation.body, headers=operation.headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._http.close()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._transport is not None:
-            raise TypeError("a client that was given a transport cannot be pickled; make one where it is wanted")
+            raise TypeError("a client with a transport cannot be pickled")
         return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_connection": self._connection}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

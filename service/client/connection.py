@@ -1,6 +1,4 @@
-"""What both clients tell httpx: where, how long, who, whom to believe. The one place where a key becomes a header, and what keeps it out of
-pickles. Knows no call.
-"""
+"""How both clients connect: the arguments of httpx, without secrets when pickled, and the exceptions for failed connections."""
 
 import os
 import ssl
@@ -13,35 +11,33 @@ from typing import Any, Literal
 import httpx
 
 from service import __version__
+from service.errors import AttendError, TimedOut, Unreachable, Untrusted
 
-# A server closes connections that are idle for 75 seconds; letting go earlier means not to write into one that is being closed.
+# The server closes connections that are idle for 75 seconds. Expiry before that avoids writing into one that is being closed.
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=60.0)
-API_KEY = "ATTEND_API_KEY"  # the variable that holds a caller's key, where nobody hands one over
-CA = "ATTEND_CA"  # the variable that names certificates, for commands
+API_KEY = "ATTEND_API_KEY"  # environment variable with the API key, for commands and unpickled clients
+CA = "ATTEND_CA"  # environment variable with the CA bundle, for commands
 SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}
 
 Verify = ssl.SSLContext | str | Path | bool
 
 
-class Default(Enum):
-    """What a parameter is where a call says nothing of it."""
+class UseClientDefault(Enum):
+    """The type of a `timeout` argument that is left out."""
 
-    CLIENTS = "the client's"
+    USE_CLIENT_DEFAULT = "the client's timeout"
 
     def __repr__(self) -> str:
         return f"<{self.value}>"
 
 
-CLIENTS = Default.CLIENTS
-Timeout = float | Literal[Default.CLIENTS] | None
+USE_CLIENT_DEFAULT = UseClientDefault.USE_CLIENT_DEFAULT
+Timeout = float | Literal[UseClientDefault.USE_CLIENT_DEFAULT] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Everything that an httpx client is made of; it can be pickled, and then holds no secret.
-
-    A key, and headers that hold one, stay behind; where it is unpickled the key is that of the variable ATTEND_API_KEY.
-    """
+    """The arguments of an httpx client. A pickle has no key and no secret header; unpickled, the key is that of ATTEND_API_KEY."""
 
     base_url: str
     timeout: float | None
@@ -50,26 +46,32 @@ class Connection:
     verify: Verify = True
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `httpx.Client` and `httpx.AsyncClient`. Raises OSError where certificates cannot be read."""
-        given = {"User-Agent": f"attend/{__version__}", **self.headers}
+        """Keyword arguments for `httpx.Client` and `httpx.AsyncClient`. Raises OSError where certificates cannot be read."""
+        headers = {"User-Agent": f"attend/{__version__}", **self.headers}
         if self.api_key is not None:
-            given["Authorization"] = f"Bearer {self.api_key.strip()}"  # a file that holds a key ends in a newline
-        return {"base_url": self.base_url, "timeout": self.timeout, "headers": given, "limits": LIMITS, "verify": trusted(self.verify)}
+            headers["Authorization"] = f"Bearer {self.api_key.strip()}"  # a key from a file ends in a newline
+        return {
+            "base_url": self.base_url,
+            "timeout": self.timeout,
+            "headers": headers,
+            "limits": LIMITS,
+            "verify": ssl_context(self.verify),
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self.verify, ssl.SSLContext):
-            raise TypeError("a client that was given an SSLContext cannot be pickled; give it the path of the certificates")
-        told = {name: text for name, text in self.headers.items() if name.lower() not in SECRET}
-        keyed = self.api_key is not None or len(told) < len(self.headers)
-        return _unpickled, (self.base_url, self.timeout, told, self.verify, keyed)
+            raise TypeError("a client with an SSLContext cannot be pickled; pass the path of the certificates as verify")
+        headers = {name: text for name, text in self.headers.items() if name.lower() not in SECRET}
+        had_key = self.api_key is not None or len(headers) < len(self.headers)
+        return _unpickle, (self.base_url, self.timeout, headers, self.verify, had_key)
 
 
-def _unpickled(base_url: str, timeout: float | None, headers: Mapping[str, str], verify: Verify, keyed: bool) -> Connection:
-    return Connection(base_url, timeout, os.environ.get(API_KEY) if keyed else None, headers, verify)
+def _unpickle(base_url: str, timeout: float | None, headers: Mapping[str, str], verify: Verify, had_key: bool) -> Connection:
+    return Connection(base_url, timeout, os.environ.get(API_KEY) if had_key else None, headers, verify)
 
 
-def trusted(verify: Verify) -> ssl.SSLContext | bool:
-    """What httpx takes: of a file or a folder of certificates, the context that believes in them alone. Raises OSError without any."""
+def ssl_context(verify: Verify) -> ssl.SSLContext | bool:
+    """httpx's `verify`; from a path, a context that trusts only the certificates there. Raises OSError where there are none."""
     if isinstance(verify, bool | ssl.SSLContext):
         return verify
     path = Path(verify)
@@ -77,4 +79,22 @@ def trusted(verify: Verify) -> ssl.SSLContext | bool:
         return ssl.create_default_context(capath=path) if path.is_dir() else ssl.create_default_context(cafile=path)
     except OSError as error:
         reason = getattr(error, "reason", None) or error.strerror or error
-        raise OSError(f"expected the file of one or more certificates in PEM form, got {path}: {reason}") from None
+        raise OSError(f"expected a file or folder of certificates in PEM form, got {path}: {reason}") from None
+
+
+def connection_error(error: Exception, url: str) -> AttendError:
+    """The exception for a request that got no response."""
+    if isinstance(error, httpx.TimeoutException):
+        return TimedOut(f"no answer from {url} in time ({type(error).__name__})")
+    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+        return Unreachable(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
+    if (certificate := certificate_error(error)) is not None:
+        return Untrusted(f"the certificate of {url} is not trusted: {certificate.verify_message}")
+    return Unreachable(f"no answer from {url}: {str(error) or type(error).__name__}")
+
+
+def certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The failed verification of a certificate among the causes of an error; None without one."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -1,9 +1,8 @@
-"""When a call is sent again, and after how long: a pure policy that both clients ask after each failure. Sends and sleeps nothing.
+"""The retry policy of both clients: whether a failed operation is repeated, and after what delay. Pure; sends and sleeps nothing.
 
-Sent again is what cannot double a change. A computation may be computed twice; a change goes again only where the first one was surely
-not begun: no connection was made, the queue was full, or this service itself said that it takes nothing yet. Waits grow twofold and are
-drawn at random up to that bound ("full jitter"), so that callers who failed together do not come back together; `Retry-After` is a
-least wait, with jitter on top.
+A computation is always repeated. A change is repeated only if the server surely did not begin it: no connection was made, the queue was
+full, or the service itself refused with 503. Delays double and are drawn uniformly below that bound ("full jitter"), so that clients that
+failed together do not return together. `Retry-After` is added to the drawn delay.
 """
 
 import random
@@ -16,40 +15,35 @@ from typing import Any
 
 import httpx
 
-from service.client.calls import Call
-from service.client.failures import doubted
+from service.client.connection import certificate_error
+from service.client.operations import Operation
 
 Outcome = httpx.Response | Exception
-LATER, GATEWAY = (429, 503), (502, 503)
 PROBLEM_JSON = "application/problem+json"
-BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)  # in the middle of it; a ConnectError is one that never began
+BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)  # while it ran; a ConnectError came before
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a failed call is sent again at most, and the bounds of the waits in seconds."""
+    """The largest number of retries, and the first and longest delay in seconds."""
 
     times: int = 4
     first: float = 0.1
     longest: float = 5.0
 
-    def begin(self, call: Call[Any], patience: float | None) -> "Attempts":
-        """The attempts of one call whose caller waits for `patience` seconds in all; None waits for ever."""
-        return Attempts(self, call, patience)
-
-
-def as_retries(said: Retries | int | None) -> Retries:
-    """What a caller says of retries: nothing, how many, or all of it."""
-    return said if isinstance(said, Retries) else Retries() if said is None else Retries(times=int(said))
+    @classmethod
+    def of(cls, retries: "Retries | int | None") -> "Retries":
+        """From a client's argument: None is the default, a number is `times`."""
+        return retries if isinstance(retries, Retries) else cls() if retries is None else cls(times=int(retries))
 
 
 @dataclass(slots=True)
 class Attempts:
-    """One call, sent as often as it takes."""
+    """The attempts of one operation; `timeout` is for all of them together, in seconds, None for no limit."""
 
     retries: Retries
-    call: Call[Any]
-    patience: float | None
+    operation: Operation[Any]
+    timeout: float | None
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     failed: int = 0
@@ -58,33 +52,33 @@ class Attempts:
     def __post_init__(self) -> None:
         self._started = self.clock()
 
-    def pause(self, outcome: Outcome) -> float | None:
-        """Seconds to wait before the next attempt; None where this outcome is the last."""
-        if self.failed >= self.retries.times or not repeats(self.call, outcome):
+    def next_delay(self, outcome: Outcome) -> float | None:
+        """Seconds to wait before the next attempt; None if this outcome is final."""
+        if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
             return None
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
         self.failed += 1
-        pause = self.draw() * bound + (retry_after(outcome) if isinstance(outcome, httpx.Response) else 0.0)
-        left = None if self.patience is None else self.patience - (self.clock() - self._started)
-        return pause if left is None or pause < left else None
+        delay = self.draw() * bound + (retry_after(outcome) if isinstance(outcome, httpx.Response) else 0.0)
+        left = None if self.timeout is None else self.timeout - (self.clock() - self._started)
+        return delay if left is None or delay < left else None
 
 
-def repeats(call: Call[Any], outcome: Outcome) -> bool:
-    """Whether the call may be sent again after this. One that timed out is not: its caller has waited enough."""
-    if call.repeat == "never":
+def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
+    """Whether to repeat the operation after this outcome. Timeouts are final."""
+    if operation.repeat == "never":
         return False
     if isinstance(outcome, httpx.ConnectError):
-        return doubted(outcome) is None  # nobody mends a certificate between two attempts
+        return certificate_error(outcome) is None  # which a retry does not mend
     if not isinstance(outcome, httpx.Response):
-        return call.repeat == "always" and isinstance(outcome, BROKEN)
-    ours = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)
-    if call.repeat == "always":  # a 500 that is not ours is a proxy's, whose server left in the middle of it
-        return outcome.status_code in (*LATER, *GATEWAY) or (outcome.status_code == 500 and not ours)
-    return outcome.status_code in LATER and ours  # a proxy's 503 may come after the change was made
+        return operation.repeat == "always" and isinstance(outcome, BROKEN)
+    from_service = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)
+    if operation.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
+        return outcome.status_code in (429, 502, 503) or (outcome.status_code == 500 and not from_service)
+    return outcome.status_code in (429, 503) and from_service  # a proxy's 503 may come after the change
 
 
 def retry_after(response: httpx.Response) -> float:
-    """The seconds that the header `Retry-After` asks for, a number or a date; 0 without it."""
+    """Seconds in the header `Retry-After`, which is a number or a date; 0 without it."""
     value = response.headers.get("retry-after", "").strip()
     if value.isdigit():
         return float(value)

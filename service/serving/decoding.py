@@ -13,7 +13,7 @@ from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
-from service.wire.json.strict import parse_slowly
+from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import shown, validate
@@ -31,7 +31,7 @@ def read_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
 def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     """The body as a JSON object without tensors, of at most `largest` bytes unpacked; an empty one where there is no body."""
     text = unpack(raw.take_body(), raw.coding, largest)
-    document = parse_slowly(text) if text.strip() else {}
+    document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
         raise InvalidRequest.where("", "a JSON object", shown(document))
     return document

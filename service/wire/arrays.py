@@ -110,10 +110,11 @@ def beyond_float64(numbers: Array, dtype: np.dtype[Any]) -> bool:
 
 def held_exactly(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
     """The numbers, float64, in a datatype that holds them. Raises InvalidRequest at the first that it does not hold."""
+    if numbers.dtype == dtype:
+        return numbers
     with np.errstate(over="ignore", invalid="ignore"):
         array = numbers.astype(dtype)
-    if array.dtype != numbers.dtype:
-        demand_exact(array, numbers, BY_NUMPY[dtype], at)
+    demand_exact(array, numbers, BY_NUMPY[dtype], at)
     return array
 
 

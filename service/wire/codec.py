@@ -6,17 +6,17 @@ Codecs keep no state between calls. What the reply needs of its request (an id, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from service.errors import Problem, RequestError
 from service.wire import safetensors
 from service.wire.arrays import Kind
-from service.wire.json import pieces as json_pieces
+from service.wire.json import reader as json_reader
+from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.reply import Buffer, Reply, encode_json
+from service.wire.reply import Buffer, Reply
 from service.wire.schemas.attend import ReplyOptions
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
@@ -43,8 +43,7 @@ class ErrorPaths:
 SAME_PATHS = ErrorPaths()
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """A decoded body. `members` are those of a request of the service's own: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]
@@ -88,7 +87,7 @@ class JsonCodec(Codec):
     def decode(
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
-        return Decoded(json_pieces.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
+        return Decoded(json_reader.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
         return Encoded(self.headers, encode_json(reply, options))

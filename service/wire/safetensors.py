@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.json import reader as json_reader
@@ -75,7 +75,10 @@ class Span:
 
 def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
     """The tensors in the header's order, and the metadata, checked against the bytes that there are."""
-    header = parse_strictly(text)
+    try:
+        header = parse_strictly(text, "header")
+    except RequestError as refusal:
+        raise MalformedBody(problems=refusal.problems) from None
     if not isinstance(header, dict):
         raise MalformedBody.where("", "a JSON object as safetensors header", "something else")
     metadata = header.pop("__metadata__", {})

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from service.attention.compare import assert_agrees, compare, tolerance
-from service.attention.compare.cases import Frame, draw_check_cases
-from service.attention.compare.mistakes import MISTAKES, attend_wrongly, explain
+from service.attention.compare.cases import Requirements, draw_check_cases
+from service.attention.compare.mistakes import MISTAKES, attend_with_mistakes, explain
 from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
@@ -319,7 +319,8 @@ RIGHT = {
     "partial function": (functools.partial(scaled_dot_product, mask=None), {"mask_means": "attend"}),
     "class in float64": (FromScratch, {"mask_means": "attend", "dtype": "float64", "device": "cpu"}),
     "flash": (flash_like, {"layout": "b,n,h,d"}),
-    "told framework": (methods_only, {"framework": "torch"}),
+    "chosen framework": (methods_only, {"framework": "torch"}),
+    "found framework": (methods_only, {}),
     "module of heads": (NoParameters(), {}),
     "three axes": (three_axes, {"layout": "b,n,d"}),
 }  # fmt: skip
@@ -510,11 +511,11 @@ def test_every_mistake_is_told_from_the_others(mistake):
     hint, changes = mistake
     spec = LayerSpec(d_model=12, num_heads=3, init="torch_linear", dtype="float64")
     weights = draw_weights(spec)
-    frame = Frame("float64", batched=True, causal=False, one_source=False, per_item_mask=True, per_item_padding=True)
-    for case in draw_check_cases(spec, weights, frame, seed=0):
-        expected = case.answer(spec, weights)
+    requirements = Requirements("float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True)
+    for case in draw_check_cases(spec, weights, requirements, seed=0):
+        expected = case.reference(spec, weights)
         try:
-            wrong, rows = attend_wrongly(spec, weights, case, **changes)
+            wrong, rows = attend_with_mistakes(spec, weights, case, **changes)
         except ValueError:
             continue
         if not rows.all() or all(np.allclose(wrong[name], getattr(expected, name), atol=1e-9) for name in wrong):
@@ -568,14 +569,18 @@ def test_a_tolerance_can_be_told():
 
 
 def test_tolerances_grow_with_scores_and_outputs():
-    reference = SimpleNamespace(scores=np.array([-np.inf, -20.0, 3.0]))
-    assert tolerance(np.array([4.0, -np.inf]), reference, "float32") == pytest.approx(1e-5 * 20 * 4)
-    assert tolerance(np.array([0.5]), reference, "float64") == 1e-10
-    assert tolerance(np.array([4.0]), reference, "float64", relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
-    assert tolerance(np.array([4.0]), SimpleNamespace(scores=np.array([0.1])), "float32") == pytest.approx(4e-5)
+    assert tolerance(np.array([4.0, -np.inf]), "float32", 20.0) == pytest.approx(1e-5 * 20 * 4)
+    assert tolerance(np.array([4.0, -np.inf]), "float32", 20.0, logarithmic=True) == pytest.approx(1e-5 * 20)
+    assert tolerance(np.array([0.5]), "float64", 20.0) == 1e-10
+    assert tolerance(np.array([4.0]), "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
+    assert tolerance(np.array([4.0]), "float32", 0.1) == pytest.approx(4e-5)
 
 
 # --- what cannot be told is asked for -------------------------------------------------------------------------------------------------
+
+
+def fails(q, k, v):
+    return 1 / 0
 
 
 def positional(a, b, c):
@@ -619,7 +624,7 @@ UNTOLD = {
     "two queries": (lambda x, q, k: x, {"framework": "torch"}, "which is the query, 'x' or 'q'"),
     "no such role": (methods_only, {"framework": "torch", "arguments": {"q": "question"}}, "question"),
     "no such parameter": (methods_only, {"framework": "torch", "arguments": {"z": "query"}}, "'z'"),
-    "framework": (methods_only, {}, 'pass framework="torch" or "numpy"'),
+    "framework": (fails, {}, r'pass framework="torch" or "numpy"; with numpy, it raised ZeroDivisionError.*; with torch, it raised'),
     "packed": (PackedPerHead, {"mask_means": "attend"}, 'pass fused="q,k,v"'),
     "bare matrices": (Bare, {"mask_means": "add"}, 'pass orientation="in,out" for x @ W'),
     "more than attention": (Layer, {}, "'norm.weight'"),

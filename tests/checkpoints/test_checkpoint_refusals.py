@@ -5,7 +5,7 @@ import pytest
 from support.checkpoints import draw
 
 from service.checkpoints import LAYOUTS, read_layer
-from service.checkpoints.table import FORMS
+from service.checkpoints.detection import ALL_LAYOUTS
 from service.errors import InvalidRequest
 
 NUM_HEADS = {"num_heads": 3}
@@ -142,7 +142,12 @@ REFUSALS = {
     "a head width that does not divide": (bert(), {"spec": {"head_dim": 4}}, "/spec/head_dim", "a divisor of 15"),
     "heads as text": (bert(), {"spec": {"num_heads": "3"}}, "/spec/num_heads", "a positive integer"),
     "heads as a truth": (bert(), {"spec": {"num_heads": True}}, "/spec/num_heads", "a positive integer"),
-    "another head count than kernels": (keras(), {"spec": {"num_heads": 5}}, "/spec/num_heads", "expected 3, as the tensors tell, got 5"),
+    "another head count than kernels": (
+        keras(),
+        {"spec": {"num_heads": 5}},
+        "/spec/num_heads",
+        "expected 3, as the tensors have it, got 5",
+    ),
     "another width": (bert(), {"spec": {"num_heads": 3, "d_model": 16}}, "/spec/d_model", "expected 15"),
     "other key heads": (llama(), {"spec": ROPE | {"num_kv_heads": 4}}, "/spec/num_kv_heads", "expected 2"),
     "another bias": (bert(), {"spec": NUM_HEADS | {"bias": False}}, "/spec/bias", "expected true"),
@@ -156,8 +161,8 @@ REFUSALS = {
     "sinks that are not there": (llama(), {"spec": ROPE | {"sinks": True}}, "/spec/sinks", "none"),
     "sinks denied": (llama(sinks=draw(1, 4)), {"spec": ROPE | {"sinks": False}}, "/spec/sinks", "one"),
     "a table that is not there": (bert(), {"spec": NUM_HEADS | {"relative_bias": {}}}, "/spec/relative_bias", "none"),
-    "norms of no told kind": (ours(query_norm__weight=(5,), key_norm__weight=(5,)), {"spec": NUM_HEADS}, "/spec/qk_norm", "what kind"),
-    "a table of no told kind": (ours(relative_bias=(8, 3)), {"spec": NUM_HEADS}, "/spec/relative_bias", "what kind"),
+    "norms of no told kind": (ours(query_norm__weight=(5,), key_norm__weight=(5,)), {"spec": NUM_HEADS}, "/spec/qk_norm", "the kind"),
+    "a table of no told kind": (ours(relative_bias=(8, 3)), {"spec": NUM_HEADS}, "/spec/relative_bias", "the kind"),
     "no projections, yet there they are": (
         bert(),
         {"layout": "bert", "spec": NUM_HEADS | {"projections": False}},
@@ -194,7 +199,7 @@ def test_many_surplus_tensors_are_counted():
 
 
 def test_every_layout_has_forms_and_every_form_a_layout():
-    assert {form.layout for form in FORMS} == set(LAYOUTS)
+    assert {spelling.name for spelling in ALL_LAYOUTS} == set(LAYOUTS)
 
 
 def test_nothing_but_refusals_comes_of_senseless_checkpoints():
@@ -216,15 +221,15 @@ def test_nothing_but_refusals_comes_of_senseless_checkpoints():
     ]
     outcomes = set()
     for _ in range(4000):
-        form = FORMS[stream.randint(len(FORMS))]
+        spelling = ALL_LAYOUTS[stream.randint(len(ALL_LAYOUTS))]
         side = int(stream.choice([0, 1, 6, 12]))
         checkpoint = {}
-        for name in form.names:
+        for name in spelling.names:
             if stream.rand() < 0.9:
                 shape = stream.choice([side, 3 * side, 3, 2], size=stream.choice([0, 1, 2, 2, 2, 3, 3]))
                 checkpoint[f"a.{name}"] = np.zeros(shape, stream.choice([np.float32, np.float64, np.float16, np.int8]))
         spec = {str(field): values[stream.randint(len(values))] for field in stream.choice(fields, size=3, replace=False)}
-        layout = form.layout if stream.rand() < 0.8 else None
+        layout = spelling.name if stream.rand() < 0.8 else None
         try:
             read_layer(checkpoint, layout=layout, prefix=str(stream.choice(["", "a", "a.", "b"])), spec=spec)
             outcomes.add("read")

@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import draw
 
 from service.checkpoints import detect, layers_in, read_layer
-from service.checkpoints.table import FORMS
+from service.checkpoints.detection import ALL_LAYOUTS
 from service.errors import InvalidRequest
 
 FOUR = {"bert": ("self.query", "self.key", "self.value", "output.dense"), "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin")}
@@ -130,13 +130,13 @@ def test_attention_to_another_stack_is_a_layer_of_its_own():
     assert layers_in(gluon) == [("mxnet", "cell.attention_cell_in"), ("mxnet", "cell.attention_cell_inter")]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.layout} {next(iter(form.names))}")
-def test_every_form_is_found_by_its_names(form):
+@pytest.mark.parametrize("spelling", ALL_LAYOUTS, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.names))}")
+def test_every_form_is_found_by_its_names(spelling):
     """Under a stem that tells it, if any does, its layout is the only one; else it is among those to choose from."""
-    stem = form.told_under[0] if form.told_under else "layer"
-    names = [f"model/0/{stem}/{name}" for name in form.names]
-    place = f"model/0/{stem}" + (f"/{form.inside}" if form.inside else "")
-    told = {"qkv.weight": "vit", "c_attn.weight": "gpt2"}.get(next(iter(form.names)), form.layout)  # and not `fused`, unless that is said
+    stem = spelling.identified_under[0] if spelling.identified_under else "layer"
+    names = [f"model/0/{stem}/{name}" for name in spelling.names]
+    place = f"model/0/{stem}" + (f"/{spelling.parent}" if spelling.parent else "")
+    told = {"qkv.weight": "vit", "c_attn.weight": "gpt2"}.get(next(iter(spelling.names)), spelling.name)
     assert (told, place) in layers_in(names)
-    if form.told_under != ():
-        assert detect(names) == form.layout
+    if spelling.identified_under != ():
+        assert detect(names) == spelling.name

@@ -72,7 +72,7 @@ def test_frequencies_kept_in_a_checkpoint_tell_how_much_of_a_head_is_rotated():
     """`rotary_emb.inv_freq` [dims / 2]."""
     checkpoint = llama(rotary_emb__inv_freq=draw(1, 2))
     assert read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES})[0]["rope"]["dims"] == 4
-    with pytest.raises(InvalidRequest, match="expected 4, as the tensors tell, got 6, at /spec/rope/dims"):
+    with pytest.raises(InvalidRequest, match="expected 4, as the tensors have it, got 6, at /spec/rope/dims"):
         read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES | {"dims": 6}})
 
 
@@ -103,7 +103,7 @@ def test_qwen3_norms_tell_the_head_count_and_come_before_rope():
 @pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"head_dim": 6}], ids=str)
 def test_a_norm_as_wide_as_all_heads_is_not_read_as_that_of_one_head(kv_heads, said):
     checkpoint = llama(kv_heads=kv_heads, q_norm__weight=draw(20, 24), k_norm__weight=draw(21, 6 * kv_heads))
-    expected = r"one head\. One as wide as all heads \(OLMo-2.*num_heads 1 must be said.*at /weights/layers\.0\.self_attn\.q_norm\.weight"
+    expected = r"one head\. One as wide as all heads \(OLMo-2.*needs num_heads 1.*at /weights/layers\.0\.self_attn\.q_norm\.weight"
     with pytest.raises(InvalidRequest, match=expected):
         read_layer(checkpoint, spec={"rope": HALVES, **said})
 

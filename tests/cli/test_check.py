@@ -13,10 +13,10 @@ import pytest
 from support.command import run_attend
 
 from service.attention.reference.forward import attend
-from service.cli.server_check import draw
-from service.cli.tolerances import OUTPUTS, finding, findings
-from service.wire.answer import decode_reply
-from service.wire.reply import Reply, encode_json
+from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case
+from service.wire.client_codec import decode_reply
+from service.wire.json.writer import encode_json
+from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
@@ -127,34 +127,34 @@ def test_a_server_with_other_weights_is_found(lying, server, monkeypatch):
 
     monkeypatch.setattr(httpx, "request", reseeding)
     done = run_attend("check", "--cases", "1", "--url", lying(lambda reply: reply), env=WIDE)
-    assert done.returncode == 1 and b"wrong: weights others than" in done.stdout
+    assert done.returncode == 1 and b"wrong: weights differ from" in done.stdout
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_output_is_judged(dtype):
     """The reference itself agrees; a step beyond what is allowed, in any output, does not, nor does NaN, nor another shape."""
-    number = next(n for n in range(100) if draw(0, n).spec.dtype == dtype)
-    case = draw(0, number)
+    number = next(n for n in range(100) if draw_case(0, n).spec.dtype == dtype)
+    case = draw_case(0, number)
     from service.attention.weights import draw_weights
 
     reference = attend(case.spec, draw_weights(case.spec), **case.request)
     right = {name: getattr(reference, name) for name in OUTPUTS}
-    allowed = {found.name: found.allowed for found in findings(case, reference, right, reference.fully_masked_rows)}
-    assert all(found.agrees for found in findings(case, reference, right, reference.fully_masked_rows))
+    allowed = {found.output: found.tolerance for found in compare_reply(case, reference, right, reference.fully_masked_rows)}
+    assert all(found.agrees for found in compare_reply(case, reference, right, reference.fully_masked_rows))
     for name, tensor in right.items():
         place = tuple(np.argwhere(np.isfinite(tensor))[-1])
         for wrong in (tensor[place] + 1.01 * allowed[name], np.nan, np.inf):
             changed = tensor.copy()
             changed[place] = wrong
-            found = findings(case, reference, {**right, name: changed}, reference.fully_masked_rows)
-            assert [f.name for f in found if not f.agrees] == [name]
-        assert not finding(name, tensor, tensor[..., None], dtype, 1.0).agrees
+            found = compare_reply(case, reference, {**right, name: changed}, reference.fully_masked_rows)
+            assert [f.output for f in found if not f.agrees] == [name]
+        assert not compare_output(name, tensor, tensor[..., None], dtype, 1.0).agrees
 
 
 def test_blocked_scores_are_exact():
     expected = np.array([1.0, -np.inf])
-    assert finding("scores", expected, np.array([1.0, -np.inf], np.float32), "float32", 1.0).agrees
-    assert not finding("scores", expected, np.array([1.0, -1e9], np.float32), "float32", 1.0).agrees
+    assert compare_output("scores", expected, np.array([1.0, -np.inf], np.float32), "float32", 1.0).agrees
+    assert not compare_output("scores", expected, np.array([1.0, -1e9], np.float32), "float32", 1.0).agrees
 
 
 # --- people's own ---------------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_what_a_module_raises_is_told_in_its_own_words(package):
     done = check_module(package, "--module", "theirs:Raises", "--seed", "5")
     shown = done.stdout.decode()
     assert done.returncode == 1 and "RAISED" in shown and "inf" not in shown
-    assert "expected an answer, got it raised KeyError: 'rope'; called with query" in shown
+    assert "expected a result, got it raised KeyError: 'rope'; called with query" in shown
     assert "again: attend check --module theirs:Raises --seed 5" in shown
 
 
@@ -247,13 +247,13 @@ def test_what_is_told_reaches_the_comparison(package):
         (["--module", "theirs:Nothing"], "got nothing called 'Nothing'"),
         (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
         (["--module", "theirs"], "expected my_package.my_module:MyAttention, got 'theirs'"),
-        (["--module", "theirs:Broken"], "could not be made: OSError: no weights here"),
+        (["--module", "theirs:Broken"], "could not be constructed: OSError: no weights here"),
         (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among mask_means, "),
         (["--module", "theirs:Right", "--with", "=red"], "expected NAME=VALUE, got '=red'"),
         (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),
         (["--module", "theirs:Right", "--with", "colour"], "expected NAME=VALUE, got 'colour'"),
         (["--module", "theirs:Right", "--url", "http://127.0.0.1:1"], "leave --url, --case"),
-        (["--with", "mask_means=block"], "there is none"),
+        (["--with", "mask_means=block"], "--with needs a --module"),
         (["--cases", "0"], "--cases"),
     ],
 )

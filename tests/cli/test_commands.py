@@ -263,7 +263,7 @@ def test_a_certificate_is_believed_as_said(guarded, tmp_path):
     assert doubted.returncode == 1 and b"is not trusted" in doubted.stderr and b"--ca" in doubted.stderr
     assert b"Start a server" not in doubted.stderr
     nothing = run_attend("layers", "--url", url, "--ca", str(request), env=keyed)
-    assert nothing.returncode == 2 and b"expected the file of one or more certificates" in b" ".join(nothing.stderr.split())
+    assert nothing.returncode == 2 and b"expected a file or folder of certificates" in b" ".join(nothing.stderr.split())
 
 
 def test_what_callers_read_from_the_environment_is_no_setting(guarded):

@@ -27,8 +27,8 @@ def show(*arguments: str) -> str:
 
 
 def by_hand(shown: str) -> list[str]:
-    """The lines under "Again, by hand"."""
-    return [line.strip() for line in shown.partition("Again, by hand\n")[2].splitlines()]
+    """The lines under "The same by hand"."""
+    return [line.strip() for line in shown.partition("The same by hand\n")[2].splitlines()]
 
 
 def repeat(server, lines: list[str]) -> dict[str, object]:
@@ -50,7 +50,7 @@ def links(shown: str) -> list[list[tuple[str, str, float]]]:
 def test_the_demo_with_hash_vectors(server, tmp_path):
     folder = tmp_path / "a folder"
     shown = show("--vectors", "hash", "--save", str(folder))
-    assert SENTENCE in shown and "The heads mean nothing" in shown
+    assert SENTENCE in shown and "the heads mean nothing" in shown
     assert '"tokens": {"query": ["The", "cat", "sat"' in shown
     assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "there and back" in shown
 
@@ -144,7 +144,7 @@ def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
         (["--sentence", " "], 2, "expected a sentence with at least one word"),
         (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
         (["--vectors", "magic"], 2, "magic"),
-        (["--layer", "0"], 2, "expected --layer with the model's vectors"),
+        (["--layer", "0"], 2, "expected --layer with --vectors minilm"),
         (["--layer", "-1"], 2, "--layer"),
     ],
 )

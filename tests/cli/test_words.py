@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from service.attention.reference.forward import attend
-from service.cli.links import labels, strongest
+from service.cli.demo import strongest_links, unique_labels
 from service.serving.embeddings import PACKAGE, NoModel, hash_vector, hash_words, read_minilm
 from service.spec import LayerSpec
 
@@ -121,11 +121,11 @@ def test_what_the_model_cannot_read(sentence, said):
 
 
 def test_the_strongest_links_are_found_among_words():
-    rows = np.array([[0.9, 0.1, 0.0], [0.5, 0.2, 0.3], [0.8, 0.2, 0.0]])
-    assert strongest(rows, np.array([True, True, True])) == [(0, 0), (2, 0), (1, 0)]
-    assert strongest(rows, np.array([False, True, True])) == [(1, 2), (1, 1), (2, 1)]
-    assert strongest(rows, np.array([False, True, False])) == [(1, 1)]
+    rows = np.array([[[0.9, 0.1, 0.0], [0.5, 0.2, 0.3], [0.8, 0.2, 0.0]]])
+    assert strongest_links(rows, ["the", "cat", "sat"]) == [[(0, 0), (2, 0), (1, 0)]]
+    assert strongest_links(rows, ["[CLS]", "cat", "sat"]) == [[(1, 2), (1, 1), (2, 1)]]
+    assert strongest_links(rows, ["[CLS]", "cat", "[SEP]"]) == [[(1, 1)]]
 
 
-def test_words_that_stand_twice_are_numbered():
-    assert labels(["the", "cat", "the"]) == ["the(1)", "cat", "the(2)"]
+def test_repeated_words_are_numbered():
+    assert unique_labels(["the", "cat", "the"]) == ["the(1)", "cat", "the(2)"]

@@ -19,8 +19,8 @@ import torch
 import trustme
 
 from service import errors
-from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, calls
-from service.client.failures import CLASSES
+from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
+from service.client.responses import CLASSES
 from service.spec import LayerSpec
 from service.web.errors import STATUSES, problem
 
@@ -174,7 +174,7 @@ def test_a_result_says_what_it_holds(client):
     assert {**result}.keys() == {"output", "attention_weights"} and len(result) == 2
     assert repr(result) == "AttendResult(output [2, 3, 6], attention_weights [2, 2, 3, 3]; layer 'float32')"
     result.output[0] = 0  # one's own to change
-    with pytest.raises(AttributeError, match=r"output, attention_weights, and no 'scores'"):
+    with pytest.raises(AttributeError, match=r"no 'scores' among the outputs output, attention_weights"):
         _ = result.scores
 
 
@@ -190,7 +190,7 @@ def test_a_plan_costs_nothing_to_ask_for(client):
     plan = client.plan({"shape": [2, 9000, 6]}, layer="float32", outputs=["output"])
     assert plan.admitted and plan.outputs["output"].shape == [2, 9000, 6]
     assert client.plan(LARGE, layer="float32", causal=True).outputs["attention_weights"].shape == [4, 2, 60, 60]
-    assert len(calls.plan({"query": np.zeros((100, 100, 6))}).body or b"") < 100
+    assert len(operations.plan({"query": np.zeros((100, 100, 6))}).body or b"") < 100
     with pytest.raises(errors.InvalidRequest):
         client.plan(np.zeros((2, 3, 7)), layer="float32")
 
@@ -415,8 +415,8 @@ PATIENCE = {  # of every method, what it is called with
     "layer_weights": ("x",),
     "delete_layer": ("x",),
     "ready": (),
-    "ask": (calls.layers(),),
-    "send": (calls.layers(),),
+    "perform": (operations.layers(),),
+    "send": (operations.layers(),),
 }
 
 

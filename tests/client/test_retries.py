@@ -8,13 +8,14 @@ import httpx
 import numpy as np
 import pytest
 
-from service.client import AsyncClient, Client, Retries, Unreachable, calls
+from service.client import AsyncClient, Client, Retries, Unreachable, operations
 from service.client.retries import Attempts, retry_after
 from service.errors import AttendError, NotReady, Overloaded, ServiceFault
 from service.web.errors import problem
 
 QUERY = np.ones((2, 3, 6), np.float32)
-ATTEND, PUT, DELETE = calls.attend({"query": QUERY}), calls.put_layer("x", {"d_model": 6, "num_heads": 2}, None), calls.delete_layer("x")
+ATTEND, DELETE = operations.attend({"query": QUERY}), operations.delete_layer("x")
+PUT = operations.put_layer("x", {"d_model": 6, "num_heads": 2}, None)
 REFUSED = httpx.ConnectError("refused")
 BROKEN = httpx.ReadError("reset")
 SLOW = httpx.ReadTimeout("slow")
@@ -52,12 +53,12 @@ def ours(kind, status, **headers):
                 (ours(Overloaded, 429), True),
             )
         ),
-        (calls.ready(), REFUSED, False),
-        (calls.ready(), httpx.Response(503), False),
+        (operations.ready(), REFUSED, False),
+        (operations.ready(), httpx.Response(503), False),
     ],
 )
 def test_only_what_cannot_double_a_change_is_sent_again(call, outcome, again):
-    assert (Retries().begin(call, None).pause(outcome) is not None) == again
+    assert (Attempts(Retries(), call, None).next_delay(outcome) is not None) == again
 
 
 @pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])
@@ -68,18 +69,18 @@ def test_a_number_of_retries_is_enough(said, times):
 
 def test_waits_grow_twofold_up_to_a_bound_and_end():
     attempts = Attempts(Retries(times=5, first=0.1, longest=0.5), ATTEND, None, draw=lambda: 1.0)
-    assert [attempts.pause(BROKEN) for _ in range(6)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]
+    assert [attempts.next_delay(BROKEN) for _ in range(6)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]
 
 
 def test_waits_are_drawn_from_nothing_up_to_the_bound():
     draws = iter([0.0, 0.5])
     attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: next(draws))
-    assert [attempts.pause(BROKEN), attempts.pause(BROKEN)] == [0.0, 0.1]
+    assert [attempts.next_delay(BROKEN), attempts.next_delay(BROKEN)] == [0.0, 0.1]
 
 
 def test_retry_after_is_the_least_wait():
     attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: 0.5)
-    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "7"})) == pytest.approx(7.05)
+    assert attempts.next_delay(httpx.Response(429, headers={"Retry-After": "7"})) == pytest.approx(7.05)
 
 
 def test_retry_after_may_be_a_date_or_nonsense():
@@ -92,9 +93,9 @@ def test_retry_after_may_be_a_date_or_nonsense():
 def test_nobody_waits_beyond_their_patience():
     now = [0.0]
     attempts = Attempts(Retries(), ATTEND, 10.0, clock=lambda: now[0], draw=lambda: 0.0)
-    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "9"})) == 9
+    assert attempts.next_delay(httpx.Response(429, headers={"Retry-After": "9"})) == 9
     now[0] = 2.0
-    assert attempts.pause(httpx.Response(429, headers={"Retry-After": "9"})) is None
+    assert attempts.next_delay(httpx.Response(429, headers={"Retry-After": "9"})) is None
 
 
 def answering(kind, *answers):
@@ -125,7 +126,7 @@ KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
 
 @KINDS
-def test_a_call_that_failed_twice_succeeds(kind):
+def test_an_operation_that_failed_twice_succeeds(kind):
     client, sent = answering(kind, BROKEN, ours(NotReady, 503), httpx.Response(200, json={"layers": []}))
     assert layers_of(client) == [] and len(sent) == 3
 

@@ -18,7 +18,7 @@ from service.tensors import DATATYPES
 from service.wire import safetensors
 from service.wire.compression import unpack
 from service.wire.json import reader as json_reader
-from service.wire.json.strict import parse_slowly
+from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest, PutLayer
@@ -82,7 +82,7 @@ def hold_layer(body: bytes) -> None:
 def _document(body: bytes, model: Any) -> None:
     with suppress(RequestError):
         members = json_reader.parse(body, model.tensors, LIMITS)
-        slowly = parse_slowly(body)
+        slowly = parse_strictly(body)
         assert set(members) == set(slowly)
         for name, value in members.items():
             if isinstance(value, np.ndarray) and isinstance(slowly[name], list) and value.dtype.kind == "f" and name != "bias":
@@ -107,7 +107,7 @@ def hold_v2(body: bytes) -> None:
     parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
     with suppress(RequestError):
         members = dict(V2Codec().decode(body, parameters, AttendRequest.tensors, LIMITS).members)
-        head, rest = parse_slowly(body[:size]), body[size:]
+        head, rest = parse_strictly(body[:size]), body[size:]
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy
             if "data" in entry:

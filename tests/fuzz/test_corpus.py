@@ -20,10 +20,10 @@ def test_a_corpus_is_refused_or_read_rightly(name: str) -> None:
 
 def test_a_wrong_number_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle can fail."""
-    monkeypatch.setattr(decoders, "parse_slowly", lambda body: {"query": [[1, 3]]})
+    monkeypatch.setattr(decoders, "parse_strictly", lambda body: {"query": [[1, 3]]})
     with pytest.raises(AssertionError):
         decoders.hold_json(b'{"query": [[1, 2]]}')
     body = decoders.SEEDS["v2"][1]
-    monkeypatch.setattr(decoders, "parse_slowly", lambda text: json.loads(text.replace(b"2.5", b"2.25")))
+    monkeypatch.setattr(decoders, "parse_strictly", lambda text: json.loads(text.replace(b"2.5", b"2.25")))
     with pytest.raises(AssertionError):
         decoders.hold_v2(body)

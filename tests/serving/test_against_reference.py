@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from service.attention.random_cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
-from service.cli.tolerances import largest_score
+from service.cli.server_check import largest_score
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)

@@ -22,10 +22,10 @@ from service.attention.metrics.query import MetricsQuery
 from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
-from service.attention.reference.masks import blocked_by_keys, place_queries
+from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
-from service.client.result import read_metrics
+from service.client.responses import read_analysis_result
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
 from service.serving.requests import RawRequest
@@ -63,7 +63,7 @@ def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
         for name in ("valid_lens", "attend_keys", "block_keys")
     ]
     unreal = blocked_by_keys((b, h, q, k), *masks)
-    positions = place_queries(request.get("query_offset"), unreal, False)
+    positions = query_positions(request.get("query_offset"), unreal, False)
     real = ~unreal[:, 0].all(1)  # to any query
     alone = request.get("key") is None
     counted = real if alone else np.ones((b, q), bool)
@@ -357,14 +357,14 @@ def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
     others = [http.post("/attend/analysis", json=body | {"reply": {"form": form}}) for form in ("flat", "base64")]
     binary = http.post("/attend/analysis", json=body, headers={"Accept": "application/vnd.safetensors"})
 
-    expected = read_metrics(nested.content)
+    expected = read_analysis_result(nested.content)
     links = expected["strongest_links"]
     assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
     assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
     assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
     assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
     for reply in others:
-        same(read_metrics(reply.content), expected)
+        same(read_analysis_result(reply.content), expected)
     tensors = load(binary.content)
     head = json.loads(json.loads(binary.content[8 : 8 + int.from_bytes(binary.content[:8], "little")])["__metadata__"]["reply"])
     assert head["metrics"] == {"strongest_links": {part: links[part] for part in ("query_words", "key_words")}}

@@ -12,7 +12,7 @@ from service.attention.random_cases import Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype
-from service.cli.tolerances import OUTPUTS, findings
+from service.cli.server_check import OUTPUTS, compare_reply
 from service.client import Client
 
 GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
@@ -38,7 +38,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
 
     result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
 
-    wrong = [finding for finding in findings(case, exact, result, result.fully_masked_rows) if not finding.agrees]
+    wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
     assert wrong == [], case.spec
 
 

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from contextlib import suppress
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,15 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.v2 import described, in_bytes
 
-from service.errors import MalformedBody, RequestError
-from service.wire.json import cuts as json_cuts
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from service.wire.json import numbers as json_numbers
+from service.wire.json.reader import cut_values
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest
-from service.wire.v2 import codec, header, tensors
-from service.wire.v2.codec import LONGEST, V2Codec, header_template
+from service.wire.v2 import codec
+from service.wire.v2.codec import LONGEST, V2Codec
 
 QUERY = np.random.default_rng(47).standard_normal((2, 3, 5)).astype(np.float32)
 LENGTHS = np.array([[3], [2]])
+PARAMETERS = {"model": "tiny", "header_length": ""}
 SPACES = st.text(" \t\r\n", max_size=2)
 GOOD: dict[str, Any] = {
     "id": 'with [brackets], {braces} and "data": [1]',
@@ -37,7 +41,7 @@ GOOD: dict[str, Any] = {
 
 def parsed(body: bytes, length: str = "") -> dict[str, Any]:
     """The members of the request. Raises RequestError."""
-    return dict(V2Codec().decode(body, {"model": "tiny", "header_length": length}, AttendRequest.tensors, WireLimits()).members)
+    return dict(V2Codec().decode(body, {**PARAMETERS, "header_length": length}, AttendRequest.tensors, WireLimits()).members)
 
 
 def outcome(body: bytes, length: str = "") -> Any:
@@ -50,17 +54,17 @@ def outcome(body: bytes, length: str = "") -> Any:
 
 
 def agree(body: bytes, length: str = "") -> Any:
-    """What comes of the body, whether or not its lists are found first."""
+    """What comes of the body, whether its lists are cut out or the strict reader parses all of it."""
     quick = outcome(body, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "header_template", lambda _: None)
+        patch.setattr(codec, "cut_values", MagicMock(side_effect=InvalidRequest))
         assert quick == outcome(body, length)
     return quick
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PIECE", 11)
+    monkeypatch.setattr(json_numbers, "PIECE", 11)
 
 
 def test_what_is_sent_is_read() -> None:
@@ -76,13 +80,22 @@ def test_what_is_sent_is_read() -> None:
 def test_its_lists_are_found() -> None:
     """Or the tests here would hold of nothing."""
     body = json.dumps(GOOD).encode()
-    frame = header_template(body)
-    assert frame is not None
-    found = [json.loads(body[place]) for place in frame.lists]
-    assert found == [entry["data"] for entry in GOOD["inputs"]]
-    kept = json.loads(frame.text)
-    assert [entry.pop("data") for entry in kept["inputs"]] == [[], [[]], [], [], [[]]]
+    parts = cut_values(body, WireLimits(), codec.DATA)
+    assert [json.loads(body[value.start : value.stop]) for value in parts.cut] == [entry["data"] for entry in GOOD["inputs"]]
+    kept = json.loads(parts.rest, parse_constant=lambda name: name)
+    assert [entry.pop("data") for entry in kept["inputs"]] == ["NaN"] * 5
     assert kept["parameters"] == GOOD["parameters"]
+
+
+@pytest.mark.parametrize("limits", [WireLimits(), WireLimits(values=4, depth=2)])
+def test_a_parsed_header_is_kept_for_the_next_request_with_the_same_limits(limits: WireLimits) -> None:
+    codec.parse_template.cache_clear()
+    hits = []
+    for number in (1, 2.5, 2.5):
+        with suppress(TooLarge):
+            V2Codec().decode(SMALL.replace("1.5", str(number)).encode(), PARAMETERS, AttendRequest.tensors, limits)
+        hits.append(codec.parse_template.cache_info().hits)
+    assert hits == ([0, 1, 2] if limits == WireLimits() else [0, 0, 0])
 
 
 def spaced(document: Any, draw: Any) -> str:
@@ -176,9 +189,8 @@ EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 
 @pytest.mark.parametrize("nested", [False, True])
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast parser refuses them; the slow one is given a piece."""
-    monkeypatch.setattr(tensors, "PIECE", 40)
-    monkeypatch.setattr(json_cuts, "CUT", 20)
-    monkeypatch.setattr(header, "WORTHWHILE", 0)
+    monkeypatch.setattr(json_numbers, "PIECE", 40)
+    monkeypatch.setattr(codec, "STRICT", 0)
     numbers: list[float] = [1.5] * 9
     numbers[place] = 2**80
     data = [[numbers]] if nested else numbers
@@ -215,14 +227,14 @@ def test_some_numbers_in_the_text_and_some_behind_it() -> None:
     assert agree(head + body[size:] + b"\0", str(len(head)))[0] is MalformedBody
 
 
-def test_a_text_that_is_long_without_its_numbers_is_read_as_a_whole() -> None:
-    long = {**GOOD, "id": "x" * LONGEST}
-    body = json.dumps(long).encode()
-    assert header_template(body) is None
-    assert agree(body) == outcome(json.dumps(GOOD).encode())
+def test_a_header_that_is_long_without_its_numbers_is_not_kept() -> None:
+    codec.parse_template.cache_clear()
+    assert agree(json.dumps({**GOOD, "id": "x" * LONGEST}).encode()) == outcome(json.dumps(GOOD).encode())
+    assert codec.parse_template.cache_info().currsize == 1
 
 
-def test_a_text_full_of_beginnings_is_gone_through_once() -> None:
-    """Each search goes on where the last one ended; else this would take hours."""
+def test_a_text_full_of_beginnings_is_searched_once() -> None:
+    """Each search begins where the last one ended; otherwise this would take hours."""
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
-        assert header_template(text * (1 << 20)) is None
+        with pytest.raises(TooLarge):
+            cut_values(text * (1 << 20), WireLimits(), codec.DATA)

@@ -437,7 +437,7 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
     link.symlink_to(file)
     for path in (file, folder, link):
         done = serve("--uds", str(path))
-        assert done.returncode == 1 and f"{path}: what is there is no socket" in done.stderr
+        assert done.returncode == 1 and f"{path}: the file is not a socket" in done.stderr
     assert file.read_text() == "precious" and folder.is_dir() and link.is_symlink()
     done = serve("--uds", str(tmp_path / ("x" * 120)))
     assert done.returncode == 1 and "too long" in done.stderr and "None" not in done.stderr

@@ -146,13 +146,13 @@ SYNTAX = [
     Bad("number", 422, "", "a JSON object", "3", b"3"),
     Bad("string", 422, "", "a JSON object", '"tiny"', b'"tiny"'),
     Bad("null", 422, "", "a JSON object", "null", b"null"),
-    Bad("null-byte-in-key", 422, "/\0", "no field of that name", "null character", raw(ROWS, r', "\u0000": 1')),
+    Bad("null-byte-in-key", 422, "/\0", "no field of that name", "a field", raw(ROWS, r', "\u0000": 1')),
     Bad("null-byte-in-key-of-form", 422, "/query/shape\0", "one of shape", "", raw(r'{"shape\u0000": [1, 4]}')),
     Bad("lone-surrogate", 422, "/layer", "string", "", rb'{"layer": "\ud800", "query": [[1, 2, 3, 4]]}'),
     Bad("too-deep", 413, "/query", "64 deep", "deeper", raw("[" * 65 + "1" + "]" * 65)),
     Bad("too-deep-unknown-field", 413, "/extra", "64 deep", "deeper", raw(ROWS, f', "extra": {"[" * 100 + "]" * 100}')),
     Bad("too-deep-objects", 413, "/reply", "64 deep", "deeper", raw(ROWS, ', "reply": ' + '{"form": ' * 80 + "1" + "}" * 80)),
-    Bad("far-too-deep", 413, "", "64 deep", "deeper", raw("[" * 100_000 + "1" + "]" * 100_000)),
+    Bad("far-too-deep", 413, "/query", "64 deep", "deeper", raw("[" * 100_000 + "1" + "]" * 100_000)),
     Bad("too-deep-and-truncated", 413, "", "", "deep", b'{"query": ' + b"[" * 100_000),
 ]
 

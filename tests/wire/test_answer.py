@@ -5,11 +5,11 @@ import pytest
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import DATATYPES, datatype_of
-from service.wire.answer import decode_reply
+from service.wire.client_codec import READABLE, decode_reply, encode_request
 from service.wire.json.reader import parse
+from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
-from service.wire.reply import Reply, encode_json
-from service.wire.request import READABLE, encode_request
+from service.wire.reply import Reply
 from service.wire.schemas.attend import AttendRequest, PutLayer, ReplyOptions
 
 FLOATS = ["FP16", "BF16", "FP32", "FP64"]

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
-from service.wire import reply as reply_module
-from service.wire.answer import decode_reply
-from service.wire.reply import Reply, encode_json
+from service.wire.client_codec import decode_reply
+from service.wire.json import writer
+from service.wire.json.writer import encode_json
+from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64)}
@@ -239,7 +240,7 @@ def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more:
     )
     whole = encode_json(reply, ReplyOptions(form=form, **more))
     assert len(whole) == 1
-    monkeypatch.setattr(reply_module, "PIECE", 15)
+    monkeypatch.setattr(writer, "PIECE", 15)
     pieces = encode_json(reply, ReplyOptions(form=form, **more))
     assert b"".join(pieces) == whole[0]
     assert max(len(piece) for piece in pieces) < 450
@@ -252,7 +253,7 @@ def test_metrics_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)
     whole = encode_json(reply, ReplyOptions())
-    monkeypatch.setattr(reply_module, "PIECE", 15)
+    monkeypatch.setattr(writer, "PIECE", 15)
     pieces = encode_json(reply, ReplyOptions())
     assert len(pieces) > 20
     assert b"".join(pieces) == b"".join(whole)

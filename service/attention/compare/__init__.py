@@ -1,4 +1,4 @@
-"""Hold someone's own attention against the reference, in every convention in which people write it.
+"""Compares an attention implementation with the reference.
 
     from service.attention.compare import assert_agrees, compare
 
@@ -7,10 +7,9 @@
 
     print(compare("my_package:my_kernel", framework="torch", layout="b,n,h,d"))
 
-A target is a `torch.nn.Module` or NumPy class or an instance of one, whose weights are read and given to the reference; or a function of
-query, key and value that come split into heads already. `convention.py` says what may be told about it, and what is refused rather than
-guessed; `trials.py` what it is asked; `mistakes.py` how a wrong answer is explained. This knows no service, no request and no command
-line, and loads torch only where the target is made of it.
+A candidate is a `torch.nn.Module` or NumPy class, or an instance of one, whose weights are read and given to the reference; or a function
+of query, key and value that are split into heads already. `convention.py` has the options, `cases.py` the inputs, `mistakes.py` the
+explanations. Torch is used only if it is already imported.
 """
 
 from service.attention.compare.comparison import Agreement, CaseResult, Disagreement, assert_agrees, compare, tolerance

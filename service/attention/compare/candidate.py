@@ -1,41 +1,39 @@
-"""Someone's own attention, made ready to be asked: constructed if it is a class, its weights read, its parameters understood.
+"""Prepares a candidate for calls: constructs a class, reads the weights, finds the roles of its parameters.
 
-It calls nothing but constructors (and once a module whose shapes come with its first call) and judges no answer. Torch is imported only
-where the target is made of it. A module is run in evaluation mode without gradients and left as it was; only a module constructed here is
-written to: its biases of zeros, which would hide a forgotten one, are drawn anew.
+Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was. In a module
+that is constructed here, biases of zeros, which would hide a forgotten one, are drawn anew.
 """
 
-import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from service.attention.compare.caller import Caller
-from service.attention.compare.cases import BATCH, QUERIES, CheckCase
+from service.attention.compare.caller import Caller, CallFailed
+from service.attention.compare.cases import BATCH, QUERIES, CheckCase, draw_check_cases
 from service.attention.compare.convention import HEADS, Convention, Polarity, constructor_arguments, find_roles, mask_polarity
-from service.attention.compare.weight_reader import fit_spec, read_weights
+from service.attention.compare.weights import fit_spec, read_weights
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """How to call it, and the layer that the reference computes for it."""
+
     caller: Caller
     spec: LayerSpec
     weights: Mapping[str, Array]  # canonical names
-    module: Any  # the torch module, None if it is none
+    module: Any  # the torch module, or None
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Evaluation mode and no gradients, for as long as it is asked."""
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode and no gradients within the block; nothing for what is no module."""
         if self.module is None:
             yield
             return
@@ -44,47 +42,62 @@ class Candidate:
 
 
 def load_candidate(name: str) -> Any:
-    """What `my_package.my_module:MyAttention` names. ValueError: no colon, or nothing of that name there; ImportError as Python's own."""
+    """The object that `my_package.my_module:MyAttention` names. ValueError: no colon, or no such attribute; ImportError as from Python."""
     module_name, colon, path = name.partition(":")
     if not colon:
         raise ValueError(f"expected my_package.my_module:MyAttention, got {name!r}")
-    held: Any = import_module(module_name)
+    found: Any = import_module(module_name)
     for part in path.split("."):
-        if not hasattr(held, part):
-            raise ValueError(f"expected {name!r} to name something, got nothing called {part!r} in {held!r}")
-        held = getattr(held, part)
-    return held
+        if not hasattr(found, part):
+            raise ValueError(f"expected {name!r} to name something, got nothing called {part!r} in {found!r}")
+        found = getattr(found, part)
+    return found
 
 
 def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
-    """A class, an instance or a function as a target. ValueError: what cannot be told, and which option tells it."""
+    """A class, instance or function as a `Candidate`. ValueError: something is ambiguous; the message names the option that decides."""
     if isinstance(candidate, type):
         candidate, heads = _construct(candidate, convention, seed)
         convention = replace(convention, num_heads=convention.num_heads or heads)
-    module = candidate if _is_module(candidate) else None
-    heads = convention.num_heads or _held_heads(candidate)
-    if module is not None:
+    heads = convention.num_heads or _heads_attribute(candidate)
+    if _is_module(candidate):
         caller = _make_caller(candidate, convention, "torch", heads)
-        if any(hasattr(p, "materialize") for p in module.parameters()):
-            with _evaluating(module):
-                caller.ask(_first_trial(convention))
-    weights = read_weights(candidate, module is not None, heads or 1, convention)
-    if module is None:
-        holds = weights and convention.weights is None
-        caller = _make_caller(candidate, convention, "numpy" if holds else _framework(candidate, convention), heads)
+        if any(hasattr(p, "materialize") for p in candidate.parameters()):
+            with _evaluating(candidate):
+                caller.call(_shape_case(convention))
+        return _with_weights(caller, read_weights(candidate, True, heads or 1, convention), heads, candidate, seed)
+    weights = read_weights(candidate, False, heads or 1, convention)
+    if convention.framework is None and weights and convention.weights is None:
+        convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
+    frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
+    failures = []
+    for framework in frameworks:
+        prepared = _with_weights(_make_caller(candidate, convention, framework, heads), weights, heads, None, seed)
+        if len(frameworks) == 1:
+            return prepared
+        try:
+            prepared.caller.call(next(draw_check_cases(prepared.spec, prepared.weights, prepared.caller.requirements, seed)))
+        except CallFailed as failure:
+            failures.append(f"with {framework}, {failure}")
+        else:
+            return prepared
+    raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')
+
+
+def _with_weights(caller: Caller, weights: Mapping[str, Array], heads: int | None, module: Any, seed: int) -> Candidate:
     if taken := [role for role in caller.roles if "." in role]:
         return _function_of_matrices(caller, taken, weights, heads, seed)
-    if not weights:  # nothing is projected: a function of heads
-        heads = 1 if convention.layout == "b,n,d" else heads or 3
-        weights = {f"{name}.weight": np.eye(convention.d_model) for name in PROJECTIONS}
-        caller = replace(caller, heads=heads, splits=True)
+    if not weights:  # a function of projected heads
+        heads = 1 if caller.convention.layout == "b,n,d" else heads or 3
+        weights = {f"{name}.weight": np.eye(caller.convention.d_model) for name in PROJECTIONS}
+        caller = replace(caller, heads=heads, heads_given=True)
     elif heads is None:
         raise ValueError("cannot tell the number of heads: pass num_heads=…")
     return Candidate(caller, fit_spec(weights, heads), weights, module)
 
 
 def _construct(cls: type, convention: Convention, seed: int) -> tuple[Any, int | None]:
-    """An instance, and the number of heads it was told."""
+    """An instance, and the number of heads it was constructed with."""
     arguments = constructor_arguments(inspect.signature(cls), convention)
     heads = next((n for name, n in arguments.items() if name.lower() in HEADS), None)
     torch = sys.modules.get("torch")
@@ -100,34 +113,32 @@ def _construct(cls: type, convention: Convention, seed: int) -> tuple[Any, int |
         return module.to(device=convention.device, dtype=dtype), heads
 
 
-def _function_of_matrices(caller: Caller, taken: Sequence[str], told: Mapping[str, Array], heads: int | None, seed: int) -> Candidate:
-    """A target that takes its weights as arguments: they are told, or drawn here, uniform in ±1, and given to it."""
+def _function_of_matrices(caller: Caller, taken: list[str], weights: Mapping[str, Array], heads: int | None, seed: int) -> Candidate:
+    """A candidate that takes its weights as arguments: those of the convention, or drawn here, uniform in ±1."""
     convention, rng = caller.convention, np.random.default_rng(seed)
     if caller.framework == "torch" and convention.orientation is None:
         raise ValueError('cannot tell how the matrices are applied: pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     if "heads" not in caller.roles and heads is None:
         raise ValueError("cannot tell the number of heads: pass num_heads=…")
-    d = convention.d_model
+    d, heads = convention.d_model, heads or 3
     drawn = {name: rng.uniform(-1, 1, (d, d) if name.endswith("weight") else d).astype(np.float32) for name in taken}
-    weights = dict(told) or {name: x.astype(np.float64) for name, x in drawn.items()}
+    weights = weights or {name: x.astype(np.float64) for name, x in drawn.items()}
     if missing := [name for name in PROJECTIONS[:3] if f"{name}.weight" not in weights]:
         raise ValueError(f"found no weight of {', '.join(missing)} among the parameters: pass arguments={{…}} or weights={{…}}")
-    given = {"output.weight": np.eye(len(weights["query.weight"]))} | weights
-    caller = replace(
-        caller, heads=heads or 3, matrices=weights, convention=replace(convention, orientation=convention.orientation or "in,out")
-    )
-    return Candidate(caller, fit_spec(given, heads or 3), given, None)
+    convention = replace(convention, orientation=convention.orientation or "in,out")
+    complete = {"output.weight": np.eye(len(weights["query.weight"])), **weights}
+    return Candidate(replace(caller, heads=heads, matrices=weights, convention=convention), fit_spec(complete, heads), complete, None)
 
 
 def _is_module(candidate: Any) -> bool:
-    torch = sys.modules.get("torch")  # where torch was never imported, nothing is made of it
+    torch = sys.modules.get("torch")  # a module exists only where torch was imported
     return torch is not None and isinstance(candidate, torch.nn.Module)
 
 
-def _held_heads(candidate: Any) -> int | None:
-    """The number of heads that an instance keeps under one of the usual names."""
-    held = {n for name in HEADS if isinstance(n := getattr(candidate, name, None), int)}
-    return held.pop() if len(held) == 1 else None
+def _heads_attribute(candidate: Any) -> int | None:
+    """The number of heads of an instance with an attribute of one of the usual names."""
+    found = {n for name in HEADS if isinstance(n := getattr(candidate, name, None), int)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _make_caller(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Caller:
@@ -161,7 +172,7 @@ def _make_caller(candidate: Any, convention: Convention, framework: str, heads: 
 
 
 def _callable(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
-    """What to call, and its parameters. A builtin has no signature: its parameters are those that `arguments` names."""
+    """The function to call, and its parameters. A builtin has no signature: its parameters are those in the option `arguments`."""
     if convention.method is not None:
         function = described = getattr(candidate, convention.method)
     elif _is_module(candidate):
@@ -174,50 +185,20 @@ def _callable(candidate: Any, convention: Convention) -> tuple[Callable[..., Any
     try:
         return function, inspect.signature(described)
     except ValueError:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        inputs = ("query", "key", "value")
-        told = convention.arguments.items()
+        kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, ("query", "key", "value")
         return function, inspect.Signature(
-            [inspect.Parameter(n, kind, default=inspect.Parameter.empty if role in inputs else None) for n, role in told]
+            [
+                inspect.Parameter(name, kind, default=inspect.Parameter.empty if role in required else None)
+                for name, role in convention.arguments.items()
+            ]
         )
 
 
-def _framework(candidate: Any, convention: Convention) -> str:
-    """Torch or NumPy, by what a function's own code mentions. ValueError: neither, or both."""
-    if convention.framework is not None:
-        return convention.framework
-    function: Any = inspect.unwrap(_callable(candidate, convention)[0])
-    while isinstance(function, partial):
-        function = function.func
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    found = _mentioned(function, set()) & {"torch", "numpy"}
-    if len(found) != 1:
-        raise ValueError(f'cannot tell whether {candidate!r} takes torch tensors or NumPy arrays: pass framework="torch" or "numpy"')
-    return found.pop()
-
-
-def _mentioned(function: Any, seen: set[int]) -> set[str]:
-    """The packages that a function's code names, and those of what it calls, down to torch and NumPy."""
-    function = getattr(function, "__func__", function)
-    package = (getattr(function, "__module__", None) or "").split(".")[0]
-    if package in ("torch", "numpy") or id(function) in seen or not hasattr(function, "__code__"):
-        return {package}
-    seen.add(id(function))
-    found = {package}
-    codes = [function.__code__]
-    for code in codes:  # grows by the comprehensions and inner functions that it finds
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}  # attributes are named alike
-        for held in (function.__globals__[name] for name in names if name in function.__globals__):
-            found |= {held.__name__.split(".")[0]} if isinstance(held, ModuleType) else _mentioned(held, seen)
-    return found
-
-
-def _first_trial(convention: Convention) -> CheckCase:
+def _shape_case(convention: Convention) -> CheckCase:
+    """A case of ones: the first call of a lazy module makes its weights."""
     x = np.ones((BATCH if convention.batched else 1, QUERIES, convention.d_model))
     everything = np.ones((*x.shape[:2], QUERIES), bool)
-    return CheckCase("first call", "plain", x, x, x, everything, everything)
+    return CheckCase("shapes", "plain", x, x, x, everything, everything)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""A target against the reference: every trial's largest error, and the first disagreement with what explains it.
+"""Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation.
 
-It judges; `caller.py` speaks to the target and `mistakes.py` explains. Tolerances grow with the scores, since the softmax turns an
-absolute error in a score into a relative one in a weight.
+Tolerances grow with the scores: an error of e in a score is a relative error of e in an attention weight.
 """
 
 from collections.abc import Sequence
@@ -15,16 +14,27 @@ from service.attention.compare.candidate import Candidate, load_candidate, prepa
 from service.attention.compare.cases import CheckCase, draw_check_cases
 from service.attention.compare.convention import Convention
 from service.attention.compare.mistakes import explain
-from service.attention.reference.forward import Reference
 from service.tensors import Array
 
-# The largest error that is rounding, times max(1, max|scores|) and max|output|; in float64 times max(1, max|output|).
 RELATIVE = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+
+
+def tolerance(expected: Array, dtype: str, largest_score: float, *, relative: float | None = None, logarithmic: bool = False) -> float:
+    """The largest error of an output that rounding in `dtype` explains.
+
+    float64: r·max(1, max|x|). Other dtypes: r·max(1, max|scores|)·max|x|, or r·max(1, max|scores|) for outputs that are `logarithmic` in
+    the weights. r is `relative`, or by dtype; an explicit r is applied as in the other dtypes.
+    """
+    largest = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
+    if dtype == "float64" and relative is None:
+        return RELATIVE[dtype] * max(1.0, largest)
+    unit = RELATIVE.get(dtype, RELATIVE["float64"]) if relative is None else relative
+    return max(unit * max(1.0, largest_score) * (1.0 if logarithmic else largest), 1e-30)
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One trial: the largest error of any output and what was allowed, or why it was not run, or what the target raised."""
+    """One case: the largest error of any output and its tolerance; or why it was skipped, or what the candidate raised."""
 
     case: str
     error: float = 0.0
@@ -43,7 +53,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first number that is wrong, in the first trial that has one; without an index, what is wrong as a whole."""
+    """The first wrong number of the first case that has one; without an index, a wrong shape or an exception."""
 
     case: str
     output: str
@@ -60,7 +70,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What `compare` found; its string is the report."""
+    """The results of `compare`; its string is the report."""
 
     results: tuple[CaseResult, ...]
     first: Disagreement | None
@@ -74,40 +84,31 @@ class Agreement:
 
 
 def compare(candidate: Any, *, seed: int = 0, **options: Any) -> Agreement:
-    """Ask a target, or what "my_package:MyAttention" names, a few questions of rising difficulty and hold the answers to the reference.
+    """Compare a candidate, or the one that "my_package:MyAttention" names, with the reference on a few cases of rising difficulty.
 
-    Options are the fields of `Convention`. ValueError: how to make or call the target, or to read its weights, cannot be told; it says what
-    to pass. TypeError: no such option.
+    Options are the fields of `Convention`. ValueError: how to construct or call the candidate, or to read its weights, is ambiguous; the
+    message names the option that decides. TypeError: no such option.
     """
     known = [field.name for field in fields(Convention)]
     for name in options:
         if name not in known:
             raise TypeError(f"expected an option among {', '.join(known)}, got {name!r}")
-    mine = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, Convention(**options), seed)
+    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, Convention(**options), seed)
     results: list[CaseResult] = []
     first: Disagreement | None = None
-    with mine.at_rest():
-        for case in draw_check_cases(mine.spec, mine.weights, mine.caller.frame, seed):
-            if refusal := mine.caller.refusal(case):
-                results.append(CaseResult(case.name, skipped=refusal))
+    with prepared.evaluating():
+        for case in draw_check_cases(prepared.spec, prepared.weights, prepared.caller.requirements, seed):
+            if reason := prepared.caller.skip_reason(case):
+                results.append(CaseResult(case.name, skipped=reason))
                 continue
-            result, disagreement = _hold(mine, case)
+            result, disagreement = _compare_case(prepared, case)
             results.append(result)
             first = first or disagreement
     return Agreement(tuple(results), first)
 
 
-def tolerance(expected: Array, reference: Reference, dtype: str, relative: float | None = None) -> float:
-    """The largest error of this output of the reference that is rounding in `dtype` (or in what `relative` says instead)."""
-    largest = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
-    if dtype == "float64" and relative is None:
-        return RELATIVE[dtype] * max(1.0, largest)
-    scores = float(np.abs(reference.scores[np.isfinite(reference.scores)]).max(initial=0.0))
-    return max((RELATIVE.get(dtype, 1e-10) if relative is None else relative) * max(1.0, scores) * largest, 1e-30)
-
-
 def assert_agrees(candidate: Any, *, seed: int = 0, **options: Any) -> None:
-    """`compare` for tests: AssertionError with the report where the target disagrees."""
+    """`compare` for tests: AssertionError with the report if the candidate disagrees."""
     agreement = compare(candidate, seed=seed, **options)
     if not agreement.agrees:
         raise AssertionError(f"disagrees with the reference\n{agreement}")
@@ -115,7 +116,7 @@ def assert_agrees(candidate: Any, *, seed: int = 0, **options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output of one trial, as expected and as it came."""
+    """One output of one case, expected and got."""
 
     name: str
     expected: Array
@@ -131,42 +132,47 @@ class _Output:
         return float("inf") if np.isnan(error) else error
 
 
-def _hold(mine: Candidate, case: CheckCase) -> tuple[CaseResult, Disagreement | None]:
-    reference = case.answer(mine.spec, mine.weights)
+def _compare_case(candidate: Candidate, case: CheckCase) -> tuple[CaseResult, Disagreement | None]:
+    reference = case.reference(candidate.spec, candidate.weights)
     try:
-        answer = mine.caller.ask(case)
+        result = candidate.caller.call(case)
     except CallFailed as failure:
         hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if case.kind != "plain" else None
-        return CaseResult(case.name, np.inf, raised=str(failure)), Disagreement(case.name, "output", "an answer", str(failure), hint=hint)
-    dtype = max((mine.caller.dtype, answer.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    relative = mine.caller.convention.tolerance
-    outputs = [_Output("output", reference.output, answer.output, tolerance(reference.output, reference, dtype, relative))]
-    if answer.attention_weights is not None:
+        return CaseResult(case.name, np.inf, raised=str(failure)), Disagreement(case.name, "output", "a result", str(failure), hint=hint)
+    dtype = max((candidate.caller.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
+    scores = np.abs(reference.scores[np.isfinite(reference.scores)])
+    largest_score, relative = float(scores.max(initial=0.0)), candidate.caller.convention.tolerance
+
+    def output(name: str, expected: Array, got: Array) -> _Output:
+        return _Output(name, expected, got, tolerance(expected, dtype, largest_score, relative=relative))
+
+    outputs = [output("output", reference.output, result.output)]
+    if result.attention_weights is not None:
         weights = reference.attention_weights
-        weights = weights.mean(axis=1) if mine.caller.convention.average_weights else weights
-        outputs.append(_Output("attention_weights", weights, answer.attention_weights, tolerance(weights, reference, dtype, relative)))
+        weights = weights.mean(axis=1) if candidate.caller.convention.average_weights else weights
+        outputs.append(output("attention_weights", weights, result.attention_weights))
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
-    result = CaseResult(case.name, worst.error, worst.tolerance)
+    case_result = CaseResult(case.name, worst.error, worst.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
-    return result, None if wrong is None else _disagreement(mine, case, wrong, outputs, dtype)
+    return case_result, None if wrong is None else _disagreement(candidate, case, wrong, outputs, dtype)
 
 
-def _disagreement(mine: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str) -> Disagreement:
+def _disagreement(candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
         return Disagreement(case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
     places = np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))
     index = tuple(int(i) for i in places[0])
-    answer = {x.name: (x.got, x.tolerance) for x in outputs if x.got.shape == x.expected.shape}
-    if mine.caller.convention.average_weights:
-        answer.pop("attention_weights", None)  # mistakes are made per head
-    hint = explain(mine.spec, mine.weights, case, answer, dtype) if answer else None
+    results = {x.name: (x.got, x.tolerance) for x in outputs if x.got.shape == x.expected.shape}
+    if candidate.caller.convention.average_weights:
+        results.pop("attention_weights", None)  # mistakes are computed per head
+    hint = explain(candidate.spec, candidate.weights, case, results, dtype) if results else None
     digits = 17 if dtype == "float64" else 9
     return Disagreement(case.name, wrong.name, f"{wrong.expected[index]:.{digits}g}", f"{wrong.got[index]:.{digits}g}", index, hint)
 
 
 def _explain_shape(wrong: _Output) -> str | None:
-    """What makes the one array of the other, if anything known does."""
+    """The known rearrangement that makes the expected array of the one that came; None if there is none."""
     expected = wrong.expected
     known = [
         ("these are the weights averaged over the heads: return [b, h, q, k], or pass average_weights=True", expected.mean(axis=1)),

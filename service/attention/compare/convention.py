@@ -1,15 +1,15 @@
-"""How someone's attention wants to be made and called: what can be told about it, and the names by which the rest is known.
+"""How a candidate is constructed and called: the options of `Convention`, and the names that people give to parameters and weights.
 
-Names are known where their meaning is beyond doubt. Where libraries disagree (does true in a mask mean "may attend"? is W applied as x @ W?
-how is a packed matrix cut?) nothing is guessed: a field of `Convention` says it, or a ValueError asks for that field.
+A name is used where its meaning is beyond doubt. Where libraries disagree (does true in a mask mean "may attend"? is W applied as x @ W?
+how is a packed matrix split?) an option of `Convention` decides, and without it a ValueError asks for that option.
 """
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from service.attention.compare.weight_names import BARE, parse_name
 from service.spec import PROJECTIONS
 
 Polarity = Literal["attend", "block", "add"]
@@ -21,7 +21,7 @@ def _names(text: str) -> frozenset[str]:
 
 HEADS = _names("num_heads n_heads heads h n_head nhead nheads num_attention_heads head_num")
 
-# What a call is made of: role -> the names that parameters have for it, compared in lower case.
+# Role of a parameter of the call -> its usual names, in lower case.
 ROLES: dict[str, frozenset[str]] = {
     "query": _names("query queries q x x_q xq input inputs inputs_q input_q hidden_states query_states embeddings"),
     "key": _names("key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv"),
@@ -30,7 +30,7 @@ ROLES: dict[str, frozenset[str]] = {
     "padding": _names("key_padding_mask padding_mask pad_mask key_mask"),
     "lengths": _names("valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths"),
     "causal": _names("causal is_causal use_causal_mask"),
-    "weights_too": _names(
+    "return_weights": _names(
         "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "
         "return_attention_scores output_attentions"
     ),
@@ -38,7 +38,7 @@ ROLES: dict[str, frozenset[str]] = {
     "average": _names("average_attn_weights"),
 }
 
-# What a constructor is made of, and what a function of matrices is told.
+# Usual names of a constructor's parameters.
 WIDTH = _names(
     "embed_dim d_model num_hiddens hidden_size hidden_dim dim embed_size emb_dim emb_size embedding_dim model_dim dim_model n_embd d_in "
     "d_out input_dim output_dim in_dim out_dim query_size key_size value_size"
@@ -47,45 +47,58 @@ HEAD_WIDTH = _names("head_dim d_k d_v d_q d_head dim_head head_size")
 LENGTH = _names("context_length block_size max_len max_length max_seq_len max_seq_length seq_len ctx_len")
 DROPOUT = _names("dropout dropout_p dropout_rate attn_dropout attn_drop drop p")
 
+# q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
+_WEIGHT_NAME = re.compile(
+    r"(?:(?P<head>w|b|weight|bias|linear|lin|fc|to)_?)?"
+    r"(?P<role>qkv|query_key_value|queries|query|q|keys?|k|values?|v|output|out|o)s?"
+    r"(?P<tail>(?:_?(?:projection|proj|linear|lin|layer|dense|weights?|bias|kernel|matrix|w|b))*)"
+)
+_OTHER_WEIGHT_NAMES = {"in_proj": "in_proj", "c_attn": "in_proj", "c_proj": "output"} | dict.fromkeys(
+    ("dense", "proj", "projection", "fc", "unify_heads", "combine_heads"), "output"
+)
+_ROLES = {"q": "query", "queries": "query", "k": "key", "keys": "key", "v": "value", "values": "value", "o": "output", "out": "output"}
+_ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Transformer: query, key, value, output in a list
+BARE = frozenset([*_ROLES, *PROJECTIONS])  # these may also be inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """Everything that may be told about a target; each field is also an option of `compare` and `assert_agrees`."""
+    """The conventions of a candidate; each field is also an option of `compare` and `assert_agrees`."""
 
-    mask_means: Polarity | None = None  # true = may attend, true = blocked, or a float mask that is added
+    mask_means: Polarity | None = None  # true = may attend, true = blocked, or added to the scores
     mask_shape: Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"] = "q,k"
     mask_dtype: Literal["bool", "int", "float"] = "bool"  # of a mask that is not added
-    padding_means: Polarity | None = None  # the same of a separate mask per key, [b, k]
-    arguments: Mapping[str, str] = field(default_factory=dict)  # parameter -> role, where its name does not tell
-    method: str | None = None  # to call; else __call__, forward or call
-    batched: bool = True  # false: it takes [n, d_model]
-    batch_first: bool | None = None  # false: it takes [n, b, d_model]; else what its attribute batch_first says, or true
-    causal: bool = False  # true: it is causal without being asked
-    average_weights: bool = False  # true: the weights it returns are averaged over the heads
+    padding_means: Polarity | None = None  # the same for a separate mask over the keys, [b, k]
+    arguments: Mapping[str, str] = field(default_factory=dict)  # parameter name -> role, for names that are not known
+    method: str | None = None  # the method to call; default: __call__, forward or call
+    batched: bool = True  # false: inputs are [n, d_model]
+    batch_first: bool | None = None  # false: inputs are [n, b, d_model]; default: the attribute batch_first, or true
+    causal: bool = False  # true: it is always causal
+    average_weights: bool = False  # true: the returned weights are averaged over the heads
     layout: Literal["b,h,n,d", "b,n,h,d", "b,n,d"] = "b,h,n,d"  # of a function's query, key and value
-    framework: Literal["torch", "numpy"] | None = None  # of a function
-    dtype: str | None = None  # of all but instances of modules; else float32 for torch and float64 for NumPy
-    device: str | None = None  # of torch, of all but instances
-    orientation: Literal["in,out", "out,in"] | None = None  # of a bare matrix: x @ W or x @ W.T; NumPy classes default to x @ W
-    fused: Literal["q,k,v", "per_head"] | None = None  # rows of one matrix for all three: [3, h, d] or [h, 3, d]
-    weights: Mapping[str, Any] | None = None  # under canonical names [out, in], instead of reading them
-    d_model: int = 12  # of what is constructed here
-    num_heads: int | None = None  # of an instance that does not tell; 3 for what is constructed here
+    framework: Literal["torch", "numpy"] | None = None  # of a function; default: found by calling it
+    dtype: str | None = None  # not for module instances; default: float32 in torch, float64 in NumPy
+    device: str | None = None  # of torch; not for module instances
+    orientation: Literal["in,out", "out,in"] | None = None  # of a matrix without a layer: x @ W or x @ W.T; NumPy classes default to x @ W
+    fused: Literal["q,k,v", "per_head"] | None = None  # rows of a packed matrix: [3, h, d] or [h, 3, d]
+    weights: Mapping[str, Any] | None = None  # canonical name -> array [out, in], instead of reading them
+    d_model: int = 12  # of a class that is constructed
+    num_heads: int | None = None  # needed for instances without such an attribute; classes are constructed with 3
     construct: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the constructor
-    tolerance: float | None = None  # relative, instead of the dtype's own
+    tolerance: float | None = None  # relative; default: by dtype
 
 
 def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> dict[str, str]:
-    """Role -> parameter. A matrix or bias that is an argument (`W_q`) has its canonical name as its role.
+    """Role -> name of the parameter. The role of a parameter such as `W_q` is the canonical name of that weight.
 
-    ValueError: a required parameter whose name tells nothing, two for one role, no query.
+    ValueError: a required parameter of unknown name, two for one role, no query.
     """
     roles: dict[str, str] = {}
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         role = arguments.get(name) or next((role for role, names in ROLES.items() if name.lower() in names), None)
-        if role is None and name.lower() not in BARE and (found := parse_name(name)) and found[0] in PROJECTIONS:
+        if role is None and name.lower() not in BARE and (found := parse_weight_name(name)) and found[0] in PROJECTIONS:
             role = ".".join(found)
         if role is None and parameter.default is parameter.empty:
             raise ValueError(f"cannot tell what parameter {name!r} means: pass arguments={{{name!r}: …}}, one of {', '.join(ROLES)}")
@@ -101,19 +114,19 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
 
 
 def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity:
-    """What true means in the mask `name`. ValueError where neither its name nor the convention tells."""
-    told = convention.padding_means if padding else convention.mask_means
+    """What true means in the mask `name`. ValueError: neither its name nor the convention decides."""
+    means = convention.padding_means if padding else convention.mask_means
     named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
-    if told is None and name not in named:
+    if means is None and name not in named:
         option = "padding_means" if padding else "mask_means"
         raise ValueError(f'cannot tell what true means in {name!r}: pass {option}="attend", "block" or "add" (libraries disagree)')
-    return told or named[name]
+    return means or named[name]
 
 
 def constructor_arguments(signature: inspect.Signature, convention: Convention) -> dict[str, Any]:
-    """What to construct a class with: d_model and heads under the names it has for them, no dropout, batch first.
+    """Arguments for a class: d_model and heads under its names for them, no dropout, batch first.
 
-    ValueError: a required parameter whose name tells nothing.
+    ValueError: a required parameter of unknown name.
     """
     heads = convention.num_heads or 3
     known = {
@@ -133,3 +146,24 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention) 
         elif parameter.default is parameter.empty:
             raise ValueError(f"cannot tell what to give {name!r}: pass construct={{{name!r}: …}}, or an instance")
     return given | dict(convention.construct)
+
+
+def parse_weight_name(path: str) -> tuple[str, str] | None:
+    """(projection, "weight" or "bias") of the weight at this path, such as ("query", "bias"); None for an unknown name.
+
+    Instead of a projection, "qkv" is all three in one tensor, and "in_proj" the same in the order query, key, value.
+    """
+    if listed := _ANNOTATED.search(path):
+        return PROJECTIONS[int(listed[1])], listed[2]
+    parts = [part for part in path.lower().split(".") if not part.isdigit()]
+    name = "_".join(parts[-2:]) if parts[-1] in ("weight", "bias", "kernel") else parts[-1]
+    kind = "bias" if name.endswith("bias") else "weight"
+    if other := _OTHER_WEIGHT_NAMES.get(re.sub("_?(weight|bias|kernel)$", "", name)):
+        return other, kind
+    match = _WEIGHT_NAME.fullmatch(name)
+    if match is None:
+        return None
+    if match["head"] in ("b", "bias") or "bias" in match["tail"] or match["tail"].endswith("_b"):
+        kind = "bias"
+    role = "qkv" if match["role"] == "query_key_value" else match["role"]
+    return _ROLES.get(role, role), kind

@@ -1,7 +1,7 @@
-"""Why a wrong answer is wrong: the mistakes that people make in attention, each one as a way to compute it.
+"""Known mistakes in attention, each as a way to compute it, and the search for the one that explains a wrong result.
 
-A mistake is named only if making it on purpose gives the very numbers that came, within the tolerance of the trial; first each alone, then
-two at once. It knows no target: only the trial, the weights and the answer.
+A mistake is named only if computing it gives the candidate's numbers within the tolerance of the case. Single mistakes are tried
+first, then pairs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -63,11 +63,14 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
         {"scale": lambda spec: 1 / spec.head_dim},
     ),
     ("when the scores are multiplied by sqrt(head_dim) and not divided", {"scale": lambda spec: spec.head_dim**0.5}),
-    ("when the mask is inverted: it blocks what it should let through (see mask_means)", {"see": lambda told, seen: ~told}),
-    ("when the mask is ignored", {"see": lambda told, seen: np.ones_like(told)}),
-    ("when it is causal without being asked (see causal)", {"see": lambda told, seen: np.tril(told)}),
-    ("when the mask is transposed", {"see": lambda told, seen: told.swapaxes(1, 2) if told.shape[1] == told.shape[2] else seen}),
-    ("when each query also sees the key after its last one (a causal mask off by one)", {"see": lambda told, seen: seen | _later(seen)}),
+    ("when the mask is inverted: it blocks what it should let through (see mask_means)", {"visible": lambda mask, visible: ~mask}),
+    ("when the mask is ignored", {"visible": lambda mask, visible: np.ones_like(mask)}),
+    ("when it is causal without being asked (see causal)", {"visible": lambda mask, visible: np.tril(mask)}),
+    ("when the mask is transposed", {"visible": lambda mask, visible: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else visible}),
+    (
+        "when each query also sees the key after its last one (a causal mask off by one)",
+        {"visible": lambda mask, visible: visible | _next_key(visible)},
+    ),
     ("when blocked scores are set to about 0 and not to -inf", {"fill": "zero"}),
     ("when the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1", {"fill": "after"}),
     ("when the mask's ones (1 = attend) are added to the scores", {"fill": "add"}),
@@ -104,31 +107,31 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
 
 
 def explain(
-    spec: LayerSpec, weights: Mapping[str, Array], case: CheckCase, answer: Mapping[str, tuple[Array, float]], dtype: str
+    spec: LayerSpec, weights: Mapping[str, Array], case: CheckCase, results: Mapping[str, tuple[Array, float]], dtype: str
 ) -> str | None:
-    """What the answer comes from, None where no known mistake gives these very numbers.
+    """A hint that names the mistake whose numbers these are; None if no known mistake gives them.
 
-    `answer` holds "output" and, where it came, "attention_weights", each with its tolerance; `dtype` is the target's, in which exp
-    overflows at another place than in ours.
+    `results` has "output" and possibly "attention_weights", each with its tolerance. `dtype` is the candidate's: it decides where exp
+    overflows.
     """
     for hints, changes in _combinations():
         try:
-            wrong, rows = attend_wrongly(spec, weights, case, dtype, **changes)
+            wrong, rows = attend_with_mistakes(spec, weights, case, dtype, **changes)
         except ValueError:  # shapes for which this mistake cannot be made
             continue
-        if rows.any() and all(_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in answer.items()):
+        if rows.any() and all(_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in results.items()):
             return "this is what comes out " + ", and ".join(hints)
     return None
 
 
-def attend_wrongly(
+def attend_with_mistakes(
     spec: LayerSpec,
     weights: Mapping[str, Array],
     case: CheckCase,
     dtype: str = "float64",
     *,
     scale: Callable[[LayerSpec], float] | None = None,
-    see: Callable[[Array, Array], Array] | None = None,
+    visible: Callable[[Array, Array], Array] | None = None,
     fill: str = "-inf",
     split: Callable[[Array, int], Array] = split_heads,
     merge: Callable[[Array], Array] = merge_heads,
@@ -142,44 +145,44 @@ def attend_wrongly(
     swap: bool = False,
     order: tuple[str, str, str] = ("query", "key", "value"),
 ) -> tuple[dict[str, Array], Array]:
-    """The trial's output and weights with these mistakes made, and which rows [b, q] say something.
+    """The output and weights of the case with these mistakes, and which rows [b, q] to compare.
 
-    A row without a key says nothing: what comes of it differs between libraries.
+    Rows without a key are not compared: libraries differ there.
     """
     used = {name: w for name, w in weights.items() if biases or not name.endswith(".bias")}
     used = {name: w.T if flip and w.ndim == 2 else w for name, w in used.items()}
     inputs = (case.query, case.value, case.key) if swap else (case.query, case.key, case.value)
     q, k, v = (split(project(x, used, name), spec.num_heads) for x, name in zip(inputs, order, strict=True))
-    seen = case.seen if see is None else see(case.told, case.seen)
+    mask = case.visible if visible is None else visible(case.mask, case.visible)
     with np.errstate(all="ignore"):
         raw = (spec.scale if scale is None else scale(spec)) * (q @ k.swapaxes(-1, -2))
-        scores = fill_scores(raw, seen[:, None], fill)
+        scores = fill_scores(raw, mask[:, None], fill)
         exponentials = np.exp(scores.astype(BY_TORCH[dtype].numpy)).astype(np.float64)
         attended = (
             exponentials / exponentials.sum(axis=axis, keepdims=True)
             if overflow
             else np.moveaxis(softmax(np.moveaxis(scores, axis, -1))[0], -1, axis)
         )
-        attended = attended * seen[:, None] if fill == "after" else attended
+        attended = attended * mask[:, None] if fill == "after" else attended
         output = merge(attended @ v)
         if projects_output:
             output = project(output, used, "output")
     outputs = {"output": output + case.query if residual else output, "attention_weights": scores if returns == "scores" else attended}
-    return outputs, np.asarray(seen.any(axis=-1))
+    return outputs, np.asarray(mask.any(axis=-1))
 
 
-def fill_scores(raw: Array, seen: Array, fill: str) -> Array:
-    """Scores [b, h, q, k] after a mask [b, 1, q, k], used in one of the ways in which people use it."""
-    if seen.all():
+def fill_scores(raw: Array, mask: Array, fill: str) -> Array:
+    """Scores [b, h, q, k] after a mask [b, 1, q, k], applied correctly or in one of the wrong ways."""
+    if mask.all():
         return raw
     match fill:
         case "after":
             return raw
         case "add":
-            return raw + seen
+            return raw + mask
         case "add_blocked":
-            return raw + ~seen
-    return np.where(seen, raw, 0.0 if fill == "zero" else -np.inf)
+            return raw + ~mask
+    return np.where(mask, raw, 0.0 if fill == "zero" else -np.inf)
 
 
 def _combinations() -> Iterator[tuple[list[str], Changes]]:
@@ -190,10 +193,10 @@ def _combinations() -> Iterator[tuple[list[str], Changes]]:
                 yield [hint for hint, _ in mistakes], {name: change for _, changes in mistakes for name, change in changes.items()}
 
 
-def _later(seen: Array) -> Array:
-    """The key after the last one that each query sees: [b, q, k]."""
-    last = seen.shape[-1] - 1 - np.argmax(seen[..., ::-1], axis=-1)
-    later: Array = np.arange(seen.shape[-1]) == last[..., None] + 1
+def _next_key(visible: Array) -> Array:
+    """True at the key after the last visible one of each query: [b, q, k]."""
+    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
+    later: Array = np.arange(visible.shape[-1]) == last[..., None] + 1
     return later
 
 

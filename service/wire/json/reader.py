@@ -1,171 +1,193 @@
 """JSON bytes -> the members of a document, tensors as numpy arrays. No Python object is made per number.
 
-simdjson parses; `as_buffer` hands a tensor's numbers over as one block of float64. Three things it does not tell are found here:
-keys that stand twice (it keeps one), ragged rows (it flattens: so the rows are walked), and a list where a number should stand
-(it flattens that too: so the brackets of the whole body are counted against those that regular tensors have). Whatever looks
-odd is gone through again, slowly, to name the place; that scan also decides where simdjson refuses what JSON allows.
+Lists of numbers and long base64 strings are found without parsing and cut out. What is left, the rest, is small: the strict reader
+parses it. The numbers are then read from the text by `numbers.py`. A small body that is refused is parsed again as a whole, by the strict
+reader alone, which finds the place of the fault.
 """
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import simdjson
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import InvalidRequest, RequestError, TooLarge
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
-from service.wire.json.lists import array_of_integers, array_of_lists
-from service.wire.json.strict import parse_slowly
+from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
+from service.wire.json.strict import array_of_integers, array_of_lists, line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import SHOWN, pointer, shown
 
-FORM_KEYS = {"shape", "datatype", "data", "base64"}
-NOTHING: Mapping[str, Any] = {}
-_threads = threading.local()
+REST = 4 << 20  # bytes of a body without its numbers and base64
+STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
+LONG = 1 << 16  # bytes from which on a base64 string is cut out
+LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
+PLACEHOLDER = b"NaN"  # of what is cut out: JSON has no such value
+VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
+AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
+FORM_KEYS = ("shape", "datatype", "data", "base64")
 
 
-@runtime_checkable
-class CutValue(Protocol):
-    """A value that was cut out of a large body, to be read in pieces: a list, or a string."""
+@dataclass(frozen=True, slots=True)
+class Base64Text:
+    """A string in a JSON text: the content between its quotation marks is text[start:stop]."""
 
-    is_list: bool
-    nested: bool  # whether it is a list that holds others
+    text: bytes
+    start: int
+    stop: int
 
-    def array(self, kind: Kind, at: str) -> Array:
-        """A list as float64. Raises MalformedBody, InvalidRequest or TooLarge."""
-        ...
+    def pieces(self) -> Iterator[bytes]:
+        """The content in pieces, none of which ends within an escape. Raises MalformedBody."""
+        start = self.start
+        while start < self.stop:
+            stop = min(start + PIECE, self.stop)
+            if stop < self.stop and (escape := self.text.rfind(b"\\", stop - 6, stop)) >= 0:
+                stop = escape if self.text[escape - 1 : escape] != b"\\" else escape - 1
+            piece = self.text[start:stop]
+            yield self._unescaped(start, stop).encode(errors="replace") if b"\\" in piece else piece
+            start = stop
 
-    def integers(self, kind: Kind, dtype: np.dtype[Any], at: str) -> Array:
-        """A list as integers of that datatype, each as it was sent. Raises as `array` does."""
-        ...
+    def plain(self, at: str) -> str:
+        if self.stop - self.start > LONGEST_TEXT:
+            raise TooLarge.where(at, f"a text of at most {LONGEST_TEXT} bytes", str(self.stop - self.start))
+        return self._unescaped(self.start, self.stop)
 
-    def text(self) -> Iterator[bytes]:
-        """A string in pieces. Raises MalformedBody."""
-        ...
+    def _unescaped(self, start: int, stop: int) -> str:
+        place_of = lambda offset: line_and_column(self.text, start + offset - 1)  # noqa: E731
+        return str(parse_strictly(b'"%b"' % self.text[start:stop], place_of=place_of))
 
-    def plain(self, at: str) -> Any:
-        """The value as plain Python. Raises TooLarge where it is longer than plain values may be."""
-        ...
+
+Cut: TypeAlias = NumberList | Base64Text
+
+
+class Parts(NamedTuple):
+    """A JSON text in parts. In `rest` a placeholder stands for each value of `cut`."""
+
+    text: bytes
+    rest: bytes
+    cut: list[Cut]
+
+    def document(self) -> Any:
+        """The document, whose values that were cut out are `Cut`s. Raises MalformedBody, InvalidRequest or TooLarge."""
+        return parse_strictly(self.rest, place_of=self._place_of, placed=self.cut)
+
+    def _place_of(self, offset: int) -> str:
+        """The place in the text of a byte of the rest."""
+        for value in self.cut:
+            start, stop = (value.start, value.stop) if isinstance(value, NumberList) else (value.start - 1, value.stop + 1)
+            if offset <= start:
+                break
+            offset += stop - start - len(PLACEHOLDER)
+        return line_and_column(self.text, min(offset, len(self.text)))
+
+
+def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALUE) -> Parts:
+    """The text without lists of numbers and long base64 strings: those values of members that follow `before`. Raises TooLarge.
+
+    Nothing is parsed. In JSON a quotation mark before a colon ends a key, so a value follows. Up to the next quotation mark or brace there
+    are neither strings nor objects, so a list that begins there has numbers alone and ends before. If the text is not JSON, the rest or
+    one of the values is not JSON either, and is refused when it is read.
+    """
+    pieces: list[bytes] = []
+    cut: list[Cut] = []
+    begin = position = size = 0
+    while found := before.search(text, position, begin + REST - size):
+        start = found.end()
+        value = _number_list(text, start, limits) if text[start : start + 1] == b"[" else _base64_text(text, start)
+        position = start + 1
+        if value is not None:
+            cut.append(value)
+            pieces += text[begin:start], PLACEHOLDER
+            size += start - begin
+            begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1
+    if size + len(text) - begin > REST:
+        raise TooLarge.where("", f"at most {REST} bytes beside numbers of tensors and base64", str(size + len(text) - begin))
+    return Parts(text, b"".join((*pieces, text[begin:])), cut)
+
+
+def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | None:
+    """The list that begins there; None if it holds strings or objects."""
+    quote = text.find(b'"', start)
+    while text.startswith(MINUS_INFINITY, quote):
+        quote = text.find(b'"', quote + len(MINUS_INFINITY))
+    brace = text.find(b"}", start, quote if quote >= 0 else len(text))
+    stop = text.rfind(b"]", start, quote if brace < 0 else brace) + 1
+    return NumberList(text, start, stop, limits) if stop and AFTER.match(text, stop) else None
+
+
+def _base64_text(text: bytes, start: int) -> Base64Text | None:
+    """The string that begins there; None if it is short."""
+    stop = text.find(b'"', start + 1)
+    return Base64Text(text, start + 1, stop) if stop - start > LONG and text[stop - 1 : stop] != b"\\" else None
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
-    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as plain Python.
+    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects.
 
-    `kinds` maps member names to the kind of their tensor; "weights/*" names every member of the object `weights`. With
-    `shapes_alone` a tensor may be given by its shape: zeros that take no memory.
-    Raises MalformedBody, TooLarge (depth) or InvalidRequest, each with the place.
+    `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
+    tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge, each with the place.
     """
-    document = parse_object(body, limits)
-    reader = Reader(body, kinds, limits, shapes_alone)
-    members = reader.members(document)
-    del document  # before the parser's next turn
-    return members
-
-
-def parse_object(body: bytes, limits: WireLimits, place_of: Callable[[int], str] | None = None) -> Any:
-    """The JSON object `body`: simdjson's proxy of it, or a dict where that refuses JSON.
-
-    The proxy is to be dropped before this thread parses again, unless there is `place_of`, which `parse_slowly` describes.
-    """
-    parser = own_parser() if place_of is None else simdjson.Parser()
+    reader = Reader(limits, shapes_alone)
     try:
-        document = parser.parse(body)
-    except (ValueError, RuntimeError) as error:
-        if "DEPTH_ERROR" in str(error):
-            raise TooLarge.where("", f"a document at most {limits.depth} deep (max_depth)", "one nested deeper") from None
-        document = parse_slowly(body, place_of=place_of)
-    if not isinstance(document, simdjson.Object | dict):
-        raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, simdjson.Array) else shown(document))
-    return document
-
-
-def own_parser() -> Any:
-    """This thread's parser; a new one if an error's traceback still holds on to what the last document returned."""
-    parser = getattr(_threads, "parser", None) or simdjson.Parser()
-    try:
-        parser.parse(b"{}")
-    except RuntimeError:
-        parser = simdjson.Parser()
-    _threads.parser = parser
-    return parser
+        return reader.members(cut_values(body, limits).document(), kinds)
+    except TooLarge:
+        raise
+    except RequestError:
+        if len(body) > STRICT:
+            raise
+    return Reader(limits, shapes_alone).members(parse_strictly(body), kinds)
 
 
 class Reader:
-    """One body's way from proxies to arrays. `brackets` counts the lists that a body of regular tensors must have; `lists` it has."""
+    """Converts the members of one document, and bounds their depth and number."""
 
-    def __init__(
-        self,
-        body: bytes,
-        kinds: Mapping[str, Kind],
-        limits: WireLimits,
-        shapes_alone: bool = False,
-        cut: Mapping[str, CutValue] = NOTHING,
-    ) -> None:
-        """`cut` has values that were cut out of the body, by the strings that stand in their places."""
-        self.lists, self.escaped = _count(body, b"["), b"\\" in body
-        self.kinds, self.limits, self.shapes_alone, self.cut = kinds, limits, shapes_alone, cut
-        self.brackets = self.values = 0
-        self._seen: list[tuple[Any, Kind, str]] = []
+    def __init__(self, limits: WireLimits, shapes_alone: bool = False) -> None:
+        self.limits, self.shapes_alone = limits, shapes_alone
+        self.values = 0
 
-    def members(self, document: Any) -> dict[str, Any]:
-        members = self._object(document, "", self.kinds)
-        self.look_again()
-        return members
+    def members(self, document: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        """The members of a document: tensors as arrays, the others as Python objects."""
+        if not isinstance(document, dict):
+            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else shown(document))
+        return self._object(document, "", kinds, 1)
 
-    def look_again(self) -> None:
-        """After everything has been read: at every row, where a list may stand among numbers, or strings may hide brackets."""
-        if self._seen and (self.escaped or self.brackets != self.lists):
-            for value, kind, at in self._seen:
-                array_of_lists(value.as_list() if isinstance(value, simdjson.Array) else value, kind, at)
-
-    def _object(self, document: Any, at: str, kinds: Mapping[str, Kind], depth: int = 1) -> dict[str, Any]:
-        if len(document) > self.limits.tensors:
-            raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
-        members: dict[str, Any] = {}
-        for key in document.keys():  # noqa: SIM118  # a proxy is no iterable; its items() would make Python objects of everything
-            place = f"{at}/{key}" if key in kinds else at + pointer([key])
-            if "\0" in key:  # simdjson would look up what stands before it
-                raise InvalidRequest.where(place, "no field of that name", "a null character in a name")
-            value = document[key]
-            if key in members:
-                raise MalformedBody.where(place, "each key once", f'"{key}" twice')
-            kind = kinds.get(key) or kinds.get("*")
-            inner: Mapping[str, Kind] = {"*": kinds[f"{key}/*"]} if f"{key}/*" in kinds else {}
-            members[key] = self._tensor(value, kind, place) if kind else self.plain(value, place, inner, depth + 1)
-        return members
-
-    def plain(self, value: Any, at: str, kinds: Mapping[str, Kind], depth: int) -> Any:
-        """The value as plain Python, but for the members that `kinds` calls tensors."""
+    def plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
+        """The value as Python objects, except members that `kinds` calls tensors."""
         self.values += 1
         if self.values > self.limits.values:
             raise TooLarge.where(at, f"at most {self.limits.values} plain values in one body", "more")
         if depth > self.limits.depth:
             raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
-        if isinstance(value, simdjson.Object | dict):
-            return self._object(value, at, kinds, depth)
-        if isinstance(value, simdjson.Array | list):
-            self.brackets += 1
-            return [self.plain(item, f"{at}/{i}", {}, depth + 1) for i, item in enumerate(value)]
-        if isinstance(value, str):
-            if value in self.cut:
-                return self.plain(self.cut[value].plain(at), at, kinds, depth)
-            self.brackets += value.count("[")
-        return value
+        if isinstance(value, dict):
+            return self._object(value, at, kinds or {}, depth)
+        if isinstance(value, list):
+            return [self.plain(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
+        return self.plain(value.plain(at), at, depth) if isinstance(value, Cut) else value
 
-    def uncut(self, value: Any) -> Any:
-        """What was cut out, for the string in its place; any other value as it is."""
-        return self.cut.get(value, value) if isinstance(value, str) else value
+    def _object(self, document: dict[str, Any], at: str, kinds: Mapping[str, Kind], depth: int) -> dict[str, Any]:
+        if len(document) > self.limits.tensors:
+            raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
+        members: dict[str, Any] = {}
+        for key, value in document.items():
+            place = at + pointer([key])
+            if kind := kinds.get(key) or kinds.get("*"):
+                members[key] = self._tensor(value, kind, place)
+            else:
+                below = kinds.get(f"{key}/*")
+                members[key] = self.plain(value, place, depth + 1, {"*": below} if below else None)
+        return members
 
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
-        if isinstance(value, str) and value in self.cut:
-            whole = self.cut[value]
-            return whole.array(kind, at) if whole.is_list else next(whole.text())[: 2 * SHOWN].decode(errors="replace")
-        if isinstance(value, simdjson.Array | list):
-            return self.nested(value, kind, at)
-        if isinstance(value, simdjson.Object | dict):
+        if isinstance(value, NumberList):
+            return value.array(kind, at)
+        if isinstance(value, Base64Text):
+            return next(value.pieces())[: 2 * SHOWN].decode(errors="replace")
+        if isinstance(value, list):
+            return array_of_lists(value, kind, at)
+        if isinstance(value, dict):
             return self._form(value, kind, at)
         if isinstance(value, bool) and kind == "mask":
             return np.array(value)
@@ -176,113 +198,44 @@ class Reader:
         except OverflowError:
             raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
 
-    def nested(self, value: Any, kind: Kind, at: str) -> Array:
-        """A list, of lists or of numbers, as float64. Raises InvalidRequest or TooLarge (depth)."""
-        if isinstance(value, list):
-            return array_of_lists(value, kind, at)
-        shape, rows = [], value
-        while isinstance(rows, simdjson.Array):
-            shape.append(len(rows))
-            if len(shape) > self.limits.depth:
-                raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
-            if not shape[-1]:
-                break
-            rows = rows[0]
-        if len(shape) > MAX_RANK or 0 in shape:
-            return array_of_lists(value.as_list(), kind, at)
-        try:
-            numbers = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
-        except TypeError:  # booleans, strings or nulls among the numbers
-            return self._regular(array_of_lists(value.as_list(), kind, at))
-        if numbers.size != math.prod(shape) or not _rows_agree(value, shape):
-            return array_of_lists(value.as_list(), kind, at)  # raises with the place
-        self._seen.append((value, kind, at))
-        return self._regular(numbers.reshape(shape))
-
-    def _regular(self, array: Array) -> Array:
-        lists = 1
-        for length in array.shape:
-            self.brackets += lists
-            lists *= length
-        return array
-
-    def _form(self, value: Any, kind: Kind, at: str) -> Array:
-        """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; a shape alone is a tensor of zeros that takes no room."""
-        keys = list(value.keys())
-        for i, key in enumerate(keys):
+    def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
+        """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; a shape alone is a tensor of zeros that takes no memory."""
+        for key in value:
             if key not in FORM_KEYS:
-                raise InvalidRequest.where(at + pointer([key]), "one of shape, datatype, data, base64", shown(key))
-            if key in keys[:i]:
-                raise MalformedBody.where(f"{at}/{key}", "each key once", f'"{key}" twice')
-        keys = [key for key in keys if key not in ("data", "base64") or value[key] is not None]
-        if "data" in keys and "base64" in keys:
+                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), shown(key))
+        data, base64 = value.get("data"), value.get("base64")
+        if data is not None and base64 is not None:
             raise InvalidRequest.where(at, "either data or base64", "both")
-        shape = shape_of(self.plain(value["shape"], f"{at}/shape", {}, 3) if "shape" in keys else ..., f"{at}/shape")
-        name = value["datatype"] if "datatype" in keys else None
-        if not (name is None and "base64" not in keys) and (not isinstance(name, str) or name not in DATATYPES):
-            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(_python(name)))
+        shape = shape_of(self.plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
+        name = value.get("datatype")
+        if not (name is None and base64 is None) and (not isinstance(name, str) or name not in DATATYPES):
+            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(name))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
-        if "base64" in keys:
-            text = self.uncut(value["base64"])
-            if isinstance(text, CutValue):
-                text = [] if text.is_list else text.text()
-            return array_of_base64(_python(text), shape, dtype, f"{at}/base64")
-        if "data" not in keys:
-            if not self.shapes_alone:
-                raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
-            return np.broadcast_to(np.zeros((), dtype), shape)
-        return self.data(value["data"], kind, shape, dtype, f"{at}/data")
-
-    def data(self, data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-        """Numbers, flat or nested to their shape, as an array of a dtype that holds them."""
-        data = self.uncut(data)
-        whole: CutValue | None = None
-        if isinstance(data, CutValue):
-            whole, data = data, [] if data.is_list else "a long string"
-        if not isinstance(data, simdjson.Array | list):
-            raise InvalidRequest.where(at, "a list of numbers", shown(_python(data)))
-        if whole is not None:
-            array = whole.array(kind, at)
-        elif not len(data):
-            self.brackets += 1
-            array = np.zeros(0)
-        else:
-            array = self.nested(data, kind, at)
-        if array.shape != shape and array.shape != (math.prod(shape),):
-            raise InvalidRequest.where(
-                at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", _count_words(array)
-            )
-        if beyond_float64(array, dtype):
-            exact = array_of_integers(_python(data), kind, dtype, at) if whole is None else whole.integers(kind, dtype, at)
-            return exact.reshape(shape)
-        return held_exactly(array, dtype, at).reshape(shape)
+        if base64 is not None:
+            text = base64.pieces() if isinstance(base64, Base64Text) else [] if isinstance(base64, NumberList) else base64
+            return array_of_base64(text, shape, dtype, f"{at}/base64")
+        if data is not None:
+            return array_of_data(data, kind, shape, dtype, f"{at}/data")
+        if not self.shapes_alone:
+            raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
+        return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _rows_agree(value: Any, shape: list[int]) -> bool:
-    """Whether every list of lists has the length that the first one of its level has, as deep as `shape` goes."""
-    if len(shape) == 1:
-        return True
-    try:
-        agree = set(map(len, value)) == {shape[1]}
-    except TypeError:  # a number among the lists; strings and objects, which have a length too, `as_buffer` has refused
-        return False
-    return agree and (len(shape) == 2 or all(_rows_agree(row, shape[1:]) for row in value))
-
-
-def _count(body: bytes, character: bytes) -> int:
-    """How often a byte occurs; in pieces, so that no second body is made (and faster than bytes.count)."""
-    view, piece = np.frombuffer(body, np.uint8), 1 << 18
-    return sum(int(np.count_nonzero(view[i : i + piece] == character[0])) for i in range(0, len(view), piece))
-
-
-def _python(value: Any) -> Any:
-    if isinstance(value, simdjson.Object):
-        return {}
-    return value.as_list() if isinstance(value, simdjson.Array) else value
-
-
-def _count_words(array: Array) -> str:
-    return f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
+def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
+    """A list of numbers, flat or nested to the shape, as an array of that datatype. Raises InvalidRequest where it does not hold them."""
+    if not isinstance(data, list | NumberList):
+        raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else shown(data))
+    if isinstance(data, NumberList):
+        array = np.zeros(0, dtype) if data.empty else data.array(kind, at, dtype)
+    else:
+        array = array_of_lists(data, kind, at) if data else np.zeros(0)
+    if array.shape != shape and array.shape != (math.prod(shape),):
+        got = f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
+        raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", got)
+    if isinstance(data, list):
+        exact = beyond_float64(array, dtype)
+        array = array_of_integers(data, kind, dtype, at) if exact else held_exactly(array, dtype, at)
+    return array.reshape(shape)
 
 
 def shape_of(value: Any, at: str) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, str]] = {str(name): {"": "bh"} for name in METRICS} 
     "mean_ablation": {"relative_change": "bh", "cosine": "bh"},
     "pruning_order": {"heads": "bh", "errors": "bh"},
 }
-WHOLE = {"queries", "keys", "heads"}  # parts that are indices; where there is none they hold -1, which JSON shows as null
+INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; where there is none they hold -1, which JSON shows as null
 POSITIONAL: tuple[Metric, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
 WORDED: tuple[Metric, ...] = ("duplicate_token_score", "induction_score")
 DEFAULT: tuple[Metric, ...] = (

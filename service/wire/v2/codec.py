@@ -10,27 +10,27 @@ also says what is wrong with it.
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from service.errors import InvalidRequest, MalformedBody, RequestError
-from service.tensors import Array, datatype_of, raw
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.codec import Codec, Decoded, Encoded, Headers
-from service.wire.json.strict import parse_slowly
+from service.wire.json.numbers import NumberList
+from service.wire.json.reader import STRICT, Reader, array_of_data, cut_values
+from service.wire.json.strict import parse_strictly
+from service.wire.json.writer import text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
-from service.wire.problems import shown
-from service.wire.reply import Buffer, Reply, text_of, wire_array, write_json
+from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header, read_header
+from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
 from service.wire.v2.parameters import VERSION, arrays_asked, drop_columns
-from service.wire.v2.tensors import array_of_list
+from service.wire.v2.tensors import CutList
 
 LONGEST = 4096  # bytes of a header template; longer ones are hardly sent twice
 DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
-NESTED = re.compile(rb"\[\s*\[")
 HEADER_LENGTH = b"inference-header-content-length"
 JSON_ALONE: Headers = ((b"content-type", JSON.encode()),)
 
@@ -44,7 +44,7 @@ class V2Codec(Codec):
         size = _header_size(parameters["header_length"], len(body))
         text, following = body if size == len(body) else body[:size], memoryview(body)[size:]
         model = parameters["model"]
-        header, members = _read_by_template(text, following, model, limits) or _read(text, following, model, limits)
+        header, members = _read(text, following, model, limits)
         drop_columns(members)
         return Decoded(members, header.reply_format, header.timeout, header.error_paths)
 
@@ -74,85 +74,41 @@ class V2Codec(Codec):
         return Encoded(((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces])
 
 
-class HeaderTemplate(NamedTuple):
-    """A JSON header in which each list of numbers is an empty one, with a list inside where it had lists; `lists` says where they were."""
-
-    text: bytes
-    lists: list[slice]
-
-
-def header_template(text: bytes) -> HeaderTemplate | None:
-    """The template of a JSON text; None where it would be long, or where the lists are not easily found.
-
-    Lists are found without parsing. In JSON the quote behind `data` in `"data":` can only end a string, so what follows is the value of a
-    key; and up to the next quote or brace there is no string and no object, so that a list which begins there holds numbers alone, and ends
-    before that. In a text that is no JSON, either what is left out or what is left is none, and reading it will say so.
-    """
-    pieces: list[bytes] = []
-    lists: list[slice] = []
-    begin = size = 0
-    while found := DATA.search(text, begin, begin + LONGEST):
-        start = found.end()
-        quote = text.find(b'"', start)
-        brace = text.find(b"}", start, quote if quote >= 0 else len(text))
-        stop = text.rfind(b"]", start, quote if brace < 0 else brace) + 1  # where neither comes, this is no JSON
-        size += start - begin
-        if not stop or size > LONGEST:
-            return None
-        pieces += text[begin:start], b"[[]]" if NESTED.match(text, start) else b"[]"
-        lists.append(slice(start, stop))
-        begin = stop
-    if size + len(text) - begin > LONGEST:
-        return None
-    return HeaderTemplate(b"".join((*pieces, text[begin:])), lists)
-
-
 @lru_cache(256)
-def parse_template(text: bytes, following: int, model: str) -> V2Header:
-    """The header of that template. Raises MalformedBody, InvalidRequest or TooLarge."""
-    members = parse_slowly(text)
-    if not isinstance(members, dict):
-        raise InvalidRequest.where("", "an object", shown(members))
-    return parse_header(members, following, model)
+def parse_template(template: bytes, nested: tuple[bool, ...], following: int, model: str, limits: WireLimits) -> V2Header:
+    """The header of that template. `nested` has for each list that was cut out whether it holds lists.
 
-
-def _read_by_template(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]] | None:
-    """The header by its template, and the members with their arrays; None where the body has to be read as a whole."""
-    if (template := header_template(text)) is None:
-        return None
-    with suppress(RequestError):
-        header = parse_template(template.text, len(following), model)
-        if (arrays := _arrays(header, text, template.lists, limits)) is not None:
-            return header, {**header.members, **arrays, **_binary_arrays(header, following)}
-    return None
+    Raises MalformedBody, InvalidRequest or TooLarge.
+    """
+    document = parse_strictly(template, placed=[CutList(i, *item) for i, item in enumerate(zip(nested))])
+    return parse_header(Reader(limits).members(document, {}), following, model)
 
 
 def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
-    """The same from the whole text. Raises MalformedBody, InvalidRequest or TooLarge."""
-    header_members, reader = read_header(text, limits)
-    header = parse_header(header_members, len(following), model)
-    members = {**header.members, **_binary_arrays(header, following)}
+    """The header, and the members of the request with their arrays. Raises MalformedBody, InvalidRequest or TooLarge."""
+    try:
+        parts = cut_values(text, limits, DATA)
+        lists = [value for value in parts.cut if isinstance(value, NumberList)]
+        parse = parse_template if len(parts.rest) <= LONGEST else parse_template.__wrapped__
+        header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
+        return header, _members(header, lists, following)
+    except TooLarge:
+        raise
+    except RequestError:
+        if len(text) > STRICT:
+            cut_values(text, limits, DATA).document()  # raises where the JSON is malformed, with its place in the text
+            raise
+    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
+    return header, _members(header, (), following)
+
+
+def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview) -> dict[str, Any]:
+    """The members of the request, arrays among them."""
+    members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
     for name, tensor in header.json_tensors.items():
-        data = header_members["inputs"][tensor.input]["data"]
-        members[name] = reader.data(data, tensor.kind, tensor.shape, tensor.row.numpy, f"/inputs/{tensor.input}/data")
-    reader.look_again()
-    return header, members
-
-
-def _binary_arrays(header: V2Header, following: memoryview) -> dict[str, Array]:
-    return {name: tensor.array(following) for name, tensor in header.binary_tensors.items()}
-
-
-def _arrays(header: V2Header, text: bytes, lists: Sequence[slice], limits: WireLimits) -> dict[str, Array] | None:
-    """The tensors whose numbers are in these lists of the text; None where they are not as many, or a list is irregular."""
-    if len(lists) != len(header.json_tensors):  # a key is `data` written with escapes
-        return None
-    arrays: dict[str, Array] = {}
-    for place, (name, tensor) in zip(lists, header.json_tensors.items(), strict=True):
-        if (array := array_of_list(text, place, tensor.kind, tensor.row, tensor.shape, limits)) is None:
-            return None
-        arrays[name] = array
-    return arrays
+        data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
+        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.row.numpy, f"/inputs/{tensor.input}/data")
+    return members
 
 
 def _header_size(length: str, received: int) -> int:

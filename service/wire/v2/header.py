@@ -1,21 +1,13 @@
-"""The JSON header of a V2 request: its bytes -> members, its members -> `V2Header`. The numbers of tensors are not looked at here.
-
-As for a request in JSON, simdjson reads the text, and hands numbers over as blocks.
-"""
+"""The members of a V2 request's JSON -> `V2Header`. The numbers of tensors are not read here."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import simdjson
-
 from service.errors import InvalidRequest, MalformedBody, TooLarge
-from service.wire.json.cuts import CutList, Cuts
-from service.wire.json.pieces import WORTHWHILE
-from service.wire.json.reader import Reader, parse_object, shape_of
-from service.wire.limits import WireLimits
-from service.wire.problems import HALF, is_unicode, pointer, shown
+from service.wire.json.reader import shape_of
+from service.wire.problems import HALF, is_unicode, shown
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
     BY_DEFAULT,
@@ -30,7 +22,7 @@ from service.wire.v2.parameters import (
     refuse_decimals,
     seconds_of,
 )
-from service.wire.v2.tensors import BinaryTensor, JsonTensor
+from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -68,65 +60,6 @@ class V2Header:
     error_paths: V2ErrorPaths
 
 
-def read_header(text: bytes, limits: WireLimits) -> tuple[dict[str, Any], Reader]:
-    """The members of the header, and what makes arrays of those `data` that it holds: they stand where they stood, as proxies.
-
-    To be dropped before this thread parses again. Raises MalformedBody, TooLarge (depth) or InvalidRequest.
-    """
-    if len(text) < WORTHWHILE:
-        document, reader = parse_object(text, limits), Reader(text, {}, limits)
-    else:
-        cuts = Cuts(text, {"data"}, limits)
-        document, reader = parse_object(cuts.rest, limits, cuts.place_of), Reader(cuts.rest, {}, limits, cut=cuts.values)
-    members: dict[str, Any] = {}
-    for key in _keys(document, "", limits):
-        value = document[key]
-        members[key] = _inputs(value, reader) if key == "inputs" else reader.plain(value, f"/{key}", {}, 2)
-    return members, reader
-
-
-def has_lists(data: Any) -> bool:
-    """Whether an input's data begins with a list of its own."""
-    if isinstance(data, CutList):
-        return data.nested
-    return isinstance(data, simdjson.Array | list) and len(data) > 0 and isinstance(data[0], simdjson.Array | list)
-
-
-def _inputs(value: Any, reader: Reader) -> Any:
-    if not isinstance(value, simdjson.Array | list):
-        return reader.plain(value, "/inputs", {}, 2)
-    if len(value) > INPUTS:
-        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(value)))
-    reader.brackets += 1
-    inputs = []
-    for i, item in enumerate(value):
-        at = f"/inputs/{i}"
-        if isinstance(item, simdjson.Object | dict):
-            keys = _keys(item, at, reader.limits)
-            demand_known(keys, INPUT, at)  # looking up each member takes a walk along all of them
-            entry = {key: item[key] for key in keys}
-            inputs.append(
-                {key: reader.uncut(part) if key == "data" else reader.plain(part, f"{at}/{key}", {}, 4) for key, part in entry.items()}
-            )
-        else:
-            inputs.append(reader.plain(item, at, {}, 3))
-    return inputs
-
-
-def _keys(proxy: Any, at: str, limits: WireLimits) -> list[str]:
-    """The keys of an object, each of which stands there once."""
-    if len(proxy) > limits.tensors:
-        raise TooLarge.where(at, f"an object of at most {limits.tensors} members (max_tensors)", str(len(proxy)))
-    seen: dict[str, None] = {}
-    for key in proxy.keys():  # noqa: SIM118  # a proxy is no iterable
-        if key in seen:
-            raise MalformedBody.where(at + pointer([key]), "each key once", f'"{key}" twice')
-        if "\0" in key:  # simdjson would look up what stands before it
-            raise InvalidRequest.where(at, "no null character in a name", shown(key))
-        seen[key] = None
-    return list(seen)
-
-
 def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Header:
     """The header with these members, of a request to that model, with `following` bytes after the JSON.
 
@@ -139,6 +72,8 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
+    if len(inputs) > INPUTS:
+        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(inputs)))
     paths: list[InputPath] = []
     binary_tensors: dict[str, BinaryTensor] = {}
     json_tensors: dict[str, JsonTensor] = {}
@@ -178,7 +113,9 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
     if in_text == (size is not None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
     if in_text:
-        return InputPath(name, shape, "/data", has_lists(entry["data"])), JsonTensor(i, kind_of(name), row, shape)
+        data = entry["data"]
+        nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
+        return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), row, shape, data)
     wanted = math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"

@@ -12,7 +12,7 @@ import numpy as np
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
-from service.wire.json.strict import parse_slowly
+from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES
 from service.wire.problems import pointer, shown
 from service.wire.reply import Reply
@@ -93,7 +93,7 @@ def read_nested(text: str, at: str) -> Any:
     if size > JSON_TEXT_BYTES:
         raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(size))
     try:
-        return parse_slowly(encoded, "text")
+        return parse_strictly(encoded, "text")
     except RequestError as refusal:
         raise type(refusal)(problems=[Problem(at + p.at, p.expected, p.got) for p in refusal.problems]) from None
 

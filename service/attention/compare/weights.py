@@ -1,8 +1,6 @@
-"""The weights of someone's own attention, read from the live object by the names people give them, under our canonical names.
+"""Reads the weights of a candidate under canonical names, from a module's parameters or an object's attributes.
 
-It looks and never writes. Of a `torch.nn.Linear` it is known how a matrix is applied, and of torch's and GPT-2's packed matrices how they
-are cut; of a bare matrix or any other packed one it is not, and `Convention` has to say it. (Files are another matter: they have no objects
-to ask.)
+How torch.nn.Linear applies its matrix is known, and how torch and GPT-2 pack theirs; for any other matrix `Convention` has to say it.
 """
 
 import re
@@ -12,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.compare.convention import Convention
-from service.attention.compare.weight_names import BARE, parse_name
+from service.attention.compare.convention import BARE, Convention, parse_weight_name
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
@@ -21,15 +18,15 @@ from service.tensors import Array
 @dataclass(frozen=True, slots=True)
 class _Found:
     path: str
-    role: str  # query, key, value, output; qkv, or in_proj where the order of the three is known
+    role: str  # query, key, value, output; qkv; or in_proj: q, k, v in this order
     kind: str  # weight or bias
     array: Array  # a weight as [out, in]
 
 
 def read_weights(owner: Any, is_module: bool, heads: int, convention: Convention) -> dict[str, Array]:
-    """Canonical name -> float64 array; empty where the object has no weights at all. Without an output projection it is the identity.
+    """Canonical name -> float64 array; empty if the object has no weights. A missing output projection is the identity.
 
-    ValueError: a parameter whose name tells nothing, one projection missing or there twice, an order or orientation that must be told.
+    ValueError: a parameter of unknown name, a projection missing or found twice, or an unknown order or orientation.
     """
     if convention.weights is not None:
         return {name: np.asarray(array, np.float64) for name, array in convention.weights.items()}
@@ -54,7 +51,7 @@ def read_weights(owner: Any, is_module: bool, heads: int, convention: Convention
 
 
 def fit_spec(weights: Mapping[str, Array], heads: int) -> LayerSpec:
-    """The spec of these weights. ValueError: they are no layer that the reference computes."""
+    """The spec of these weights. ValueError: their shapes do not fit together."""
     d_model = weights["query.weight"].shape[1]
     if d_model % heads:
         raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=…")
@@ -73,7 +70,7 @@ def _of_module(module: Any, convention: Convention) -> Iterator[_Found]:
 
     for path, parameter in module.named_parameters(remove_duplicate=False):
         owner = module.get_submodule(path.rpartition(".")[0])
-        name = parse_name(path)
+        name = parse_weight_name(path)
         if name is None:
             raise ValueError(f"cannot tell what parameter {path!r} {tuple(parameter.shape)} is: pass the attention alone, or weights={{…}}")
         array = parameter.detach().cpu().double().numpy()
@@ -86,14 +83,13 @@ def _of_module(module: Any, convention: Convention) -> Iterator[_Found]:
 
 def _of_attributes(owner: Any, convention: Convention) -> Iterator[_Found]:
     attributes: dict[str, Any] = {}
-    for name, held in getattr(owner, "__dict__", {}).items():
-        attributes |= held if isinstance(held, dict) else {name: held}
-    for name, held in attributes.items():
-        array = held
-        if isinstance(held, list | tuple) and held and all(isinstance(x, np.ndarray) and x.ndim for x in held):
-            array = np.stack(held)  # one per head
-        # A bare `q` or `output` is what a class keeps of its last call.
-        if isinstance(array, np.ndarray) and (parsed := parse_name(str(name))) and str(name).lower() not in BARE:
+    for name, value in getattr(owner, "__dict__", {}).items():
+        attributes |= value if isinstance(value, dict) else {name: value}
+    for name, array in attributes.items():
+        if isinstance(array, list | tuple) and array and all(isinstance(x, np.ndarray) and x.ndim for x in array):
+            array = np.stack(array)  # one per head
+        # `q` or `output` alone is a result of the last call.
+        if isinstance(array, np.ndarray) and (parsed := parse_weight_name(str(name))) and str(name).lower() not in BARE:
             yield _found(str(name), *parsed, array.astype(np.float64), convention.orientation or "in,out")
 
 
@@ -105,7 +101,7 @@ def _found(path: str, role: str, kind: str, array: Array, orientation: str | Non
     if orientation is None:
         raise ValueError(f'cannot tell how the matrix {path!r} is applied: pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
-    if matrices.ndim == 3:  # one per head: their outputs are concatenated, or their inputs where they make the output
+    if matrices.ndim == 3:  # one per head, concatenated along the heads' axis
         matrices = np.concatenate(list(matrices), axis=1 if role == "output" else 0)
     return _Found(path, role, kind, matrices)
 

@@ -1,4 +1,4 @@
-"""A body parsed in pieces and the same body parsed whole: the same arrays, or the same refusal."""
+"""Numbers that are read from the text in pieces, beside the strict reader: the same arrays, or the same refusal."""
 
 import base64
 import json
@@ -10,45 +10,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import AttendError, InvalidRequest, TooLarge
-from service.wire.json import cuts as json_cuts
-from service.wire.json import pieces as json_pieces
+from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
+from service.wire.json import numbers as json_numbers
+from service.wire.json import reader as json_reader
+from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest
 
-WHOLE = 1 << 60
 LIMITS = WireLimits()
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that small bodies have many."""
-    for name, size in (("CUT", 17), ("PIECE", 31), ("STEP", 31)):
-        monkeypatch.setattr(json_cuts, name, size)
+    monkeypatch.setattr(json_numbers, "PIECE", 31)
+    monkeypatch.setattr(json_reader, "PIECE", 31)
+    monkeypatch.setattr(json_reader, "LONG", 17)
 
 
-def outcome(body: bytes, worthwhile: int, at_once: int = WHOLE, limits: WireLimits = LIMITS) -> Any:
-    """What the parser makes of a body that is worth the pieces, or not: its members, or the refusal's class and places."""
-    before = json_pieces.WORTHWHILE, json_pieces.AT_ONCE
-    json_pieces.WORTHWHILE, json_pieces.AT_ONCE = worthwhile, at_once
+def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any:
+    """The members of a body, or the class and problems of its refusal. `strict` is the largest body that the strict reader parses as a
+    whole after a refusal; None leaves the body to the strict reader from the beginning."""
     try:
-        return json_pieces.parse(body, AttendRequest.tensors, limits)
+        if strict is None:
+            return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensors)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_reader, "STRICT", strict)
+            return json_reader.parse(body, AttendRequest.tensors, limits)
     except AttendError as error:
         return type(error), [(problem.at, problem.expected, problem.got) for problem in error.problems]
-    finally:
-        json_pieces.WORTHWHILE, json_pieces.AT_ONCE = before
 
 
 def assert_same(body: bytes) -> Any:
-    """A small body is refused in the same words; one that is never parsed whole is refused too, and nothing else is."""
-    whole, pieces, never_whole = outcome(body, WHOLE), outcome(body, 0), outcome(body, 0, 0)
-    if isinstance(whole, tuple):
-        assert pieces == whole, body
-        assert isinstance(never_whole, tuple), body
-        return whole
-    assert_equal(pieces, whole, body)
-    assert_equal(never_whole, whole, body)
-    return whole
+    """A small body is refused as the strict reader refuses it. A body that is too large for that reader is refused too. No other is."""
+    strictly, small, large = outcome(body, None), outcome(body, len(body)), outcome(body, -1)
+    if isinstance(strictly, tuple):
+        assert small == strictly, body
+        assert isinstance(large, tuple), body
+        return strictly
+    assert_equal(small, strictly, body)
+    assert_equal(large, strictly, body)
+    return strictly
 
 
 def assert_equal(members: Any, whole: dict[str, Any], body: bytes) -> None:
@@ -80,14 +82,14 @@ def document(rng: random.Random) -> str:
 
 
 @given(st.integers(0, 2**32))
-def test_pieces_are_the_whole(seed: int) -> None:
+def test_both_readers_read_the_same(seed: int) -> None:
     """Whatever the shapes, the white space, and the strings between."""
     assert_same(document(random.Random(seed)).encode())
 
 
 @given(st.integers(0, 2**32))
-def test_a_damaged_body_is_refused_alike(seed: int) -> None:
-    """A byte or two changed, left out, doubled, or moved: what the whole is refused for, the pieces are, at the same place."""
+def test_both_readers_refuse_a_damaged_body(seed: int) -> None:
+    """A byte or two changed, left out, doubled, or moved: refused for the same fault at the same place."""
     rng = random.Random(seed)
     body = bytearray(document(rng).encode())
     for _ in range(rng.randint(1, 2)):
@@ -135,24 +137,23 @@ ROW = "[1,2,3,4,5,6,7,8,9,10]"
         '"' * 3,
     ],
 )
-def test_what_is_odd_is_the_same_odd(text: str) -> None:
+def test_both_readers_read_or_refuse(text: str) -> None:
     assert_same(text.encode())
 
 
-def test_long_lists_and_strings_are_cut_out() -> None:
-    """Wherever they are members; the rest of the body is what stands around them, and says where each byte of it stood."""
+def test_lists_of_numbers_and_long_base64_are_cut_out() -> None:
+    """Wherever they are values of members. The rest is what is around them, and the place of each of its bytes is known."""
     form = f'{{"shape":[2,10],"data":[{ROW},{ROW}]}}'
     binary = '{"shape":[4],"datatype":"FP64","base64":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}'
-    text = f'{{"query": [{ROW},\n{ROW}], "key":{form} ,"value":{binary},"tokens":{{"x":["aaaaaaaaaaaaaaaaaaaa"]}},"layer":"a"}}'
-    cuts = json_cuts.Cuts(text.encode(), AttendRequest.tensors, LIMITS)
-    first, second, third = cuts.values
-    assert cuts.rest.decode() == (
-        f'{{"query": "{first}", "key":{{"shape":[2,10],"data":"{second}"}} ,"value":{{"shape":[4],"datatype":"FP64","base64":"{third}"}},'
-        f'"tokens":{{"x":["aaaaaaaaaaaaaaaaaaaa"]}},"layer":"a"}}'
+    text = f'{{"query": [{ROW},\n{ROW}], "key":{form} ,"value":{binary},"tokens":{{"x":["NaN, [1]"]}},"layer":"a",}}'
+    parts = json_reader.cut_values(text.encode(), LIMITS)
+    assert parts.rest.decode() == (
+        '{"query": NaN, "key":{"shape":NaN,"data":NaN} ,"value":{"shape":NaN,"datatype":"FP64","base64":NaN},'
+        '"tokens":{"x":["NaN, [1]"]},"layer":"a",}'
     )
-    line = text.index("\n")
-    assert cuts.place_of(0) == "line 1 column 1"
-    assert cuts.place_of(cuts.rest.index(b'"layer"')) == f"line 2 column {text.index(chr(34) + 'layer') - line}"
+    assert [text[value.start : value.stop][:9] for value in parts.cut] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", "AAAAAAAAA"]
+    with pytest.raises(MalformedBody, match=f"'}}' at line 2 column {len(text) - 1 - text.index(chr(10))} "):
+        parts.document()
 
 
 @pytest.mark.parametrize("outside", ['"layer":"\\\\",', '"layer":"\\"[",', '"layer":"\\\\\\"",', ""])
@@ -172,9 +173,9 @@ def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) 
         assert isinstance(assert_same(wrong.encode()), tuple)
 
 
-def test_words_among_numbers_are_read_in_pieces() -> None:
-    """Those that a bias, or a mask, may have; and none of them may be the end of a number, nor stand for the number read in its place."""
-    lowest = -1e308  # which is what stands for "-inf" while it is read
+def test_other_values_among_numbers_are_read_in_pieces() -> None:
+    """Those that a bias or a mask may have. They are read as numbers, and must neither be taken for these nor become part of others."""
+    lowest = -1e308  # the number as which "-inf" is read
     rows = [[0, "-inf", 1.5, lowest, "-inf"]] * 20
     bias = assert_same(json.dumps({"bias": rows}).encode())["bias"]
     assert np.array_equal(bias[7], [0, -np.inf, 1.5, lowest, -np.inf])
@@ -204,18 +205,24 @@ def test_words_among_numbers_are_read_in_pieces() -> None:
         (f'{{"query":[[{ROW},{ROW},[1,2,3,4,5,6,7,8,9,"x"]]]}}', ("/query/0/2/9", "a number", '"x"')),
         (f'{{"query":[{ROW},{ROW},[1,2]]}}', ("/query/2", "10 values, as in the rows before", "2")),
         (f'{{"query":[[{ROW},{ROW}],[{ROW}]]}}', ("/query/1", "2 values, as in the rows before", "1")),
-        (f'{{"query":[{ROW},{ROW},[[1]]]}}', ("/query/2", "10 values, as in the rows before", "1")),
-        ('{"query":[' + "1,2,3,4,5,6," * 9 + "[1]]}", None),
+        (f'{{"query":[{ROW},{ROW},[[1]]]}}', ("/query/2/0", "a number", "a list")),
+        (f'{{"query":[{ROW},{ROW},7,{ROW}]}}', ("/query/2", "a list, as the items before", "a number")),
+        (f'{{"query":[{ROW},{ROW},7]}}', ("/query/2", "a list, as the items before", "a number")),
+        (f'{{"query":[[[1,2,3,4,5,6,7,8],5],[{ROW}]]}}', ("/query/0/1", "a list, as the items before", "a number")),
+        ('{"query":[' + "1,2,3,4,5,6," * 9 + "[1]]}", ("/query/54", "a number", "a list")),
         ('{"query":[' + "1,2,3,4,5,6," * 9 + "1e999]}", ("/query/54", "a finite number", "a number beyond the range of a float64")),
+        ('{"query":[' + "[]," * 40 + "[]]}", ("/query", 'an object with "shape", since an axis has length 0', "an empty list")),
         (f'{{"query":[{ROW},{ROW},\n[1,2,3,4,5,6,7,8,9,,10]]}}', ("", "JSON", "',' at line 2 column 20 (expecting value)")),
+        (f'{{"query":[{ROW},{ROW},\n1[2]]}}', ("", "JSON", "'[' at line 2 column 2 (expecting ',' delimiter)")),
         (f'{{"query":[{ROW},{ROW}],\n"layer":}}', ("", "JSON", "'}' at line 2 column 9 (expecting value)")),
-        (f'{{"query":[{ROW},{ROW}]', ("", "JSON", "the end of the body at line 1 column 57 (a bracket without its end)")),
+        (f'{{"query":[{ROW},{ROW}]', ("", "JSON", "the end of the body at line 1 column 57 (expecting ',' delimiter)")),
     ],
 )
-def test_faults_of_bodies_that_are_never_parsed_whole_are_told_with_their_place(body: str, refusal: Any) -> None:
-    found = outcome(body.encode(), 0, 0)
+def test_the_place_of_a_fault_in_a_large_body(body: str, refusal: Any) -> None:
+    """One that the strict reader does not parse as a whole."""
+    found = outcome(body.encode(), -1)
     assert isinstance(found, tuple)
-    assert refusal is None or found[1] == [refusal]
+    assert found[1] == [refusal]
 
 
 def test_integers_are_read_in_pieces_as_they_were_sent() -> None:
@@ -230,7 +237,7 @@ def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(field: str
     """The fast parser refuses them; the slow one is given a piece."""
     rows: list[Any] = [[0.5, 1, -2.5] for _ in range(9)]
     rows[4][1] = -(2**80)
-    members = outcome(json.dumps({"query": [[1.0]], field: rows}).encode(), 0, 0)
+    members = outcome(json.dumps({"query": [[1.0]], field: rows}).encode(), -1)
     assert members[field].tolist() == rows
 
 
@@ -243,23 +250,23 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("body", PLAIN.values(), ids=PLAIN)
-@pytest.mark.parametrize("at_once", [0, WHOLE])
-def test_plain_values_are_counted(body: Any, at_once: int) -> None:
-    """All that are no numbers of a tensor, in bodies of any size."""
-    assert isinstance(outcome(json.dumps(body).encode(), 0, at_once, WireLimits(values=25)), dict)
-    kind, ((_, expected, _),) = outcome(json.dumps(body).encode(), 0, at_once, WireLimits(values=15))
+@pytest.mark.parametrize("strict", [-1, 1 << 20])
+def test_plain_values_are_counted(body: Any, strict: int) -> None:
+    """All values that are not numbers of a tensor, in bodies of any size."""
+    assert isinstance(outcome(json.dumps(body).encode(), strict, WireLimits(values=25)), dict)
+    kind, ((_, expected, _),) = outcome(json.dumps(body).encode(), strict, WireLimits(values=15))
     assert (kind, expected) == (TooLarge, "at most 15 plain values in one body")
 
 
-def test_lists_and_what_is_left_are_bounded_before_a_parser_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_cuts, "REST", 200)
-    lists = json.dumps(PLAIN["lists"])
-    for body, limits in ((lists, WireLimits(lists=10)), (f'{{"tokens":["{"a" * 15}"{", 1" * 80}]}}', LIMITS)):
-        monkeypatch.setattr(json_pieces, "parse_object", None)
-        assert outcome(body.encode(), 0, 0, limits)[0] is TooLarge
+def test_lists_and_the_rest_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_reader, "REST", 200)
+    kind, ((at, expected, _),) = outcome(json.dumps({"query": [[1]] * 40}).encode(), -1, WireLimits(lists=10))
+    assert (kind, at, expected) == (TooLarge, "/query", "at most 10 lists in one tensor")
+    monkeypatch.setattr(json_reader, "parse_strictly", None)
+    assert outcome(f'{{"tokens":["{"a" * 15}"{", 1" * 80}]}}'.encode(), -1)[0] is TooLarge
 
 
 def test_a_first_row_longer_than_all_others_takes_no_memory_for_each() -> None:
     """An array as wide as the first row would be far larger than the body."""
-    kind, ((at, *_),) = outcome(json.dumps({"query": [[1] * 3000, *[[1]] * 3000]}).encode(), 0, 0)
+    kind, ((at, *_),) = outcome(json.dumps({"query": [[1] * 3000, *[[1]] * 3000]}).encode(), -1)
     assert (kind, at) == (InvalidRequest, "/query/1")

@@ -1,4 +1,4 @@
-"""BERT around its attention: a small random model of transformers, saved whole, with what its layers passed on to one another."""
+"""BERT in NumPy against a small random model of transformers, saved with the inputs of its layers."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.framework_cases import FOLDER, array
 
-from service.attention.bert import Bert
+from service.serving.bert import Bert
 from service.spec import LayerSpec
 
 IDS = [3, 1, 4, 1, 5, 9, 2]  # the first of the two sequences in tests/golden/generate_transformers.py, the one without padding
@@ -18,7 +18,7 @@ def document():
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_gets_what_it_got_in_the_model(document, layer):
+def test_a_layer_gets_the_input_it_has_in_transformers(document, layer):
     """Embeddings alone for the first, and a whole layer with its feed-forward part for the second."""
     weights = {name: array(tensor) for name, tensor in document["weights"].items()}
     case = next(case for case in document["cases"] if case["load"]["prefix"] == f"encoder.layer.{layer}.attention")

@@ -1,14 +1,11 @@
-"""How a checkpoint that cannot be read is said: pointers to its tensors, to the spec beside it, and lists short enough to read.
-
-Knows names and shapes only. Every refusal of this room is an InvalidRequest: the caller can correct it, or send another file.
-"""
+"""Refusals of checkpoints: JSON pointers to tensors and spec fields, and lists short enough to read."""
 
 from collections.abc import Iterable, Sequence
 
 from service.errors import InvalidRequest, Problem
 from service.tensors import Array
 
-LISTED = 8  # of a list that could be long; the rest is counted
+MAX_LISTED = 8
 
 
 def _escaped(segment: str) -> str:
@@ -29,15 +26,15 @@ def shape_of(array: Array) -> str:
 
 
 def listed(items: Iterable[str], none: str = "none") -> str:
-    """The first few, and how many more: "a, b, c and 9 more"."""
+    """The first few and the number of others: "a, b, c and 9 more"."""
     every = list(dict.fromkeys(items))
-    more = len(every) - LISTED
-    return (", ".join(every[:LISTED]) + (f" and {more} more" if more > 0 else "")) or none
+    more = len(every) - MAX_LISTED
+    return (", ".join(every[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")) or none
 
 
 def refuse_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
-    """One refusal of several tensors: (name, expected, got) each; of many the first few, and a last one that counts the others."""
-    shown = [Problem(weight_pointer(name), expected, got) for name, expected, got in problems[:LISTED]]
-    if (more := len(problems) - LISTED) > 0:
+    """One refusal of several tensors, (name, expected, got) each: the first few and the number of others."""
+    shown = [Problem(weight_pointer(name), expected, got) for name, expected, got in problems[:MAX_LISTED]]
+    if (more := len(problems) - MAX_LISTED) > 0:
         shown.append(Problem("/weights", "no more such tensors", f"{more} more"))
     return InvalidRequest(problems=shown)

@@ -1,0 +1,200 @@
+"""The client's side of the wire: fields -> the body of a request, the body of a reply -> arrays, in JSON and in safetensors.
+
+In JSON, small tensors are written as nested lists, which people can read. Larger ones, and those that lists cannot hold (no elements, NaN,
+infinities), are written as base64. Every number arrives as it was. The server validates requests; only what cannot be written, or would
+arrive as another value, is refused here.
+
+Replies in base64 or safetensors give the arrays that the server had. Nested lists have no datatype: numbers become float64, keys int64.
+"""
+
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from service.errors import InvalidRequest, MalformedBody
+from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, little_endian, raw
+from service.wire.arrays import Kind
+from service.wire.problems import pointer
+from service.wire.reply import Reply
+from service.wire.safetensors import read_tensors, write_tensors
+from service.wire.schemas.analysis import INDEX_PARTS
+
+READABLE = 4096  # bytes of a tensor up to which it is written as nested lists
+HEAD = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
+
+
+def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
+    """The JSON body of these fields, without those that are None.
+
+    `kinds` maps the members that are tensors to their kind; "weights/*" names every member of the mapping `weights`. A tensor is anything
+    that numpy converts to an array, or a mapping in a form of the wire. Raises InvalidRequest where JSON cannot hold a field.
+    """
+    return _write({name: _member(name, value, kinds) for name, value in fields.items() if value is not None})
+
+
+def encode_tensors(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
+    """The safetensors body of these fields: tensors under their names, the others as JSON in the metadata entry `request`.
+
+    A tensor that is a mapping in a form of JSON is written there too. Raises InvalidRequest as `encode_request` does.
+    """
+    tensors, others = {}, {}
+    for name, value in fields.items():
+        if name in kinds and value is not None and not isinstance(value, Mapping):
+            tensors[name] = _array(value, kinds[name], pointer([name]))
+        elif value is not None:
+            others[name] = _member(name, value, kinds)
+    return b"".join(write_tensors(tensors, {"request": _write(others).decode()}))
+
+
+def _write(document: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise InvalidRequest.where("", "fields that JSON can hold", f"something else ({error})") from None
+
+
+def _member(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
+    at = pointer([name])
+    if f"{name}/*" in kinds and isinstance(value, Mapping):
+        return {key: _tensor(tensor, kinds[f"{name}/*"], at + pointer([key])) for key, tensor in value.items()}
+    return _tensor(value, kinds[name], at) if name in kinds else _plain(value, at)
+
+
+def _plain(value: Any, at: str) -> Any:
+    """A value that is not a tensor, as orjson takes it. orjson would write NaN as null, which means something else."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item, at + pointer([key])) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{at}/{i}") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest.where(at, "a finite number", str(value))
+    return value
+
+
+def _tensor(value: Any, kind: Kind, at: str) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    array = _array(value, kind, at)
+    row = BY_NUMPY[array.dtype.newbyteorder("<")]
+    if not array.size or array.nbytes > READABLE or (row.kind == "float" and not np.isfinite(array).all()):
+        text = binascii.b2a_base64(raw(array), newline=False)
+        return {"shape": list(array.shape), "datatype": row.name, "base64": orjson.Fragment(b'"' + text + b'"')}
+    if row.kind == "float":
+        array = array.astype(np.float64)  # the shortest text of a float32 is another number in float64
+    elif kind == "mask" and row.kind == "bool":
+        array = array.astype(np.uint8)  # 1 and 0 are shorter than true and false
+    return little_endian(array) if array.ndim else array.item()
+
+
+def _array(value: Any, kind: Kind, at: str) -> Array:
+    try:
+        array = _from_torch(value) if hasattr(value, "detach") else np.asarray(value)
+        if kind == "bias" and array.dtype.kind == "U":  # "-inf" among the numbers of a list
+            array = array.astype(np.float64)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InvalidRequest.where(at, "a tensor", f"a value that numpy makes no array of ({error})") from None
+    if array.dtype.newbyteorder("<") not in BY_NUMPY:
+        raise InvalidRequest.where(at, "numbers", f"elements of type {array.dtype}")
+    return array
+
+
+def _from_torch(tensor: Any) -> Array:
+    """A torch tensor on any device as an array. numpy has no bfloat16; float32 holds all of its numbers."""
+    tensor = tensor.detach().cpu()
+    array: Array = tensor.float().numpy().astype(DATATYPES["BF16"].numpy) if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
+    return array
+
+
+def decode_document(body: bytes) -> dict[str, Any]:
+    """The JSON object `body` as Python objects. Raises MalformedBody."""
+    try:
+        document = orjson.loads(body)
+    except ValueError:
+        raise MalformedBody.where("", "a reply in JSON", f"{len(body)} bytes of something else") from None
+    if not isinstance(document, dict):
+        raise MalformedBody.where("", "a JSON object", f"a {type(document).__name__}")
+    return document
+
+
+def decode_reply(body: bytes) -> Reply:
+    """A JSON reply to POST /attend. Raises MalformedBody."""
+    document = decode_document(body)
+    return _reply(document, {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD})
+
+
+def decode_binary_reply(body: bytes) -> Reply:
+    """A safetensors reply to POST /attend. Raises MalformedBody, InvalidRequest or TooLarge."""
+    arrays, metadata = read_tensors(body)
+    tensors: dict[str, Any] = {}
+    for name, array in arrays.items():
+        output, _, part = name.partition(".")
+        if part:
+            tensors.setdefault(output, {})[part] = array.copy()
+        else:
+            tensors[output] = array.copy()
+    return _reply(decode_document(metadata.get("reply", "").encode()), tensors)
+
+
+def decode_metrics(body: bytes) -> Reply:
+    """A reply to POST /attend/analysis: metrics as arrays, null as NaN, or as -1 among indices. Raises MalformedBody."""
+    document = decode_document(body)
+    _demand_members(document, (*HEAD, "metrics"), "a reply to POST /attend/analysis")
+    metrics = {name: _metric(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
+    return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
+
+
+def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
+    _demand_members(head, HEAD, "a reply to POST /attend")
+    arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
+    names = [datatype_of(array).name for array in arrays if array.dtype != np.int64]
+    return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
+
+
+def _demand_members(document: Mapping[str, Any], names: tuple[str, ...], expected: str) -> None:
+    for name in names:
+        if name not in document:
+            raise MalformedBody.where(pointer([name]), expected, "nothing")
+
+
+def _metric(value: Any, name: str, at: str) -> Any:
+    if isinstance(value, Mapping) and "shape" not in value:
+        return {part: _metric(inner, part, at + pointer([part])) for part, inner in value.items()}
+    if name.endswith("_words"):
+        return value
+    if name in INDEX_PARTS:
+        value = {**value, "data": _indices(value["data"])} if isinstance(value, Mapping) and "data" in value else _indices(value)
+    return _tensor_of_reply(value, at, name in INDEX_PARTS)
+
+
+def _indices(value: Any) -> Any:
+    """Indices in lists, null as -1; a tensor in base64 as it is."""
+    if isinstance(value, list):
+        return [_indices(item) for item in value]
+    return -1 if value is None else value
+
+
+def _parts(value: Any, at: str) -> Array | dict[str, Array]:
+    if isinstance(value, Mapping) and "shape" not in value:
+        return {part: _tensor_of_reply(tensor, at + pointer([part]), part == "keys") for part, tensor in value.items()}
+    return _tensor_of_reply(value, at, False)
+
+
+def _tensor_of_reply(value: Any, at: str, integers: bool) -> Array:
+    """A tensor in any form; `integers` is the type of nested lists."""
+    try:
+        if not isinstance(value, Mapping):
+            return np.array(value, np.int64 if integers else np.float64)
+        dtype = DATATYPES[value["datatype"]].numpy
+        if "base64" in value:
+            array = np.frombuffer(binascii.a2b_base64(value["base64"]), dtype).copy()  # an array over bytes is read-only
+        else:
+            array = np.array(value["data"], dtype if dtype.kind in "iu" else np.float64).astype(dtype, copy=False)
+        return array.reshape(value["shape"])
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise MalformedBody.where(at, "a tensor", f"something else ({error})") from None

@@ -1,0 +1,142 @@
+"""Replies -> JSON. orjson writes numbers from the arrays' own memory; no Python object is made per number.
+
+orjson holds the interpreter's lock until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each
+null is then replaced by what the caller wants in its place.
+"""
+
+import binascii
+from typing import Any
+
+import numpy as np
+import orjson
+
+from service.tensors import BY_NUMPY, Array, raw
+from service.wire.reply import MINUS_INFINITY_IS_A_VALUE, Buffer, Reply, wire_array
+from service.wire.schemas.attend import ReplyOptions
+
+PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
+PLACEHOLDER = b"\0"  # of a long text in a document; JSON has this byte only as an escape
+
+
+class LongText:
+    """A value of a JSON document as its text, in pieces."""
+
+    def __init__(self, pieces: list[Buffer]) -> None:
+        self.pieces = pieces
+
+
+def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
+    """The reply as JSON. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
+    document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    for name, tensor in reply.tensors.items():
+        if isinstance(tensor, dict):
+            document[name] = {part: _tensor(f"{name}/{part}", array, reply.datatype, options) for part, array in tensor.items()}
+        else:
+            document[name] = _tensor(name, tensor, reply.datatype, options)
+    if reply.metrics is not None:
+        document["metrics"] = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
+    return write_json(document)
+
+
+def write_json(document: dict[str, Any]) -> list[Buffer]:
+    """The document, which may hold arrays and `LongText`, in pieces."""
+    texts: list[list[Buffer]] = []
+
+    def placeholder(value: Any) -> orjson.Fragment:
+        if not isinstance(value, LongText):
+            raise TypeError
+        texts.append(value.pieces)
+        return orjson.Fragment(PLACEHOLDER)
+
+    text = orjson.dumps(document, placeholder, orjson.OPT_SERIALIZE_NUMPY)
+    if not texts:
+        return [text]
+    before, *parts = text.split(PLACEHOLDER)
+    return [before, *(piece for long, after in zip(texts, parts, strict=True) for piece in (*long, after))]
+
+
+def _tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
+    array, nonfinite = wire_array(name, array, datatype, options)
+    head = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
+    if options.form == "base64":
+        return {**head, "base64": _base64(array)}
+    if options.form == "flat" or 0 in array.shape:  # nested lists of shape [1, 0, 64] and [1, 0] are the same
+        return {**head, "data": text_of(name, array.reshape(-1), nonfinite, options)}
+    return text_of(name, array, nonfinite, options)
+
+
+def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
+    """A metric, or its parts. Undefined values, NaN among numbers and -1 among indices, are written as null."""
+    if isinstance(value, dict):
+        return {part: _metric(inner, datatype, options) for part, inner in value.items()}
+    if isinstance(value, list):
+        return value
+    tensor = _tensor("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
+    if value.dtype.kind != "i" or options.form == "base64" or not (value < 0).any():
+        return tensor
+    data = tensor["data"] if isinstance(tensor, dict) else tensor
+    pieces = data.pieces if isinstance(data, LongText) else [orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)]
+    text = LongText([bytes(piece).replace(b"-1", b"null") for piece in pieces])
+    return {**tensor, "data": text} if isinstance(tensor, dict) else text
+
+
+def _base64(array: Array) -> str | LongText:
+    data = raw(array)
+    if len(data) <= 4 * PIECE:
+        return binascii.b2a_base64(data, newline=False).decode()
+    step = 3 * PIECE  # bytes, a multiple of three, so that only the last piece is padded
+    pieces: list[Buffer] = [binascii.b2a_base64(data[i : i + step], newline=False) for i in range(0, len(data), step)]
+    return LongText([b'"', *pieces, b'"'])
+
+
+def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
+    """A value that `write_json` writes as the array's numbers: the array, or text where it is long or has numbers that are not finite."""
+    if array.size > PIECE:
+        return LongText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
+    array = _printable(array, options)
+    if not array.ndim:
+        return orjson.Fragment(_text(name, array.reshape(1), nonfinite, options)[1:-1])
+    return np.ascontiguousarray(array) if nonfinite is None else orjson.Fragment(_text(name, array, nonfinite, options))
+
+
+def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
+    """The text of an array as a list, some rows or numbers at a time."""
+    size = array.size // len(array)  # numbers in a row
+    pieces: list[Buffer] = []
+    step = max(1, PIECE // size)
+    for i in range(0, len(array), step):
+        before = b"," if i else b"["
+        rows, mask = array[i : i + step], None if nonfinite is None else nonfinite[i : i + step]
+        if size > PIECE:
+            pieces += before, *_pieces(name, rows[0], None if mask is None else mask[0], options)
+        else:
+            text = _text(name, _printable(rows, options), mask, options)
+            pieces.append(b"".join((before, memoryview(text)[1:-1])))
+    return [*pieces, b"]"]
+
+
+def _printable(array: Array, options: ReplyOptions) -> Array:
+    """The array in a datatype that orjson writes, rounded to `options.decimals`."""
+    if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
+        array = array.astype(np.float32)
+    if options.decimals is not None and array.dtype.kind == "f":
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = np.round(array, options.decimals)
+        rounded += 0  # -0.0 becomes 0.0
+        array = np.where(np.isfinite(rounded), rounded, array)  # np.round multiplies, and may overflow
+    return array
+
+
+def _text(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> bytes:
+    text = orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)
+    if nonfinite is None:
+        return text
+    values = [_nonfinite(name, str(float(number)), options) for number in array.reshape(-1)[nonfinite.reshape(-1)]]
+    return b"".join(piece for pair in zip(text.split(b"null"), [*values, b""], strict=True) for piece in pair)
+
+
+def _nonfinite(name: str, number: str, options: ReplyOptions) -> bytes:
+    """The JSON value for "nan", "inf" or "-inf"."""
+    if options.nonfinite == "string" or (number == "-inf" and name in MINUS_INFINITY_IS_A_VALUE):
+        return b'"%b"' % number.encode()
+    return b"null"
