@@ -22,7 +22,7 @@ STATE = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """One engine's. `names` are those that may be asked for besides the whole server."""
+    """The health service. `names` are the services that it knows besides the whole server, which is ""."""
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
@@ -63,7 +63,7 @@ class Health:
             await self.service.gate.closes_within(INTERVAL)
 
     async def _name(self, context: Any) -> str:
-        """The service that is asked for."""
+        """The name of the service in the request."""
         try:
             with self._budget.lease(address_of(context.peer())) as lease:
                 message = await self._turns.receive(context.read, lease)

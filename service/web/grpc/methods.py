@@ -97,7 +97,7 @@ class Methods:
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
         raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
-        del body  # the engine lets go of it once there are arrays
+        del body  # the engine releases it once there are arrays
         answer = await self.service.engine.attend(raw)
         record.phases, record.about = answer.phases, answer.about
         reply = bytes(answer.pieces[0])
