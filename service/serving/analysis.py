@@ -107,7 +107,7 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
-    if request.key is not None or (call.masks.keys is None and call.masks.lengths is None):
+    if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
         return None
     return open_keys(call.masks, call.query.shape[0])
 

@@ -17,7 +17,7 @@ from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, Pla
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
     """Raises InvalidRequest where a row has no key and the caller asked for an error."""
-    if bound.call.fully_masked == "error" and (first := result.first_empty()):
+    if bound.call.fully_masked == "error" and (first := result.first_fully_masked()):
         raise masked_rows(first)
 
 
