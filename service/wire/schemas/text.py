@@ -31,14 +31,14 @@ class Words(Document):
     layer: LayerReference
     tokens: list[str]
     vectors: Base64Tensor = Field(description="[tokens, width], to be sent as query, key or value.")
-    meaningful: bool = Field(description="Whether the vectors are what the layer learnt to read.")
-    note: str = Field(description="Where vectors and weights come from, for people.")
+    meaningful: bool = Field(description="Whether the layer was trained on such vectors.")
+    note: str = Field(description="Where vectors and weights come from.")
 
 
 class Vocabulary(Document):
-    """What of a real model is there to be looked at."""
+    """The available layers of a real model."""
 
-    layers: list[str] = Field(description="Layers of the installed model; each is made when /words first names it.")
+    layers: list[str] = Field(description="Layers of the installed model; each is loaded when /words first names it.")
     note: str
 
 
