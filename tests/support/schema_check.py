@@ -35,10 +35,10 @@ REASONS = {
         r"a key beside the value|a key, .*",
         r"data or base64 beside the shape",  # a shape alone is for the plan
         r"attention_weights among the outputs",
-        r"a gradient of the output, since \w+_gradient is asked for",
+        r"a gradient of the output, since \w+_gradient is among the outputs",
         r"query_gradient, key_gradient or value_gradient among the outputs",
-        r"the words of queries and keys, since \w+ is asked for",
-        r"one head for a picture of the kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
+        r"tokens of queries and keys, since \w+ is among the metrics",
+        r"one head for a picture of kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
         r"numbers? in cells .*|room for .*",
         r"a body of type application/vnd.safetensors beside it",
         r"at most one of .*|either .* or .*",
@@ -46,7 +46,7 @@ REASONS = {
     "a spec's fields must agree, and weights be those of the spec": [
         r"a divisor of (d_model|num_heads) \d+.*",
         r"an even number of at most head_dim \d+",
-        r"more than \d+, the distances with a bucket each",
+        r"more than \d+, the number of distances with a bucket of their own",
         r"less than high_freq_factor .*",
         r"\d+, (since|as) .*",
         r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
