@@ -135,4 +135,4 @@ def _tokens(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
             raise disagreement(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
         for row in rows:
             if len(row) != n:
-                raise disagreement(f"/tokens/{name}", f"{n} words, one per row of the {name}", str(len(row)))
+                raise disagreement(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))

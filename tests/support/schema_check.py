@@ -23,7 +23,7 @@ REASONS = {
         r"fewer than 2\^48 elements",
         r"at most \d+, the number of (keys|queries)",
         r'one integer or "end"|\d+ integers.*|a single number|\d+ lengths',
-        r"one list, or one per batch item|\d+ (words, one per row of the (query|key)|lists?.*)",
+        r"one list, or one per batch item|\d+ (tokens, one per row of the (query|key)|lists?.*)",
         r"at least one query and one key to draw",
         r"an item below \d+|a head below \d+ for layer .*|a (query|key) below \d+.*",
     ],

@@ -389,10 +389,10 @@ FIELDS = [
     Bad("tokens-items-unbatched", 422, "/tokens/query", "one list", "1 lists", loose(tokens={"query": [WORDS]})),
     Bad("tokens-number", 422, "/tokens/query", "a list of words", "", tiny(tokens={"query": ["a", "b", 3]})),
     Bad("tokens-string", 422, "/tokens/key", "a list of words", "", tiny(tokens={"key": "abc"})),
-    Bad("tokens-half-a-pair", 422, "/tokens/query/1", "words of Unicode text", "surrogate", tiny(tokens={"query": ["a", "\ud800", "c"]})),
+    Bad("tokens-half-a-pair", 422, "/tokens/query/1", "a token of Unicode text", "surrogate", tiny(tokens={"query": ["a", "\ud800", "c"]})),
     Bad("tokens-half-a-pair-per-item", 422, "/tokens/key/1/4", "Unicode", "", cross(tokens={"key": [["a"] * 5, [*"abcd", "\udfff"]]})),
     *(
-        Bad(f"tokens-half-a-pair-at-{name}", 422, "/tokens/query/2", "words of Unicode text", "", body, path=f"/attend/{path}")
+        Bad(f"tokens-half-a-pair-at-{name}", 422, "/tokens/query/2", "a token of Unicode text", "", body, path=f"/attend/{path}")
         for name, path, body in (
             ("plan", "plan", tiny(tokens={"query": ["a", "b", "\ud83d"]})),
             ("analysis", "analysis", tiny(tokens={"query": ["a", "b", "c\ud83d"]})),

@@ -71,10 +71,10 @@ def _tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise disagreement("", "a list of words, or one such list per batch item", "something else")
+            raise disagreement("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
-                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "words of Unicode text", HALF)
+                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
     return value
 
 
