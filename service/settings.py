@@ -39,7 +39,7 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port of the gRPC server (extra `grpc`); no gRPC if not set.")
-    device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where to compute: cpu, cuda, cuda:1, … or auto.")
+    device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads per worker for arithmetic; if not set, its share of the cores.")
     workers: int = Field(default=1, ge=1, description="Processes that share the port; each holds all layers.")
 

@@ -44,7 +44,7 @@ def layers(http: httpx.Client) -> Iterator[None]:
         "wide": {"d_model": 48, "num_heads": 12, "seed": 3},
     }
     for name, spec in made.items():
-        assert http.put(f"/layers/{name}", json={"spec": spec}).status_code in (200, 201)
+        assert http.put(f"/layers/{name}", json={"spec": spec}).is_success
     yield
     for name in made:
         http.delete(f"/layers/{name}")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from support.processes import HalfSent, ask, attend, events, kill_one, only, several_workers, until, workers_of
+from support.processes import HalfSent, ask, attend, events, kill_one, only, several_workers, workers_of
 from support.server import Server
+from support.waiting import until
 
 Start = Callable[..., Server]
 DOCUMENT = {"layer": "more", "query": [[1.0, 2.0, 3.0, 4.0]]}

@@ -1,6 +1,5 @@
-"""One bound call and its result, as the layer sees them. Whoever makes a Call vouches that its shapes fit the layer."""
+"""What a layer computes from, and what it returns. The shapes of a Call fit its layer: nothing here checks them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,12 +9,12 @@ from torch import Tensor
 from service.attention.masks import Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
-Rows = Iterator[tuple[slice, Tensor, Tensor | None]]  # query rows, weights [b, heads, rows, k], visible [b|1, heads|1, rows|1, k|1]
+WeightBlock = tuple[slice, Tensor, Tensor | None]  # query rows, weights [b, h, rows, k], visible bool [b|1, h|1, rows|1, k|1]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Tensors are on the layer's device and in its dtype. `key is query` and `value is key` say that they are the same."""
+    """Tensors are on the layer's device and in its dtype. Self-attention has `key is query`, and `value is key` where value is the key."""
 
     query: Tensor  # [b, q, query_dim]
     key: Tensor  # [b, k, key_dim]
@@ -32,12 +31,12 @@ class Call:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
-    part: bool = False  # one of several over other keys each: their log_sum_exp, by which they are weighed, is float64
+    part: bool = False  # of a call cut along its keys; its log_sum_exp, by which parts are combined, is float64
     output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
 
     @property
     def selects(self) -> bool:
-        """Whether only some of the weights are asked for."""
+        """Whether only some heads or queries of the attention weights are wanted."""
         return self.heads is not None or self.queries is not None
 
     def to(self, device: torch.device) -> "Call":
@@ -49,7 +48,7 @@ class Call:
         value = key if self.value is self.key else self.value.to(device)
         moved = {
             name: tensor.to(device)
-            for name in ("positions", "pairs", "keys", "lengths", "bias")
+            for name in ("positions", "attend_mask", "attend_keys", "lengths", "bias")
             if (tensor := getattr(self.masks, name)) is not None
         }
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
@@ -60,16 +59,16 @@ class Call:
 class Result:
     """`tensors` holds what `Call.outputs` named; the weights as `attention_weights`, or as `keys` and `values` under `top_k`.
 
-    `empty` tells the rows that had no key, bool [batch, heads, queries]; None if there were none. A row is (batch, head, query).
+    `fully_masked`, bool [batch, heads, queries], marks the rows without a key to attend to; None where there are none.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    empty: Tensor | None = None
+    fully_masked: Tensor | None = None
 
     @property
     def fully_masked_rows(self) -> int:
-        return 0 if self.empty is None else int(self.empty.sum())
+        return 0 if self.fully_masked is None else int(self.fully_masked.sum())
 
-    def first_empty(self, n: int = 4) -> list[tuple[int, int, int]]:
-        """The first few rows without a key."""
-        return [] if self.empty is None else [(b, h, i) for b, h, i in self.empty.nonzero()[:n].tolist()]
+    def first_fully_masked(self, n: int = 4) -> list[tuple[int, int, int]]:
+        """(batch, head, query) of the first few fully masked rows."""
+        return [] if self.fully_masked is None else [(b, h, i) for b, h, i in self.fully_masked.nonzero()[:n].tolist()]

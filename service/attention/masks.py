@@ -18,8 +18,8 @@ class Masks:
 
     positions: Tensor  # [b|1, q]: where query i stands among the keys, i + offset
     num_keys: int
-    pairs: Tensor | None = None  # bool [b|1, h|1, q|1, k|1]
-    keys: Tensor | None = None  # bool [b|1, k|1]
+    attend_mask: Tensor | None = None  # bool [b|1, h|1, q|1, k|1]
+    attend_keys: Tensor | None = None  # bool [b|1, k|1]
     lengths: Tensor | None = None  # int64 [b, q|1]: only the first n keys are real
     bias: Tensor | None = None  # [b|1, h|1, q|1, k|1], added to the scores; -inf blocks
     bias_blocks: bool = False  # whether the bias holds a -inf
@@ -35,7 +35,7 @@ class Masks:
     @property
     def sets(self) -> bool:
         """Whether anything leaves a row an arbitrary set of keys."""
-        return self.pairs is not None or self.keys is not None or self.bias_blocks
+        return self.attend_mask is not None or self.attend_keys is not None or self.bias_blocks
 
     @property
     def blocks(self) -> bool:
@@ -92,19 +92,19 @@ class Masks:
 
     def _sets(self, rows: slice, keys: slice) -> Tensor | None:
         parts: list[Tensor] = []
-        if self.pairs is not None:
-            parts.append(_cut(self.pairs, rows, keys))
-        if self.keys is not None:
-            parts.append(self.keys[:, None, None, keys] if self.keys.shape[1] > 1 else self.keys[:, None, None])
+        if self.attend_mask is not None:
+            parts.append(_cut(self.attend_mask, rows, keys))
+        if self.attend_keys is not None:
+            parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
         if self.bias is not None and self.bias_blocks:
             parts.append(_cut(self.bias, rows, keys) != -torch.inf)
         return reduce(_both, parts, None)
 
-    def added(self, rows: slice, keys: slice) -> Tensor | None:
+    def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
         """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
         return None if self.bias is None else _cut(self.bias, rows, keys)
 
-    def empty_rows(self, block: int) -> Tensor | None:
+    def fully_masked(self, block: int) -> Tensor | None:
         """bool [b|1, h|1, q]: rows that no key is left for; None if there can be none. Takes [block, k] memory at most."""
         q = self.positions.shape[1]
         if self.num_keys and (not self.blocks or self._own_keys_seen):
@@ -131,7 +131,7 @@ class Masks:
         return replace(
             self,
             positions=self.positions if rows_at is None else self.positions.index_select(1, rows_at),
-            pairs=cut(cut(self.pairs, 1, heads_at), 2, rows_at),
+            attend_mask=cut(cut(self.attend_mask, 1, heads_at), 2, rows_at),
             bias=cut(cut(self.bias, 1, heads_at), 2, rows_at),
             lengths=cut(self.lengths, 1, rows_at),
         )
@@ -151,8 +151,8 @@ def open_keys(masks: Masks, batch: int) -> Tensor:
     """bool [b, k]: the keys that lengths and key masks leave open to any query; the others are padding."""
     real = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
     j = torch.arange(masks.num_keys, device=masks.positions.device)
-    if masks.keys is not None:
-        real &= masks.keys
+    if masks.attend_keys is not None:
+        real &= masks.attend_keys
     if masks.lengths is not None:
         real &= j < masks.lengths.amax(1, keepdim=True) if masks.lengths.shape[1] else False
     return real

@@ -13,7 +13,9 @@ from service.attention.call import Call
 from service.attention.linear import Linear, is_batch_invariant, measure
 from service.attention.positions import rotate
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import PROJECTIONS, LayerSpec, Rope
+
+Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 
 
 class Projections:
@@ -26,7 +28,9 @@ class Projections:
             self._pack("key", "value", packed_in="query+key+value")
         elif spec.projections and spec.key_dim == spec.value_dim:
             self._pack("key", "value")
-        self.are_steady = self._are_steady()  # whether a row's projections are the same whatever rows are projected beside it
+        self.are_batch_invariant = (
+            self._are_batch_invariant()
+        )  # whether a row's projections are the same whatever rows are projected beside it
 
     def _pack(self, *names: str, packed_in: str = "") -> bool:
         """Lays the weights of projections that may share an input side by side, so that one product serves them all.
@@ -50,9 +54,9 @@ class Projections:
         for name in self._names:
             measure(self.weights[f"{name}.weight"])
         self._products.clear()
-        self.are_steady = self._are_steady()
+        self.are_batch_invariant = self._are_batch_invariant()
 
-    def _are_steady(self) -> bool:
+    def _are_batch_invariant(self) -> bool:
         return all(is_batch_invariant(self.weights[f"{name}.weight"]) for name in self._names)
 
     @property
@@ -61,33 +65,32 @@ class Projections:
         names = (*PROJECTIONS, "key+value", "query+key+value") if self.spec.projections else ()
         return (name for name in names if f"{name}.weight" in self.weights)
 
-    def project(self, calls: Sequence[Call]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def project(self, calls: Sequence[Call]) -> list[Projected]:
         """Of each call query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, turned by RoPE.
 
         The calls are alike in whether their keys are their queries and their values their keys; a reproducible one comes alone.
         """
-        return [self._placed(call, *parts) for call, parts in zip(calls, self._split(calls), strict=True)]
+        projected = self._split_heads(calls)
+        if self.spec.qk_norm is not None:
+            names = ("query_norm.weight", "key_norm.weight")
+            projected = [(*(self._norm(x, name) for x, name in zip(xs, names, strict=False)), xs[2]) for xs in projected]
+        if (rope := self.spec.rope) is not None:
+            projected = [self._rotated(call, rope, *xs) for call, xs in zip(calls, projected, strict=True)]
+        return projected
 
-    def _placed(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec = self.spec
-        if spec.qk_norm is not None:
-            query, key = (self._norm(x, f"{name}_norm.weight") for name, x in (("query", query), ("key", key)))
-        if spec.rope is not None:
-            query = rotate(query, call.masks.positions, spec.rope)
-            key = rotate(key, torch.arange(key.shape[2], device=key.device)[None], spec.rope)
-        return query, key, value
+    def _rotated(self, call: Call, rope: Rope, query: Tensor, key: Tensor, value: Tensor) -> Projected:
+        places = torch.arange(key.shape[2], device=key.device)[None]
+        return rotate(query, call.masks.positions, rope), rotate(key, places, rope), value
 
-    def _split(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:
+    def _split_heads(self, calls: Sequence[Call]) -> list[Projected]:
         """Projected and split into heads, [batch, heads, n, …]: one product where inputs are the same and weights side by side."""
-        spec, kv = self.spec, self.spec.num_kv_heads
-        shapes = ((spec.num_heads, spec.head_dim), (kv, spec.head_dim), (kv, spec.value_head_dim))
+        spec, kv_heads = self.spec, self.spec.num_kv_heads
+        shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim)
         if calls[0].query is calls[0].key is calls[0].value and "query+key+value.weight" in self.weights:
-            together = self._linear([call.query for call in calls], "query+key+value", calls[0].reproducible)
-            if shapes[0] == shapes[1] == shapes[2]:
-                return [x.view(*x.shape[:2], 3, *shapes[0]).permute(2, 0, 3, 1, 4).unbind(0) for x in together]
-            projected: Iterable[tuple[Tensor, ...]] = [torch.split(x, [heads * width for heads, width in shapes], -1) for x in together]
+            packed = self._linear([call.query for call in calls], "query+key+value", calls[0].reproducible)
+            projected: Iterable[tuple[Tensor, ...]] = [torch.split(x, [heads * width for heads, width in shapes], -1) for x in packed]
         else:
-            projected = self._projected(calls) if spec.projections else [(call.query, call.key, call.value) for call in calls]
+            projected = self._projected(calls) if self.spec.projections else [(call.query, call.key, call.value) for call in calls]
         return [tuple(x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(xs, shapes, strict=True)) for xs in projected]
 
     def _projected(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Some of the attention weights: the smaller problem that has only the selected heads and queries, and what is taken of its weights."""
+"""Which attention weights a call gets: those of some heads and queries, their mean over heads, or the largest of each row."""
 
 from dataclasses import replace
 
@@ -8,29 +8,28 @@ from torch import Tensor
 from service.attention.call import Call
 
 
-def narrowed(call: Call, query: Tensor, key: Tensor, empty: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """The call of its selected heads and queries alone, with query [b, heads, queries, d], key [b, heads, k, d] and the rows without a
-    key, `empty` [b, heads, queries], of these.
+def narrowed(call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor | None]:
+    """The call, query [b, heads, queries, d], key [b, heads, k, d] and fully masked rows [b, heads, queries] of its selected heads and
+    queries alone; the arguments, which have all heads and queries, where nothing is selected.
 
-    `query`, `key` and `empty` are those of all heads and queries, and come back as they are where nothing is selected. The masks are
-    narrowed, so that rows count from the first selected query; `heads` and `queries` then say which they were.
+    The rows of the new masks count from the first selected query. `heads` and `queries` of the new call say which they were.
     """
     if not call.selects:
-        return call, query, key, empty
+        return call, query, key, fully_masked
     heads, queries = call.heads or tuple(range(query.shape[1])), call.queries or tuple(range(query.shape[2]))
     groups = query.shape[1] // key.shape[1]
     heads_at = torch.tensor(heads, device=query.device)
     query, key = query.index_select(1, heads_at), key.index_select(1, heads_at // groups)
-    empty = None if empty is None else empty.index_select(1, heads_at)
+    fully_masked = None if fully_masked is None else fully_masked.index_select(1, heads_at)
     if call.queries is not None:
         rows_at = torch.tensor(queries, device=query.device)
-        query, empty = query.index_select(2, rows_at), None if empty is None else empty.index_select(2, rows_at)
+        query, fully_masked = query.index_select(2, rows_at), None if fully_masked is None else fully_masked.index_select(2, rows_at)
     masks = call.masks.narrowed(call.heads, call.queries)
-    return replace(call, masks=masks, heads=heads, queries=queries), query, key, empty
+    return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
 
 
 def chosen(weights: Tensor, call: Call) -> Tensor:
-    """Of weights [b, heads, queries, k] of all heads and queries, those of the selected."""
+    """The weights of the selected heads and queries, from [b, heads, queries, k] of all."""
     for axis, places in ((1, call.heads), (2, call.queries)):
         if places is not None:
             weights = weights.index_select(axis, torch.tensor(places, device=weights.device))
@@ -38,27 +37,34 @@ def chosen(weights: Tensor, call: Call) -> Tensor:
 
 
 def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
-    """The weights as asked for: averaged over heads, or the largest of each row with their keys."""
+    """`attention_weights`, the mean over heads if the call wants that; under `top_k` the largest `values` of each row and their `keys`."""
     if call.average:
         weights = weights.mean(1)
     if call.top_k is None:
         return {"attention_weights": weights}
-    values, keys = _largest(weights, min(call.top_k, weights.shape[-1]))
+    values, keys = top_k(weights, min(call.top_k, weights.shape[-1]))
     return {"values": values, "keys": keys}
 
 
-def _largest(weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest of each row and their keys, ties to the lower key.
+def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest numbers along the last axis and their indices, [..., n], largest first; ties go to the lower index.
 
-    torch.topk is faster than a stable sort but breaks ties as it likes: only rows in which there are any, up to the one that just misses,
-    are sorted.
+    torch.topk leaves ties to chance, and a stable sort of everything is slow. So rows in which numbers are tied, up to the first that is
+    left out, are looked at again: all above the n-th largest are taken, and of those equal to it the first.
     """
-    if 2 * n >= weights.shape[-1]:
-        values, keys = torch.sort(weights, dim=-1, descending=True, stable=True)
-    else:
-        values, keys = torch.topk(weights, n + 1, dim=-1)
-        tied = (values[..., 1:] == values[..., :-1]).any(-1)
-        if tied.any():
-            exact, places = torch.sort(weights[tied], dim=-1, descending=True, stable=True)
-            values[tied], keys[tied] = exact[..., : n + 1], places[..., : n + 1]
-    return values[..., :n], keys[..., :n]
+    if 2 * n >= values.shape[-1]:
+        largest, indices = torch.sort(values, dim=-1, descending=True, stable=True)
+        return largest[..., :n], indices[..., :n]
+    largest, indices = torch.topk(values, n + 1, dim=-1)
+    tied = (largest[..., 1:] == largest[..., :-1]).any(-1)
+    largest, indices = largest[..., :n], indices[..., :n]
+    if n and tied.any():
+        rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk takes NaN for the largest, too
+        least = rows.topk(n, -1).values[:, -1:]
+        above, equal = rows > least, rows == least
+        taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+        places = taken.nonzero()[:, 1].view(-1, n)  # in order of index
+        order = rows.gather(1, places).sort(dim=1, descending=True, stable=True).indices
+        indices[tied] = places.gather(1, order)
+        largest[tied] = values[tied].gather(1, indices[tied])
+    return largest, indices

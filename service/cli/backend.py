@@ -98,7 +98,7 @@ class ServiceBackend:
         self._loop = asyncio.Runner()
         try:
             self._loop.run(self._service.start(settings.all_layers()))
-            self._service.loader.leave_peers()
+            self._service.loader.stop_following()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and settings.layers_dir is not None:

@@ -1,7 +1,6 @@
-"""A server for as long as a command needs one: `attend serve` in a process of its own, on a free port, waited for by its own log.
+"""A server for the time of a command: `attend serve` in a child process, on a free port. Its log says when it is ready.
 
-A process rather than a thread: its signals, threads and logs stay its own, it is the very server that a user starts, and when it is
-told to stop it is gone.
+A process, not a thread, so that its signals, threads and logs are separate, and nothing of it stays.
 """
 
 import json
@@ -25,13 +24,13 @@ COMMAND = ["-m", "service", "serve", "--host", "127.0.0.1", "--port", "0", "--lo
 
 
 class NotStarted(Exception):
-    """The server did not get ready; the message has the end of its log."""
+    """The server did not become ready; the message has the end of its log."""
 
 
 @contextmanager
 def child_server() -> Iterator[str]:
     """The URL of a server with default settings that is ready; it ends with the block. Raises NotStarted."""
-    root = str(Path(__file__).parents[2])  # and not whatever else is called `service` where the user stands (-P)
+    root = str(Path(__file__).parents[2])  # not another package `service` in the current folder (-P)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -41,7 +40,7 @@ def child_server() -> Iterator[str]:
     try:
         yield log.wait()
     finally:
-        process.send_signal(signal.SIGINT)  # it has no other callers: no need to drain
+        process.send_signal(signal.SIGINT)  # without a drain: it has no other callers
         try:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -51,7 +50,7 @@ def child_server() -> Iterator[str]:
 
 
 class _Log:
-    """What the server writes, read to the end by a thread, so that it never waits for a reader."""
+    """The log of the server, read by a thread, so that the server never waits for a reader."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -66,7 +65,7 @@ class _Log:
         self._lines.put(None)
 
     def wait(self) -> str:
-        """The server's URL, once it says that it is ready."""
+        """Returns the URL of the server once it is ready."""
         url, last, until = "", deque[str](maxlen=8), time.monotonic() + START_SECONDS
         while True:
             try:
@@ -77,7 +76,7 @@ class _Log:
             if line is not None:
                 last.append(line)
             if line is None or event.get("event") == "not ready":
-                raise NotStarted("the server did not get ready; its log ends:\n" + "".join(last))
+                raise NotStarted("the server did not become ready; its log ends:\n" + "".join(last))
             url = event.get("url", url) if event.get("event") == "listening" else url
             if event.get("event") == "ready":
                 return url
@@ -89,7 +88,7 @@ class _Log:
 
 
 def _event(line: str | None) -> dict[str, str]:
-    """A structured line of the log; empty for any other."""
+    """The event of a structured line; {} for any other line."""
     try:
         event = json.loads(line or "")
     except ValueError:

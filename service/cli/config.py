@@ -1,6 +1,6 @@
-"""`attend config`: every setting a server here would have, its value, and where that comes from.
+"""`attend config`: all settings of a server here, with the source of each.
 
-No setting is a secret: keys and certificates stand in files, and only the path of a file is a setting.
+No setting is a secret: keys and certificates are in files, whose paths are settings.
 """
 
 import json
@@ -26,9 +26,9 @@ def install(app: typer.Typer) -> None:
 
 
 def config(config: Config = None, as_json: AsJson = False, **flags: Any) -> None:
-    """Show every setting that `attend serve` would have with the same flags, environment and file: its value and its source.
+    """Show the value and the source of every setting that `attend serve` would have with the same flags, environment and file.
 
-    Exit code 2 where a setting does not exist or has no sensible value, which the message names.
+    Exit code 2 if a setting does not exist or is invalid.
     """
     with reported("config"):
         settings = read_settings(flags, config)

@@ -1,6 +1,6 @@
-"""How a command ends when it cannot do what was asked: one readable message on standard error, with what to do, and an exit code.
+"""Failures of commands: a message on standard error, with a hint, and an exit code.
 
-0 done, 1 refused, failed or found wrong, 2 asked in a way that makes no sense (typer's own code for a bad flag).
+0 success; 1 refused, failed, or a difference found; 2 invalid arguments (typer's code).
 """
 
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ from service.errors import AttendError, CapacityError, Forbidden, LayerNotFound,
 from service.settings import BadSettings
 
 HINTS: dict[type[AttendError], str] = {
-    TimedOut: "The server took too long; ask for less at once, or look at its log.",
-    Untrusted: "Name the file of its authority's certificate with --ca, or in ATTEND_CA.",
-    Unreachable: "Start a server with `attend serve`, or leave --url out: then nothing has to run beforehand.",
-    BadReply: "Is it a server of this version that answers at --url?",
-    LayerNotFound: "`attend layers` shows what is held, with the same --url and layer flags.",
-    Unauthenticated: "Put a key of that server into the variable ATTEND_API_KEY.",
+    TimedOut: "The server took too long; send smaller requests, or read its log.",
+    Untrusted: "Name the CA bundle with --ca, or in ATTEND_CA.",
+    Unreachable: "Start a server with `attend serve`, or leave --url out: then no server is needed.",
+    BadReply: "Is the server at --url an attend of this version?",
+    LayerNotFound: "`attend layers list` with the same --url or layer flags shows which layers there are.",
+    Unauthenticated: "Set the variable ATTEND_API_KEY to a key of that server.",
     Forbidden: "Run this against a server that listens on the loopback address, or leave --url out.",
-    NotReady: "Try again in a moment; /health/ready tells when.",
-    CapacityError: "The same may succeed later, or with less at once.",
-    TooLarge: "Send or ask for less, or raise the limit it names where the server is started.",
-    ServiceFault: "This is the server's fault; its log has the cause under the request id.",
+    NotReady: "Try again when /health/ready answers 200.",
+    CapacityError: "Try again later, or with smaller requests.",
+    TooLarge: "Send a smaller request, or raise the named limit of the server.",
+    ServiceFault: "This is a fault of the server; its log has the cause under the request id.",
 }
 
 
 @contextmanager
 def reported(command: str) -> Iterator[None]:
-    """Turns what a user can cause into a message and an exit code; everything else is a bug and keeps its traceback."""
+    """Turns our errors into a message and an exit code. Other exceptions are bugs, and keep their traceback."""
     try:
         yield
     except BadSettings as error:
@@ -42,7 +42,7 @@ def reported(command: str) -> Iterator[None]:
 
 
 def complain(command: str, message: str, *more: str) -> None:
-    """One message on standard error, under the name of the command."""
+    """Prints a message to standard error, with the name of the command, and indented lines after it."""
     typer.echo(f"attend {command}: {message}", err=True)
     for line in more:
         if line:

@@ -1,4 +1,4 @@
-"""Flags that several commands have: made from the fields of Settings, so that no list, type or description is kept twice."""
+"""Flags of several commands, and flags made from the fields of Settings."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -11,32 +11,32 @@ from rich.markup import escape
 from service.client.connection import CA
 from service.settings import LAYER_FIELDS, Settings
 
-Url = Annotated[str | None, typer.Option(help="A running server; computed in this process if not given.", show_default=False)]
+Url = Annotated[str | None, typer.Option(help="URL of a running server; without it, this process computes.", show_default=False)]
 Ca = Annotated[
     Path | None,
-    typer.Option(envvar=CA, help="Of --url https://…: the certificates to believe in, a file or a folder.", show_default=False),
+    typer.Option(envvar=CA, help="CA bundle used to verify the server, a file or a folder.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
 
 ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 
 def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FIELDS) -> Callable[..., None]:
-    """The command with a flag for each of these settings; it gets them as keyword arguments, None where not given."""
+    """The command with a flag for each of these settings, passed as keyword arguments, None if not given."""
     signature = inspect.signature(command)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # a function's, which types know nothing of
+    cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # typeshed has no such attribute
     return command
 
 
 def given(flags: Mapping[str, Any]) -> list[str]:
-    """The flags that were set, as they are typed."""
+    """The flags that were given, with dashes."""
     return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
 
 
 def _flag(name: str) -> inspect.Parameter:
-    """The option for a field of Settings; unset is None, so that the environment and the file show through."""
+    """The option for a field of Settings. Its default is None, so that the environment and the file count."""
     field = Settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
     default = "" if field.default in (None, {}) else f" (default {field.default})"

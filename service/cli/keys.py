@@ -1,4 +1,4 @@
-"""`attend keys`: make, list and remove the keys of callers. A key is shown once; the file holds its SHA-256. A running server follows."""
+"""`attend keys`: make, list and remove API keys. A key is shown once; the file has its SHA-256. A running server reloads the file."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ attend keys list --file keys.txt --json
 
 attend keys remove gateway --file keys.txt"""
 
-File = Annotated[Path, typer.Option("--file", envvar="ATTEND_KEYS_FILE", help="The file that --keys-file of `attend serve` names.")]
-Name = Annotated[str, typer.Argument(help="Who it is for; shown in the log.")]
-Scopes = Annotated[list[str], typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. Several times, or with commas.")]
+File = Annotated[Path, typer.Option("--file", envvar="ATTEND_KEYS_FILE", help="The keys file, as in `attend serve --keys-file`.")]
+Name = Annotated[str, typer.Argument(help="Name of the key, shown in the log.")]
+Scopes = Annotated[list[str], typer.Option("--scope", help=f"What the key allows: {', '.join(SCOPES)}; repeated, or separated by commas.")]
 
 
 def install(app: typer.Typer) -> None:
     """Adds the commands."""
-    keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of callers.", epilog=GROUP_EPILOG)
+    keys = typer.Typer(no_args_is_help=True, help="Make, list and remove API keys.", epilog=GROUP_EPILOG)
     keys.command("add", epilog=EPILOG)(add)
     keys.command("list", epilog="Example: attend keys list --file keys.txt --json")(show)
     keys.command("remove", epilog="Example: attend keys remove gateway --file keys.txt")(remove)
@@ -38,7 +38,7 @@ def add(name: Name, scopes: Scopes, file: File, as_json: AsJson = False) -> None
     """Make a key, print it once, and add its digest to the file."""
     held = _read(file) if file.exists() else []
     if any(key.name == name for key in held):
-        _fail(f'"{name}" has a key already; remove it first, or take another name')
+        _fail(f'"{name}" already has a key; remove it first, or choose another name')
     try:
         secret, key = make_key(name, [scope.strip() for given in scopes for scope in given.split(",")])
     except BadKeys as error:
@@ -58,13 +58,13 @@ def show(file: File, as_json: AsJson = False) -> None:
 
 
 def remove(name: Name, file: File, as_json: AsJson = False) -> None:
-    """Take a key out of the file; a running server refuses it from its next request on."""
+    """Remove a key from the file; a running server refuses it from the next request on."""
     held = _read(file)
     left = [key for key in held if key.name != name]
     if len(left) == len(held):
-        _fail(f'no key of "{name}" in {file}')
+        _fail(f'{file} has no key named "{name}"')
     _write(file, left)
-    _report({"removed": name}, f"{name} has no key any more", as_json)
+    _report({"removed": name}, f"key {name} removed", as_json)
 
 
 def _report(document: Mapping[str, Any], words: str, as_json: bool) -> None:

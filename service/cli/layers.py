@@ -1,7 +1,7 @@
-"""`attend layers`: what a server holds, or what it would hold with these settings; and layers in and out of it as safetensors files.
+"""`attend layers`: lists layers, and adds, exports and removes them as safetensors files.
 
-`add`, `export` and `remove` work on a server (`--url`) or on the folder that keeps its layers (`--layers-dir`); a server that runs on that
-folder follows.
+`add`, `export` and `remove` work on a server (`--url`) or on the folder that stores its layers (`--layers-dir`), which a running server
+follows.
 """
 
 import json

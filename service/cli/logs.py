@@ -1,4 +1,4 @@
-"""How log lines look: structlog to standard error, for people or as JSON. uvicorn's and asyncio's lines take the same road."""
+"""Logging: structlog to standard error, for people or as JSON, including the lines of uvicorn and asyncio."""
 
 import logging
 import sys
@@ -6,7 +6,7 @@ import sys
 import structlog
 import structlog.tracebacks
 
-# without the local variables of every frame: a request's payload is among them
+# without local variables, among which are payloads of requests
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
 
 

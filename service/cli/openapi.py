@@ -1,4 +1,4 @@
-"""`attend openapi`: the document that a server answers at /openapi.json, without one."""
+"""`attend openapi`: prints the document that a server has at /openapi.json."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from service.cli.exits import complain, reported
 from service.settings import read_settings
 
 EPILOG = "Example: attend openapi -o openapi.json"
-File = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there.", show_default=False)]
+File = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.", show_default=False)]
 
 
 def install(app: typer.Typer) -> None:

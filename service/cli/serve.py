@@ -1,4 +1,4 @@
-"""`attend serve`: settings -> a running server. Its flags are made from the fields of Settings, so that no list is kept twice."""
+"""`attend serve`: checks the settings, opens the socket and runs the server. Its flags are made from the fields of Settings."""
 
 import errno
 import os
@@ -31,21 +31,21 @@ def install(app: typer.Typer) -> None:
             typer.echo(f"attend serve: {error}", err=True)
             raise typer.Exit(2) from None
         if injected := injected_variables():
-            typer.echo(f"attend serve: ignored, since Kubernetes made them of a Service: {', '.join(injected)}", err=True)
+            typer.echo(f"attend serve: ignored variables that Kubernetes derives from a Service: {', '.join(injected)}", err=True)
         run(settings)
 
     app.command(epilog=EPILOG)(with_settings(serve, Settings.model_fields))
 
 
 def run(settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serves until a signal ends it. Ends the command with status 2 for settings that cannot work here, 1 if the port is taken."""
     try:
         threads = plan_threads(settings.workers, settings.threads, usable_cores())
     except ValueError as error:
-        typer.echo(f"attend serve: {error}; give fewer with --workers or --threads", err=True)
+        typer.echo(f"attend serve: {error}; reduce --workers or --threads", err=True)
         raise typer.Exit(2) from None
     _check_files(settings)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch starts its pool
     from service.cli.process import serve_processes
     from service.serving.device import find_device
 
@@ -68,12 +68,12 @@ def run(settings: Settings) -> None:
     finally:
         if settings.uds is not None and made is not None:
             with suppress(FileNotFoundError):
-                if os.path.samestat(settings.uds.lstat(), made):  # and not what somebody has put in its place
+                if os.path.samestat(settings.uds.lstat(), made):  # not a file that has replaced it
                     settings.uds.unlink()
 
 
 def _check_files(settings: Settings) -> None:
-    """Ends the command where a file that the server will need is not what it should be, or the extra it wants is not there."""
+    """Ends the command if a file or an extra that the server needs is missing or invalid."""
     from service.web.keys import BadKeys, read_keys
 
     wanted = f"--layers-dir {settings.layers_dir}"
@@ -91,7 +91,7 @@ def _check_files(settings: Settings) -> None:
     except BadKeys as error:
         message = str(error)
     except ssl.SSLError as error:
-        message = f"--tls-cert and --tls-key: no certificate and its key ({error.reason or error})"
+        message = f"--tls-cert and --tls-key: not a certificate and its key ({error.reason or error})"
     except OSError as error:
         message = f"cannot use {wanted}: {error.strerror}"
     else:
@@ -106,14 +106,14 @@ def _check_files(settings: Settings) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The socket, taking callers. Raises OSError."""
+    """The listening socket. Raises OSError."""
     if settings.uds is None:
         return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
     _clear(settings.uds)
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(str(settings.uds))
-        settings.uds.chmod(0o666)  # as a port of this machine, it is open to all who can reach it
+        settings.uds.chmod(0o666)  # like a port, open to all users of this machine
         listening.listen(2048)
     except OSError:
         listening.close()
@@ -122,27 +122,27 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Removes a Unix socket that a server left behind, and nobody listens on. Raises OSError where anything else is there."""
+    """Removes a Unix socket on which no process listens. Raises OSError for anything else at that path."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise OSError(errno.EEXIST, "what is there is no socket")
+        raise OSError(errno.EEXIST, "the file is not a socket")
     with socket.socket(socket.AF_UNIX) as caller:
         caller.setblocking(False)
         try:
             caller.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
-        except BlockingIOError:  # so many callers wait that there is no room for one more
+        except BlockingIOError:  # its queue of waiting connections is full
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
         else:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _with_free_grpc_port(settings: Settings) -> Settings:
-    """Raises OSError where somebody has the port, which gRPC would share with any server of this user's. Workers share a free one."""
+    """The settings with a port that workers can share. Raises OSError if it is taken: gRPC would share it with any server of this user."""
     if settings.grpc_port is None:
         return settings
     with socket.create_server((settings.host, settings.grpc_port), family=_family(settings.host)) as found:

@@ -1,8 +1,8 @@
-"""The application on Ray Serve: `serve run service.deploy.ray:app`. The same settings, from the same ATTEND_… variables.
+"""The application on Ray Serve: `serve run service.deploy.ray:app`, with settings from the same ATTEND_… variables.
 
-Replicas are `web/app.py`'s application as it is, behind Ray's proxy; what SIGTERM does to a process, Ray does to a replica: no new calls,
-those accepted are answered, the end. With `shards`, a call too large for one replica is cut along its keys among that many actors, each
-with the layers, and joined in the replica that took it: see `serving/shards.py`. An actor or a node that leaves costs its part again.
+A replica is the application of `web/app.py`, behind Ray's proxy. Ray ends a replica as SIGTERM ends a process: no new calls, then answers
+to the accepted ones. With `shards`, a call too large for one replica is divided by keys among that many actors, each with all layers, and
+joined in the replica that accepted it: see `serving/shards.py`. If an actor or a node fails, its part is computed again.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Attend:
 
     def __init__(self, settings: Settings, shards: DeploymentHandle | None = None) -> None:
         _prepare(settings)
-        self._app = create_app(_among_others(settings))
+        self._app = create_app(_behind_proxy(settings))
         self._service = self._app.state.service
         if shards is not None:
             self._service.engine.shards = RayShards(shards, settings.shards)
@@ -46,14 +46,14 @@ class Attend:
         return _Pickled(self._app)
 
     async def check_health(self) -> None:
-        """RawRequest by Ray, which replaces a replica that raises."""
+        """Called by Ray, which replaces a replica where this raises."""
         if not await self._service.answers():
             raise NotReady("the layers could not be loaded, or the device does not answer")
 
 
 @serve.deployment
 class Shard:
-    """An actor that holds the layers and computes parts of calls, one at a time."""
+    """An actor with all layers, which computes parts of calls, one at a time."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         _prepare(settings)
@@ -62,7 +62,7 @@ class Shard:
         self._layers = ShardLayers(self._service.registry)
 
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
-        """The result of a part. Raises LayerNotFound; LayerConflict where the layer of that name is another one here."""
+        """The result of a part. Raises LayerNotFound; LayerConflict if its layer of that name is another one."""
         layer = self._layers.find(name, fingerprint)
         return (await self._service.scheduler.submit(layer, part, cost)).result
 
@@ -78,7 +78,7 @@ class RayShards:
         self.handle, self.count = handle, count
 
     async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
-        """The result of each part. Raises what a shard raised, or CapacityError where none is left to ask."""
+        """The result of each part. Raises what a shard raised, or CapacityError if all attempts fail."""
         return await asyncio.gather(*(self._one(layer, part, cost) for part in parts))
 
     async def _one(self, layer: HeldLayer, part: Call, cost: Cost) -> Result:
@@ -92,13 +92,13 @@ class RayShards:
                     raise cause from None
                 last = error
                 await asyncio.sleep(PAUSE * attempt)
-        raise CapacityError("the shards that would share this call have left; others are being started") from last
+        raise CapacityError("the shards for this call have failed; others are being started") from last
 
 
 class _Pickled:
-    """The application as Ray's proxy can have it: its messages travel between processes, and views of memory do not.
+    """The application with messages that can be pickled, since Ray's proxy is another process: bytes instead of memory views.
 
-    The proxy gives every reply the id of its request, which is the one that it handed to us: ours would be there twice.
+    Without our x-request-id, which the proxy adds to every reply itself.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -131,14 +131,14 @@ def build(settings: Settings) -> serve.Application:
     return application
 
 
-def _among_others(settings: Settings) -> Settings:
-    """The settings as one of several processes has them, behind a proxy that whoever reaches it can use."""
+def _behind_proxy(settings: Settings) -> Settings:
+    """The settings of one of several processes, behind a proxy that everyone may reach."""
     given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0"}
     return settings.model_copy(update=given)
 
 
 def _prepare(settings: Settings) -> None:
-    """What `attend serve` does to a process before it serves."""
+    """Sets up the process as `attend serve` does."""
     threads = settings.threads or max(1, int(settings.replica_cpus))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
@@ -146,7 +146,7 @@ def _prepare(settings: Settings) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, made when Ray asks for it: whoever imports this module for its classes has no settings read."""
+    """`app`, made on access, so that importing a class from here reads no settings."""
     if name == "app":
         return build(read_settings({}))
     raise AttributeError(name)

@@ -107,7 +107,7 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
-    if request.key is not None or (call.masks.keys is None and call.masks.lengths is None):
+    if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
         return None
     return open_keys(call.masks, call.query.shape[0])
 
@@ -147,7 +147,8 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     held += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
     operations = passes * plain.operations + elements + products
     size = reply_bytes(request.reply.form, request.reply.decimals, shapes, lambda name: datatype_of(name, request, spec))
-    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs)
+    raw = sum(math.prod(shape) * DATATYPES[datatype_of(name, request, spec)].size for name, shape in shapes.items())
+    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs, raw)
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:

@@ -24,7 +24,7 @@ from service.serving.occupancy import OWN, Flow
 SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
 ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
 WIDTH = 256  # of the rows that a call is measured by before it is put beside others
-STACKED_MASKS = ("positions", "pairs", "keys", "lengths", "bias")
+STACKED_MASKS = ("positions", "attend_mask", "attend_keys", "lengths", "bias")
 
 
 class BatchKey(NamedTuple):
@@ -139,7 +139,7 @@ def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
     by, the call runs alone.
     """
     alone = call.reproducible or call.output_gradient is not None
-    if alone or not layer.attention.projections.are_steady or _magnifies(layer, call):
+    if alone or not layer.attention.projections.are_batch_invariant or _magnifies(layer, call):
         return ALONE
     inputs = (id(layer), call.key is call.query, call.value is call.key)
     return BatchKey(None if call.dropout is not None else (*inputs, *_form(call)), inputs)
@@ -232,8 +232,8 @@ def split(result: Result, sizes: Sequence[int]) -> list[Result]:
     results, start = [], 0
     for size in sizes:
         here = slice(start, start + size)
-        empty = None if result.empty is None else result.empty[here]
-        results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, empty))
+        fully_masked = None if result.fully_masked is None else result.fully_masked[here]
+        results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, fully_masked))
         start += size
     return results
 

@@ -133,8 +133,8 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     masks = Masks(
         positions=_positions(q),
         num_keys=k,
-        pairs=None if allowed is None else _pairwise(torch.from_numpy(allowed), request.batched),
-        keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
+        attend_mask=None if allowed is None else _pairwise(torch.from_numpy(allowed), request.batched),
+        attend_keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
         lengths=_lengths(request.valid_lens, request.batched),
         bias=bias,
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),

@@ -48,6 +48,7 @@ class Cost:
     reply_bytes: int
     items: int = 1
     pairs: int = 0  # heads * queries * keys of one batch item
+    tensor_bytes: int = 0  # of the outputs as they are in memory, in the datatype of the reply
 
 
 class Asking(NamedTuple):
@@ -110,7 +111,8 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
     size_of = reply_bytes(asking.form, asking.decimals, outputs, lambda name: wire_datatype(name, asking.datatype, spec))
-    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k)
+    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, asking.datatype, spec)].size for name, shape in outputs.items())
+    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k, raw)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -203,11 +205,6 @@ def _weights(asking: Asking, b: int, h: int) -> dict[str, tuple[int, ...]]:
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     """The V2 name of the datatype in which an output is replied, given the one that the caller wants."""
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
-
-
-def tensor_bytes(outputs: dict[str, tuple[int, ...]], datatype: str | None, spec: LayerSpec) -> int:
-    """Of outputs of these shapes as they are in memory, in the datatype that the request wants."""
-    return sum(math.prod(shape) * DATATYPES[wire_datatype(name, datatype, spec)].size for name, shape in outputs.items())
 
 
 def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:

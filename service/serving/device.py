@@ -1,7 +1,4 @@
-"""Which of torch's devices computes: the one that is named, or a refusal that says which there are; and what is taken of its memory.
-
-Knows no layer and no setting.
-"""
+"""The device that computes, and its memory in use."""
 
 import os
 from pathlib import Path
@@ -12,18 +9,18 @@ STATM = Path("/proc/self/statm")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; "auto": the first GPU, or the CPU where there is none. Raises ValueError where torch has none of it."""
+    """The device of that name; for "auto", the first GPU, or the CPU if there is none. Raises ValueError if torch does not have it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= count:
-        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+        available = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
         built = "" if torch.version.cuda else " (it is built without CUDA)"
-        raise ValueError(f"cannot compute on {name}: torch has {there} here{built}")
+        raise ValueError(f"cannot compute on {name}: the devices of torch here are {available}{built}")
     return device
 
 
-def taken(device: torch.device) -> int:
-    """Bytes of the device's memory; of a CPU's, what this process holds, 0 where the system does not tell."""
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of the device's memory; for a CPU, the resident memory of this process, 0 if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:

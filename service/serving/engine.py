@@ -6,7 +6,7 @@ Decoding, finding and binding are one step, as are building a reply and encoding
 the codecs' threads. Knows no HTTP.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,12 +15,12 @@ from service.errors import TooLarge
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
-from service.serving.cost import ServingLimits, tensor_bytes
+from service.serving.cost import ServingLimits
 from service.serving.executor import Outcome
 from service.serving.figures import FigureRenderer, bind_figure, media_type_of
 from service.serving.layers.registry import HeldLayer, LayerRegistry
 from service.serving.metrics import Metrics, Phases
-from service.serving.replies import build_reply, plan_of, predicted_bytes, refuse_fully_masked
+from service.serving.replies import build_reply, plan_of, refuse_fully_masked
 from service.serving.requests import BoundCall, EncodedReply, RawRequest, Waiting
 from service.serving.scheduler import Scheduler
 from service.serving.shards import Shards, compute_in_shards
@@ -69,17 +69,17 @@ class Engine:
         self.renderer = FigureRenderer(self.clock)
         self.shards: Shards | None = None  # which compute what is too large for this process
 
-    async def attend(self, raw: RawRequest) -> EncodedReply:
+    def attend(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
         """POST /attend, and the Open Inference Protocol's infer."""
-        return await self.answer(raw, ATTEND)
+        return self.answer(raw, ATTEND)
 
-    async def analyse(self, raw: RawRequest) -> EncodedReply:
+    def analyse(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
         """POST /attend/analysis."""
-        return await self.answer(raw, ANALYSIS)
+        return self.answer(raw, ANALYSIS)
 
-    async def figure(self, raw: RawRequest) -> EncodedReply:
+    def figure(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
         """POST /attend/figure. Computed reproducibly, so that the same request gives the same bytes."""
-        return await self.answer(raw, FIGURE)
+        return self.answer(raw, FIGURE)
 
     async def answer(self, raw: RawRequest, endpoint: Endpoint) -> EncodedReply:
         """The reply to a call of that kind. Raises AttendError, with pointers into the body that was sent."""
@@ -92,7 +92,7 @@ class Engine:
         waiting = Waiting(_earliest(raw.deadline, decoded.timeout, started), raw.gone)
         try:
             if raw.lease is not None and bound.figure is None:
-                raw.lease.add(predicted_bytes(bound, raw.reply_codec.writes_text))
+                raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
             outcome = await self.submit(bound, waiting, raw.caller)
             encoding = self.clock()
             encoded = await self.encode(bound, outcome.result, decoded, raw, waiting)
@@ -126,13 +126,11 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(document, members).layer) if layer is None else layer
 
-    async def submit(self, bound: BoundCall, waiting: Waiting, caller: str) -> Outcome:
+    def submit(self, bound: BoundCall, waiting: Waiting, caller: str) -> Coroutine[Any, Any, Outcome]:
         """The result of a bound call: of this process's device, or of all shards together."""
         if self.shards is not None and bound.in_parts:
-            return await compute_in_shards(self.shards, bound, waiting.deadline, self.clock, self.codecs)
-        return await self.scheduler.submit(
-            bound.layer, bound.call, bound.cost, waiting.deadline, waiting.gone, caller, operation=bound.operation
-        )
+            return compute_in_shards(self.shards, bound, waiting.deadline, self.clock, self.codecs)
+        return self.scheduler.submit(bound.layer, bound.call, bound.cost, waiting.deadline, waiting.gone, caller, operation=bound.operation)
 
     async def encode(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest, waiting: Waiting) -> Encoded:
         """The reply's headers and bytes."""
@@ -188,7 +186,7 @@ def _earliest(deadline: float | None, timeout: float | None, now: float) -> floa
 
 def _demand_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
     """Raises TooLarge where the reply's tensors have more than `largest` bytes."""
-    if (size := tensor_bytes(bound.cost.outputs, bound.request.reply.datatype, bound.layer.spec)) > largest:
+    if (size := bound.cost.tensor_bytes) > largest:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))
 
 

@@ -80,8 +80,8 @@ def run(layer: HeldLayer, calls: Sequence[Call], operation: Operation | None = N
     attention = layer.attention
     calls = [call.to(attention.device) for call in calls]
     if len(calls) > 1:
-        return attention.together(calls)
-    forward = attention if operation is None else partial(operation.to(attention.device), attention)
+        return attention.forward_batch(calls)
+    forward = attention.forward if operation is None else partial(operation.to(attention.device), attention)
     return [one_core().submit(forward, calls[0]).result() if calls[0].reproducible else forward(calls[0])]
 
 
@@ -108,8 +108,8 @@ def _take_one_core() -> None:
 def _on_cpu(result: Result) -> Result:
     if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
         return result
-    empty = None if result.empty is None else result.empty.cpu()
-    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, empty)
+    fully_masked = None if result.fully_masked is None else result.fully_masked.cpu()
+    return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, fully_masked)
 
 
 def is_out_of_memory(error: Exception) -> bool:

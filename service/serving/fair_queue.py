@@ -37,10 +37,10 @@ class FairQueue(Generic[T]):
         self._flows: dict[Hashable, _Flow[T]] = {}  # that have items
         self._idle: dict[Hashable, float] = {}  # tags of flows that have none, beyond the virtual time
         self._virtual_time = 0.0
-        self._length = 0
+        self.length = 0  # of items that wait
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[T]:
         """All items, in the order in which they would be served one by one if nothing else came. The queue must not change meanwhile."""
@@ -66,13 +66,20 @@ class FairQueue(Generic[T]):
             tag = max(self._virtual_time, self._idle.pop(key, 0.0))
             flow = self._flows[key] = _Flow(tag)
         flow.items.append(item)
-        self._length += 1
+        self.length += 1
 
     def serve(self, items: Sequence[T]) -> None:
         """Removes these items, the first of which was chosen and the others went along, and counts their cost as work that their flows were
         served."""
         if items:
-            self._virtual_time = max(self._virtual_time, self._flows[self._flow(items[0])].tag)
+            first = self._flows[self._flow(items[0])]
+            self._virtual_time = max(self._virtual_time, first.tag)
+            if len(items) == 1 and first.items[0] is items[0]:  # the common case, as a few steps
+                first.tag += self._cost(items[0])
+                first.items.popleft()
+                self.length -= 1
+                self._drop_if_empty(self._flow(items[0]), first)
+                return
         for item in items:
             self._flows[self._flow(item)].tag += self._cost(item)
         self.remove(items)
@@ -84,17 +91,19 @@ class FairQueue(Generic[T]):
             leaving.setdefault(self._flow(item), set()).add(item)
         for key, some in leaving.items():
             flow = self._flows[key]
-            self._length -= len(some)
+            self.length -= len(some)
             while flow.items and flow.items[0] in some:
                 some.remove(flow.items.popleft())
             if some:
                 flow.items = deque(item for item in flow.items if item not in some)
-            if not flow.items:
-                del self._flows[key]
-                self._remember(key, flow.tag)
+            self._drop_if_empty(key, flow)
 
-    def _remember(self, key: Hashable, tag: float) -> None:
-        """Keeps the tag of a flow that has no items any more, as long as it is ahead of the virtual time."""
+    def _drop_if_empty(self, key: Hashable, flow: _Flow[T]) -> None:
+        """Drops a flow without items; its tag is kept as long as it is ahead of the virtual time."""
+        if flow.items:
+            return
+        del self._flows[key]
+        tag = flow.tag
         if tag <= self._virtual_time:
             return
         self._idle[key] = tag

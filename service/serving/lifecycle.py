@@ -1,4 +1,4 @@
-"""The way in. It closes once, for all: whoever else lets calls in beside the HTTP server closes together with it, and not after it."""
+"""The shutdown gate: closes once, and closes other servers (gRPC) together with the HTTP server, not after it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,43 +10,43 @@ Close = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class ShutdownGate:
-    """Open until `close`. On one event loop, which must run by then."""
+    """Open until `close`. Belongs to one event loop, which must run when it closes."""
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
-        self._others: list[Close] = []
-        self._leaving: list[asyncio.Task[Any]] = []
+        self._servers: list[Close] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
     @property
     def open(self) -> bool:
         return not self._closing.is_set()
 
     def add(self, close: Close) -> None:
-        """Another one that is to close with this one; `close` returns when what came in by it has been answered."""
-        self._others.append(close)
+        """Registers a server to be closed with this gate; its `close` returns when the calls that it had accepted are answered."""
+        self._servers.append(close)
 
     def close(self) -> None:
-        """Returns at once; a second time it does nothing."""
+        """Closes the gate, and starts to close the registered servers. Returns at once; a second time it does nothing."""
         if self.open:
             self._closing.set()
-            self._leaving = [asyncio.get_running_loop().create_task(close()) for close in self._others]
+            self._tasks = [asyncio.get_running_loop().create_task(close()) for close in self._servers]
 
     async def closed(self) -> None:
-        """Returns when all that came in by the others has been answered."""
-        await asyncio.gather(*self._leaving)
+        """Returns when the registered servers have closed."""
+        await asyncio.gather(*self._tasks)
 
     async def closes_within(self, seconds: float) -> None:
-        """Returns once it closes, or after so many seconds."""
+        """Returns when the gate closes, or after so many seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
-    async def until_closed(self, coming: AsyncIterator[T]) -> AsyncIterator[T]:
-        """What comes, until there is no more, or the door closes."""
+    async def until_closed(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """The items, until there are no more, or the gate closes."""
         closing = asyncio.create_task(self._closing.wait())
         try:
             while True:
-                item = asyncio.ensure_future(anext(coming))
+                item = asyncio.ensure_future(anext(items))
                 await asyncio.wait((item, closing), return_when=asyncio.FIRST_COMPLETED)
                 if not item.done():
                     item.cancel()

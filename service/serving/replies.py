@@ -17,7 +17,7 @@ from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, Pla
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
     """Raises InvalidRequest where a row has no key and the caller asked for an error."""
-    if bound.call.fully_masked == "error" and (first := result.first_empty()):
+    if bound.call.fully_masked == "error" and (first := result.first_fully_masked()):
         raise masked_rows(first)
 
 
@@ -60,14 +60,6 @@ def plan_of(request: AttendRequest, layer: HeldLayer, limits: cost.ServingLimits
         admitted=not problems,
         refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
     )
-
-
-def predicted_bytes(bound: BoundCall, writes_text: bool) -> int:
-    """Predicted bytes of the reply; `writes_text` for a codec that may write numbers as text, which takes more bytes."""
-    if writes_text:
-        return bound.cost.reply_bytes
-    shapes = bound.cost.outputs.items()
-    return sum(math.prod(shape) * DATATYPES[_datatype(name, bound.request, bound.layer.spec)].size for name, shape in shapes)
 
 
 def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:

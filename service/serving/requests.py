@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.attention.call import Call
 from service.attention.figures import FigureSpec
@@ -22,8 +22,7 @@ PACKED = 10  # estimated bytes of an unpacked body for each byte of a compressed
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """Until when a caller waits for its reply, on the engine's clock, and whether it has gone."""
 
     deadline: float | None
@@ -71,8 +70,7 @@ class RawRequest:
         return body
 
 
-@dataclass(frozen=True, slots=True)
-class BoundCall:
+class BoundCall(NamedTuple):
     """A validated request and its layer: shapes fit, the cost is admitted, arrays are cast to the layer's dtype."""
 
     request: AttendRequest
@@ -84,8 +82,7 @@ class BoundCall:
     figure: FigureSpec | None = None  # the picture that the result becomes
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedReply:
+class EncodedReply(NamedTuple):
     """A reply: headers that describe its bytes, the bytes in pieces, how long each phase took, and what the log says of the call."""
 
     headers: Headers

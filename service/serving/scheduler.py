@@ -85,7 +85,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether anything waits or is being computed."""
-        return self._busy or bool(self._light or self._heavy)
+        return self._busy or self._light.length > 0 or self._heavy.length > 0
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -191,7 +191,8 @@ class Scheduler:
         for entry in entries:
             self._occupancy.remove(entry.flow, entry.cost)
         queue.serve(served)
-        queue.remove([entry for entry in entries if entry not in served] if served else entries)
+        if len(served) < len(entries):
+            queue.remove([entry for entry in entries if entry not in served] if served else entries)
 
     def _next(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
         """Plans what can be done now: an aside, or batches, once the loop has taken in whatever else has arrived by then.
@@ -201,13 +202,13 @@ class Scheduler:
         """
         if self._apart or self._planned:
             return
-        if self._asides and not self._busy and not ((self._light or self._heavy) and self._aside_last):
+        if self._asides and not self._busy and not ((self._light.length or self._heavy.length) and self._aside_last):
             work, future = self._asides.popleft()
             self._busy = self._apart = self._aside_last = True
             self._running = (self.clock(), 0.0)
             done = self._thread.submit(work)
             done.add_done_callback(lambda ran: loop.call_soon_threadsafe(self._aside_done, loop, future, ran.exception()))
-        elif self._light or (self._heavy and not self._busy):
+        elif self._light.length or (self._heavy.length and not self._busy):
             self._planned = True
             if delay:
                 loop.call_later(delay, self._dispatch, loop)
@@ -229,11 +230,13 @@ class Scheduler:
             return
         if not self._busy:
             self._aside_last = False
-            if self._heavy:
+            if self._heavy.length:
                 self._serve(loop, self._heavy, self.batch_limits)
-        if self._light:
-            operations = min(self.batch_limits.operations, INLINE_OPERATIONS) if self._busy else self.batch_limits.operations
-            self._serve(loop, self._light, replace(self.batch_limits, operations=operations))
+        if self._light.length:
+            limits = self.batch_limits
+            if self._busy:
+                limits = replace(limits, operations=min(limits.operations, INLINE_OPERATIONS))
+            self._serve(loop, self._light, limits)
         self._next(loop)
 
     def _serve(self, loop: asyncio.AbstractEventLoop, queue: FairQueue[Entry], limits: BatchLimits) -> None:
@@ -244,22 +247,22 @@ class Scheduler:
             left = deque(everyone)
             batch, expired, abandoned = take(left, limits, self.clock())
             staying = set(left)
-            self._remove(queue, [entry for entry in everyone if entry not in staying], batch)
+            self._remove(queue, [entry for entry in everyone if entry not in staying] if left else everyone, batch)
             self._swept, everyone, affected = False, [], batch
             for entry in expired:
                 entry.settle(_too_late())
             self._drop(abandoned)
             if batch:
                 self.metrics.batched(len(batch))
-                self._start(loop, batch)
+                self._start(loop, batch, queue is self._light)
         except Exception as error:  # whatever it is, nobody may wait for ever
             self._remove(queue, everyone)
             self._finish(loop, [(entry, failure(error)) for entry in affected])
 
-    def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry]) -> None:
-        """Computes a batch: a light one here, any other on the device's thread."""
+    def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry], light: bool) -> None:
+        """Computes a batch: one of light calls here, if it is small, any other on the device's thread."""
         operations = sum(entry.cost.operations for entry in batch)
-        if self._queue_of(batch[0]) is self._light and operations <= INLINE_OPERATIONS:
+        if light and operations <= INLINE_OPERATIONS:
             self._finish(loop, compute(batch, self.clock, self.metrics.split))
             return
         self._busy, self._running = True, (self.clock(), self._throughput.seconds(batch[0].flow.size, operations))

@@ -13,7 +13,7 @@ from service.serving.admission import ByteBudget
 from service.serving.batching import limits_on
 from service.serving.cost import ServingLimits
 from service.serving.decoding import read_document, read_layer, read_object
-from service.serving.device import find_device, taken
+from service.serving.device import find_device, memory_in_use
 from service.serving.engine import Engine
 from service.serving.executor import one_core
 from service.serving.layers.files import Source, write_layer_file
@@ -115,7 +115,7 @@ class Service:
 
     def sample(self) -> None:
         """Brings the gauges up to date."""
-        self.metrics.sample(self.scheduler.load, self.budget.held, taken(self.registry.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Samples once a second where another process may be asked for the metrics of this one. Otherwise GET /metrics samples."""

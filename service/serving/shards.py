@@ -115,7 +115,7 @@ def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> 
     if call.fully_masked == "uniform":
         sizes = torch.tensor(_bounds(call, len(parts))).double().diff()
         shares = torch.where(empty, (sizes / sizes.sum()).view(-1, 1, 1, 1), shares)
-    made: dict[str, Tensor] = {"log_sum_exp": whole.to(attention.scores.dtype)}
+    made: dict[str, Tensor] = {"log_sum_exp": whole.to(attention.eager.dtype)}
     if "scores" in call.outputs:
         made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     on = call.to(attention.device)
@@ -157,8 +157,8 @@ def _of_keys(masks: Masks, first: int, end: int) -> Masks:
         masks,
         positions=masks.positions - first,
         num_keys=end - first,
-        pairs=keep(masks.pairs),
-        keys=keep(masks.keys),
+        attend_mask=keep(masks.attend_mask),
+        attend_keys=keep(masks.attend_keys),
         lengths=None if masks.lengths is None else (masks.lengths - first).clamp(0, end - first),
         bias=keep(masks.bias),
         aligned=False,

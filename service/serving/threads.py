@@ -1,4 +1,4 @@
-"""How many threads arithmetic gets. Knows the machine; must run before torch starts its pool, so it does not know torch."""
+"""The number of threads for arithmetic, from CPU affinity and cgroup quota; decided before torch, which starts its pool, is imported."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores this process may really use: the least of CPU affinity and cgroup quota, at least 1.
+    """Cores that this process may use: the lesser of CPU affinity and cgroup quota, at least 1.
 
     A container limited to 4 of 40 cores that starts 40 threads is stopped by the kernel nine tenths of the time.
     """
@@ -16,7 +16,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def plan_threads(workers: int, threads: int | None, cores: int) -> int:
-    """Threads for each of `workers` processes, so that together they never exceed the cores. Raises ValueError where they would."""
+    """Threads for each of `workers` processes, so that together they never exceed the cores. Raises ValueError if they would."""
     planned = threads if threads is not None else max(1, cores // workers)
     if workers * planned > cores:
         raise ValueError(f"{workers} workers with {planned} threads each exceed the {cores} cores this process may use")
@@ -24,7 +24,7 @@ def plan_threads(workers: int, threads: int | None, cores: int) -> int:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """CPUs of the cgroup's quota, version 2 or 1; None where there is no limit to read."""
+    """CPUs of the cgroup's quota, version 2 or 1; None if there is no limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -32,6 +32,6 @@ def _quota(cgroup: Path) -> float | None:
             quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         except OSError:
             return None
-    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max", -1, or nothing we know
+    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max", -1, or an unknown form
         return None
     return int(quota) / int(period)

@@ -1,7 +1,6 @@
-"""The one table from errors to statuses, and the one place where refusals are written: as RFC 9457 problem details, and under /v2 as that
-protocol has them, {"error": "…"}.
+"""Errors as HTTP replies: the table of statuses, and the bodies, which are RFC 9457 problem details, and {"error": "…"} under /v2.
 
-A class without a row takes its nearest ancestor's. No reply shows a stack trace or a path of the machine.
+A class without a row has the status of its nearest ancestor. No reply shows a stack trace or a path of the machine.
 """
 
 import json
@@ -38,7 +37,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.DeadlinePassed: 504,
     errors.OutOfMemory: 507,
     errors.StorageFull: 507,
-    errors.CallerGone: 499,  # never sent: there is nobody to send it to
+    errors.CallerGone: 499,  # never sent, since the caller has gone
     errors.ServiceFault: 500,
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
@@ -53,22 +52,22 @@ def status_of(error: errors.AttendError) -> int:
 
 
 def refusal(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
-    """Status, media type and body of a refusal, as the callers of this path read it."""
+    """Status, media type and body of a refusal, in the form of this path."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path == V2 or path.startswith(f"{V2}/"):  # whose clients know no 422
+    if path == V2 or path.startswith(f"{V2}/"):  # the protocol has no 422
         return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
     return status, PROBLEM_JSON, problem(status, title, detail, scope["attend"].request_id, problems)
 
 
 def problem(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
-    """The body of a refusal."""
+    """The body of a refusal as problem details."""
     found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     return json.dumps({**document, "request_id": request_id, "errors": found}).encode()
 
 
 def respond(error: errors.AttendError, scope: Any) -> Response:
-    """The response to a refusal; leaves its reason with the request's record."""
+    """The response to an error, whose reason goes into the record of the request."""
     record = scope["attend"]
     record.reason, record.detail = type(error).__name__, error.detail
     status = status_of(error)
@@ -87,37 +86,37 @@ def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = rand
 
 
 def out_of_memory(error: Exception, scope: Any) -> Response:
-    """The response where memory was wanted that was not there; what the request had of it is given back before."""
+    """The response where memory ran out. The memory of the failed request is freed first."""
     traceback.clear_frames(error.__traceback__)
-    return respond(errors.OutOfMemory("the memory that the request needs was not there"), scope)
+    return respond(errors.OutOfMemory("there was not enough memory for this request"), scope)
 
 
-def apology(scope: Any) -> Response:
-    """The response where an exception came that nobody expected."""
-    status, media_type, body = refusal(scope, 500, "internal error", "the request failed for a reason that is ours to mend")
+def internal_error(scope: Any) -> Response:
+    """The response to an unexpected exception."""
+    status, media_type, body = refusal(scope, 500, "internal error", "unexpected error; the server's log has the cause")
     return Response(body, status, media_type=media_type)
 
 
 def install(app: FastAPI) -> None:
-    """Registers the handlers: ours, and the framework's own 404 and 405 in the same dress.
+    """Registers the handlers of errors, and of the framework's 404 and 405.
 
-    Starlette answers in its own words what no handler takes, and raises it again.
+    Starlette answers what no handler takes with a plain text, and raises it again.
     """
 
     async def refused(request: Request, error: Exception) -> Response | None:
         assert isinstance(error, errors.AttendError)
         if isinstance(error, errors.CallerGone):
             request.scope["attend"].reason = type(error).__name__
-            return None  # there is nobody to answer
+            return None  # the caller has gone
         return respond(error, request.scope)
 
-    async def without_memory(request: Request, error: Exception) -> Response:
+    async def memory_error(request: Request, error: Exception) -> Response:
         if not is_out_of_memory(error):
             raise error
         return out_of_memory(error, request.scope)
 
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        return apology(request.scope)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return internal_error(request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -132,10 +131,10 @@ def install(app: FastAPI) -> None:
         status, media_type, body = refusal(request.scope, status, TITLES.get(status, "error"), detail)
         return Response(body, status, headers, media_type=media_type)
 
-    app.add_exception_handler(errors.AttendError, refused)  # type: ignore[arg-type]  # Starlette takes None, and does not say so
-    for kind in (MemoryError, RuntimeError, ImportError, OSError):  # all that `is_out_of_memory` knows
-        app.add_exception_handler(kind, without_memory)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(errors.AttendError, refused)  # type: ignore[arg-type]  # Starlette accepts None, against its annotations
+    for kind in (MemoryError, RuntimeError, ImportError, OSError):  # the types that `is_out_of_memory` recognizes
+        app.add_exception_handler(kind, memory_error)
+    app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(HTTPException, unrouted)
 
 

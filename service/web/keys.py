@@ -1,7 +1,7 @@
-"""API keys with scopes: a file of digests, read again whenever it changes. `web/middleware/guard.py` says what each scope allows.
+"""API keys with scopes: a file of digests, read again when it changes. `web/middleware/guard.py` defines what each scope allows.
 
-A line is `name scope,scope sha256-of-the-key`. Keys are made here, of 256 random bits, so that a plain digest is as good as a slow one:
-nobody guesses them. Every line is compared, in constant time, whatever the ones before it said.
+A line is `name scope,scope sha256-of-the-key`. Keys have 256 random bits, so that a fast digest is safe. A key is compared with all lines,
+each in constant time.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ log = structlog.get_logger("attend")
 
 
 class BadKeys(Exception):
-    """A file of keys that cannot be read; the message names the file and the line, and nothing that stands there."""
+    """A keys file that cannot be read. The message names the file and the line, and shows nothing of its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of a key: not the key itself."""
+    """A key without its secret."""
 
     name: str
     scopes: frozenset[str]
@@ -35,12 +35,12 @@ class Key:
 
 
 def digest(key: str) -> str:
-    """What stands in the file for a key."""
+    """The SHA-256 of a key, as hexadecimal digits."""
     return hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()
 
 
 def make_key(name: str, scopes: Collection[str]) -> tuple[str, Key]:
-    """A new key, to be shown once, and what is kept of it. Raises BadKeys for a name or scope that cannot be."""
+    """A new secret, and its entry for the file. Raises BadKeys for an invalid name or scope."""
     if not NAME.fullmatch(name):
         raise BadKeys(f"expected a name of letters, digits and ._-, got {name!r}")
     if not scopes or not set(scopes) <= set(SCOPES):
@@ -54,7 +54,7 @@ def read_keys(path: Path) -> list[Key]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadKeys(f"cannot read the keys file {path}: {getattr(error, 'strerror', 'it is no text')}") from None
+        raise BadKeys(f"cannot read the keys file {path}: {getattr(error, 'strerror', 'it is not text')}") from None
     keys = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -77,29 +77,29 @@ def write_keys(path: Path, keys: Iterable[Key]) -> None:
 
 
 class Keyring:
-    """The keys of a file as they are now. A file that has become unreadable leaves the last good ones in force, and says so in the log."""
+    """The current keys of a file. If the file becomes unreadable, the last keys stay valid, and the log says so."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadKeys: a server does not start without knowing whom to let in."""
+        """Raises BadKeys."""
         self._path, self._keys = path, read_keys(path)
-        self._state = self._look()
+        self._state = self._stat()
 
     def find(self, presented: str) -> Key | None:
-        """Whose key this is; None for nobody's."""
-        if (state := self._look()) != self._state:
+        """The key with that secret, None if there is none."""
+        if (state := self._stat()) != self._state:
             self._state = state
             try:
                 self._keys = read_keys(self._path)
-                log.info("keys read again", keys=[key.name for key in self._keys])
+                log.info("keys reloaded", keys=[key.name for key in self._keys])
             except BadKeys as error:
-                log.error("the keys stay as they were", error=str(error))
+                log.error("keys not reloaded", error=str(error))
         found, presented_digest = None, digest(presented)
         for key in self._keys:
             if hmac.compare_digest(key.digest, presented_digest):
                 found = key
         return found
 
-    def _look(self) -> tuple[int, ...]:
+    def _stat(self) -> tuple[int, ...]:
         try:
             status = self._path.stat()
         except OSError:

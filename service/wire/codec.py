@@ -6,7 +6,6 @@ Codecs keep no state between calls. What the reply needs of its request (an id, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,8 +43,7 @@ class ErrorPaths:
 SAME_PATHS = ErrorPaths()
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """A decoded body. `members` are those of a request of the service's own: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]

@@ -4,19 +4,34 @@ b batch, h heads, q queries, k keys. An unbatched request has no b in any field.
 in `serving/binding.py`.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from service.spec import disagreement
 from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
 
-if TYPE_CHECKING:
-    from service.wire.schemas.attend import AttendRequest
-
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
-def check(request: "AttendRequest") -> None:
+class Fields(Protocol):
+    """The fields of an AttendRequest, each valid by itself."""
+
+    query: Array
+    key: Array | None
+    value: Array | None
+    valid_lens: Array | None
+    query_offset: Any
+    causal: bool
+    window: Any
+    head_scale: Array | None
+    outputs: Any
+    output_gradient: Array | None
+    select: Any
+    reply: Any
+    tokens: Any
+
+
+def check(request: Fields) -> None:
     """Raises PydanticCustomError at the first field that does not fit the others."""
     b, q, k = _sequences(request)
     for attend, block in EXCLUSIVE:
@@ -38,7 +53,7 @@ def check(request: "AttendRequest") -> None:
     _tokens(request, b, q, k)
 
 
-def _sequences(request: "AttendRequest") -> tuple[int | None, int, int]:
+def _sequences(request: Fields) -> tuple[int | None, int, int]:
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
         raise disagreement("/value", "a key beside the value", "a value alone")
@@ -66,7 +81,7 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
 
 
-def _lengths(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+def _lengths(request: Fields, b: int | None, q: int, k: int) -> None:
     lens = request.valid_lens
     if lens is None:
         return
@@ -80,7 +95,7 @@ def _lengths(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(real, at))
 
 
-def _positions(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+def _positions(request: Fields, b: int | None, q: int, k: int) -> None:
     offset = request.query_offset
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
@@ -91,14 +106,14 @@ def _positions(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
         raise disagreement("/query_offset", expected, "nothing")
 
 
-def _head_scale(request: "AttendRequest", b: int | None) -> None:
+def _head_scale(request: Fields, b: int | None) -> None:
     array = request.head_scale
     if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
         wanted = "shape [heads]" if b is None else f"shape [heads] or [{b}, heads]"
         raise disagreement("/head_scale", wanted, f"shape {list(array.shape)}")
 
 
-def _selection(request: "AttendRequest", q: int) -> None:
+def _selection(request: Fields, q: int) -> None:
     for i, output in enumerate(request.outputs):
         if output in request.outputs[:i]:
             raise disagreement(f"/outputs/{i}", "each output once", f'"{output}" twice')
@@ -118,7 +133,7 @@ def _selection(request: "AttendRequest", q: int) -> None:
             seen.add(index)
 
 
-def _gradients(request: "AttendRequest") -> None:
+def _gradients(request: Fields) -> None:
     raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
     if raw and request.output_gradient is None:
         raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is among the outputs", "nothing")
@@ -126,7 +141,7 @@ def _gradients(request: "AttendRequest") -> None:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
-def _tokens(request: "AttendRequest", b: int | None, q: int, k: int) -> None:
+def _words(request: Fields, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):

@@ -12,7 +12,7 @@ from support.layers import call_of, make
 from service.attention import linear
 from service.attention.linear import NARROW, Linear, is_batch_invariant, measure, takes_onednn
 from service.attention.masks import Masks
-from service.attention.whole import OUTPUTS
+from service.attention.short import OUTPUTS
 
 
 @pytest.fixture(autouse=True)
@@ -144,15 +144,17 @@ def test_a_reproducible_call_takes_torchs_own_whatever_was_measured(onednn: None
     monkeypatch.setattr(linear, "_lay_out", lambda weight: weight)
     monkeypatch.setattr(linear, "_onednn", lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias) * 1.001)
     layer, plain = make(d_model=160, num_heads=2)
+    for name in ("query", "key", "value", "output", "key+value", "query+key+value"):
+        layer.projections.product(torch.ones(1, 160), name)
     monkeypatch.setattr(linear, "_is_fast", lambda weight: False)
     monkeypatch.setattr(linear, "_taken", {})
     plain.tune()
     for outputs in (OUTPUTS, frozenset({"query_projection", "value_projection", "output"})):
         for call in (call_of(layer, 2, 7, outputs=outputs), replace(call_of(layer, 2, 7, outputs=outputs), masks=causal(7))):
-            for shared in (call, replace(call, value=call.key), replace(call, key=call.query, value=call.query)):
-                got, wanted = (one(replace(shared, reproducible=True)).tensors for one in (layer, plain))
+            for shared in (call, replace(call, key=call.query.clone()), replace(call, value=call.query.clone())):
+                got, wanted = (one.forward(replace(shared, reproducible=True)).tensors for one in (layer, plain))
                 assert all(torch.equal(got[name], wanted[name]) for name in outputs)
-                ignored = layer(shared).tensors
+                ignored = layer.forward(shared).tensors
                 assert not all(torch.equal(ignored[name], wanted[name]) for name in outputs), "nothing would show that it was heard"
 
 

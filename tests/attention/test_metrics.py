@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.attention import blocks
+from service.attention import eager
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
@@ -164,7 +164,7 @@ def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     metrics_query = MetricsQuery(names, query_words=WORDS, key_words=WORDS)
     whole = measure(layer, call, metrics_query).tensors
 
-    monkeypatch.setattr(blocks, "BLOCK", 1)
+    monkeypatch.setattr(eager, "BLOCK", 1)
     pieces = measure(layer, call, metrics_query).tensors
 
     assert set(whole) == set(pieces)
@@ -179,7 +179,7 @@ def test_gradient_importance_is_the_gradient() -> None:
     x, direction = (torch.from_numpy(rng.standard_normal((2, N, 12))) for _ in range(2))
     for toward in (None, direction):
         call = Call(x, x, x, Masks(torch.arange(N)[None], N), 0.5, frozenset({"head_outputs"}))
-        heads = layer(call).tensors["head_outputs"].clone()
+        heads = layer.forward(call).tensors["head_outputs"].clone()
         factor = torch.ones(2, 3, 1, 1, dtype=torch.float64, requires_grad=True)
         output = torch.nn.functional.linear(
             (heads * factor).transpose(1, 2).flatten(2), layer.weights["output.weight"].clone(), layer.weights["output.bias"].clone()

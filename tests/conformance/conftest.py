@@ -18,7 +18,7 @@ from conformance.subject import Subject
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
     group.addoption("--url", help="of the server; the project's own if not given")
-    group.addoption("--model", default="default", help="name of a model that it serves")
+    group.addoption("--model", help="name of a model that it serves; `default` if not given")
     group.addoption("--inputs", help='JSON, where its metadata names none: [{"name": "x", "datatype": "FP32", "shape": [1, 3]}]')
 
 
@@ -26,14 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """The server, its model, and what it says of itself."""
     option = request.config.getoption
-    url = option("--url", None) or request.getfixturevalue("server").url
-    with httpx.Client(base_url=url, timeout=60) as http:
-        model = option("--model", "default")
+    model = option("--model", None) or "default"
+    own = None if option("--url", None) else request.getfixturevalue("server").url
+    with httpx.Client(base_url=own or option("--url"), timeout=60) as http:
+        if own:  # three inputs of three widths: one that took another's place would not fit
+            model, spec = "conformance", {"d_model": 6, "num_heads": 2, "key_dim": 5, "value_dim": 7}
+            http.put(f"/layers/{model}", json={"spec": spec}).raise_for_status()
         extensions = http.get("/v2").json()["extensions"]
         metadata = http.get(f"/v2/models/{model}").json()
         given = option("--inputs", None)
         inputs = json.loads(given) if given else _required(http, model, metadata, extensions)
         yield Subject(http, model, extensions, metadata, [_filled(one) for one in inputs])
+        if own:
+            http.delete(f"/layers/{model}").raise_for_status()
 
 
 def _required(http: httpx.Client, model: str, metadata: dict[str, Any], extensions: list[str]) -> list[dict[str, Any]]:

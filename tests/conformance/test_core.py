@@ -108,6 +108,8 @@ def test_outputs_that_are_asked_for_come_alone(subject: Subject) -> None:
 
 
 def test_the_order_of_inputs_does_not_matter(subject: Subject) -> None:
+    if len(subject.inputs) < 2:
+        pytest.skip("the model has one input")
     one, other = outputs_of(subject.infer()), outputs_of(subject.infer({"inputs": subject.inputs[::-1]}))
 
     assert all(agreed(one[name], other[name]) for name in one)

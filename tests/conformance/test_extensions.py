@@ -27,6 +27,8 @@ def binary(subject: Subject) -> Subject:
 @pytest.mark.parametrize("out", [False, True])
 def test_binary_contradiction_6_inputs_need_no_data(binary: Subject, in_json: int, out: bool) -> None:
     """All of them as bytes, or one in JSON beside the others; outputs either way; the numbers are the same."""
+    if in_json and len(binary.inputs) < 2:
+        pytest.skip("the model has one input, and so nothing beside it")
     body, headers = binary.binary({"parameters": {"binary_data_output": out}}, in_json)
     answer = binary.send(body, headers)
 

@@ -444,14 +444,14 @@ def test_calls_to_a_layer_without_projections_go_together_as_well() -> None:
 def test_one_call_is_left_as_it_is() -> None:
     """No copy of it is made, and none of its result."""
     call, _ = bound(LAYER, **base())
-    result = LAYER.attention(call)
+    result = LAYER.attention.forward(call)
     assert stack([call]) is call
     assert split(result, [1])[0] is result
 
 
 def test_a_split_copies_nothing() -> None:
     """Each part is a view of the whole result, in the order of the calls."""
-    result = LAYER.attention(bound(LAYER, query=numbers(6, Q, 6))[0])
+    result = LAYER.attention.forward(bound(LAYER, query=numbers(6, Q, 6))[0])
     parts = split(result, [2, 1, 3])
     for name, whole in result.tensors.items():
         assert [part.tensors[name].shape[0] for part in parts] == [2, 1, 3]
@@ -467,12 +467,12 @@ def test_what_all_share_is_held_once() -> None:
     assert stacked.query.shape[0] == 4
     assert stacked.key is stacked.query
     assert stacked.value is stacked.key
-    assert stacked.masks.pairs is not None
-    assert stacked.masks.pairs.shape[0] == 1
+    assert stacked.masks.attend_mask is not None
+    assert stacked.masks.attend_mask.shape[0] == 1
 
     differing = stack([*calls, bound(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
-    assert differing.masks.pairs is not None
-    assert differing.masks.pairs[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
+    assert differing.masks.attend_mask is not None
+    assert differing.masks.attend_mask[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 64])
@@ -541,7 +541,7 @@ def selection(rng: np.random.Generator, layer: HeldLayer, queries: int) -> dict[
 def assert_same(got: Result, alone: Result, dtype: str, note: str) -> None:
     """|a - b| <= 1e-6 max|b| where the layer computes in float32, 1e-12 in float64; infinities, keys and empty rows exactly."""
     assert got.fully_masked_rows == alone.fully_masked_rows, note
-    assert got.first_empty(10**6) == alone.first_empty(10**6), note
+    assert got.first_fully_masked(10**6) == alone.first_fully_masked(10**6), note
     assert got.tensors.keys() == alone.tensors.keys(), note
     for name, b in alone.tensors.items():
         a = got.tensors[name]
@@ -570,7 +570,7 @@ def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | No
 
 def assert_law_7(layer: HeldLayer, calls: list[Call], note: str, limits: BatchLimits = STACKED) -> list[int]:
     """Taken from a queue and computed, the calls get what each gets by itself. Returns the sizes of the batches they came in."""
-    alone = {id(call): layer.attention(call) for call in calls}
+    alone = {id(call): layer.attention.forward(call) for call in calls}
     waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
     while waiting:
         batch = took(waiting, limits)
@@ -599,7 +599,7 @@ def test_law_7_stacked_equals_alone(init: str) -> None:
         layer, calls = kin_requests(seed, 2 + seed % 4, init)
         apart += assert_law_7(layer, calls, f"seed {seed}") != [len(calls)]  # those of the largest scores
         sizes |= {call.query.shape[0] for call in calls}
-        empty += sum(layer.attention(call).fully_masked_rows for call in calls)
+        empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
     assert sizes == {1, 2, 3, 4}
     assert empty > 100
     assert apart < 5
@@ -647,7 +647,7 @@ def test_law_7_side_by_side_equals_alone(init: str) -> None:
         sizes = assert_law_7(layer, calls, f"seed {seed}", UNLIMITED)
         together += max(sizes) > 1
         shapes |= {call.query.shape[1] - call.key.shape[1] for call in calls}
-        empty += sum(layer.attention(call).fully_masked_rows for call in calls)
+        empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
     assert together > 80  # but those of the largest scores
     assert len(shapes) > 5
     assert empty > 100
@@ -661,7 +661,6 @@ def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: i
     threads(number)
     layer = REGISTRY.make("wide", LayerSpec(d_model=width, num_heads=8))
     layer.attention.tune()
-    assert layer.attention.whole is not None
     rng = np.random.default_rng(width)
     lengths = [(1, 17), (1, 5), (3, 5), (2, 5), (1, 40), (1, 1), (1, 64), (2, 33), *((1, int(n)) for n in rng.integers(2, 30, 12))]
     for masks in ([{}], [{}, {"causal": True}, {"outputs": ["output"]}]):
@@ -669,7 +668,7 @@ def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: i
         for i, shape in enumerate(lengths):
             inputs = {name: rng.standard_normal((*shape, width)) for name in (("query",) if shared else ("query", "key", "value"))}
             calls.append(bound(layer, **inputs, **masks[i % len(masks)])[0])
-        together = [20] if layer.attention.projections.are_steady else [1] * 20
+        together = [20] if layer.attention.projections.are_batch_invariant else [1] * 20
         assert assert_law_7(layer, calls, f"{masks}", UNLIMITED) == together
 
 
@@ -766,9 +765,9 @@ def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
     ]
     assert batch_key_of(LAYER, calls[1]) == (None, None)  # scores of that size are not stacked; were they, nobody would suffer
 
-    own, spoilt = split(LAYER.attention(stack(calls)), [1, 1])
+    own, spoilt = split(LAYER.attention.forward(stack(calls)), [1, 1])
 
-    assert_same(own, LAYER.attention(calls[0]), "float32", "the neighbour")
+    assert_same(own, LAYER.attention.forward(calls[0]), "float32", "the neighbour")
     assert torch.isfinite(own.tensors["output"]).all()
     assert torch.isfinite(spoilt.tensors["output"][:, :3]).all()
 
@@ -779,12 +778,12 @@ def test_a_call_without_items_is_spared_its_neighbours(sizes: tuple[int, ...]) -
     calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
     assert len({batch_key_of(LAYER, call) for call in calls}) == 1
 
-    together = split(LAYER.attention(stack(calls)), sizes)
+    together = split(LAYER.attention.forward(stack(calls)), sizes)
 
     assert [result.fully_masked_rows for result in together] == [b * H * Q for b in sizes]
-    assert [len(result.first_empty()) for result in together] == [4 if b else 0 for b in sizes]
+    assert [len(result.first_fully_masked()) for result in together] == [4 if b else 0 for b in sizes]
     for got, call in zip(together, calls, strict=True):
-        assert_same(got, LAYER.attention(call), "float32", f"{call.query.shape[0]} items")
+        assert_same(got, LAYER.attention.forward(call), "float32", f"{call.query.shape[0]} items")
 
 
 @pytest.mark.parametrize("rows", [0, 100])
@@ -797,7 +796,7 @@ def test_law_7_through_a_queue_of_everything(rows: int) -> None:
         layer, calls = kin_requests(1000 + seed, count=5)
         for call in [*calls, replace(calls[0], dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
             one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0)
-            alone[id(one)] = layer.attention(call)
+            alone[id(one)] = layer.attention.forward(call)
             entries.append(one)
     waiting = deque(entries[i] for i in rng.permutation(len(entries)))
 
@@ -817,13 +816,13 @@ def test_law_7_through_a_queue_of_everything(rows: int) -> None:
 def test_the_property_can_fail() -> None:
     """The comparison sees a call that got its neighbour's result, one wrong number in the last place that counts, and a lost empty row."""
     layer, calls = kin_requests(3, count=2)
-    a, b = (layer.attention(call) for call in calls)
+    a, b = (layer.attention.forward(call) for call in calls)
     wrong: list[Callable[[], None]] = [lambda: assert_same(a, b, layer.spec.dtype, "")]
     name, tensor = next((n, t) for n, t in a.tensors.items() if t.is_floating_point() and torch.isfinite(t).all())
     nudged = tensor.clone()
     nudged[(0,) * nudged.ndim] += 1e-5 * tensor.abs().max()
     wrong.append(lambda: assert_same(replace(a, tensors={**a.tensors, name: nudged}), a, layer.spec.dtype, ""))
-    wrong.append(lambda: assert_same(replace(a, empty=torch.ones(1, 1, 1, dtype=torch.bool)), a, layer.spec.dtype, ""))
+    wrong.append(lambda: assert_same(replace(a, fully_masked=torch.ones(1, 1, 1, dtype=torch.bool)), a, layer.spec.dtype, ""))
     for check in wrong:
         with pytest.raises(AssertionError):
             check()

@@ -38,7 +38,7 @@ SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 
 
 def compute(layer, call, shards):
     attention = without_sinks(layer.attention)
-    return join(layer.attention, call, [attention(part) for part in cut(call, shards)])
+    return join(layer.attention, call, [attention.forward(part) for part in cut(call, shards)])
 
 
 def close(expected, got, tolerance):
@@ -56,7 +56,7 @@ def test_a_call_in_parts_is_the_call(dtype, seed, select):
     layer = REGISTRY.make("x", case.spec, case.weights)
     request = AttendRequest(**case.request, outputs=OUTPUTS, select=None if select is None else Select(**select))
     call = bind(request, case.spec)
-    expected = layer.attention(call)
+    expected = layer.attention.forward(call)
     scores = expected.tensors["scores"]
     largest = scores[torch.isfinite(scores)].abs().max().item() if torch.isfinite(scores).any() else 0.0
     tolerance = 1e-12 if dtype == "float64" else 1e-6 * max(1.0, largest)  # an error in a score is a relative one in a weight
@@ -68,7 +68,7 @@ def test_a_call_in_parts_is_the_call(dtype, seed, select):
             if name != "keys":  # of equal weights another may come first by a rounding
                 close(expected.tensors[name], got.tensors[name], tolerance)
         if select is not None and "top_k" in select:
-            weights = layer.attention(replace(call, top_k=None)).tensors["attention_weights"]
+            weights = layer.attention.forward(replace(call, top_k=None)).tensors["attention_weights"]
             close(expected.tensors["values"], weights.gather(-1, got.tensors["keys"]), tolerance)
 
 
@@ -85,7 +85,7 @@ def test_alibi_far_away_in_parts(sinks, offset):
     request = {"query": rng.standard_normal((2, 11, 8)).astype(np.float32), "query_offset": offset}
     expected = forward.attend(spec, weights, **request)
     call = bind(AttendRequest(**request, outputs=OUTPUTS), spec)
-    for got in (layer.attention(call), *(compute(layer, call, shards) for shards in (2, 64))):
+    for got in (layer.attention.forward(call), *(compute(layer, call, shards) for shards in (2, 64))):
         for name in OUTPUTS:
             wanted, relative = getattr(expected, name), 1e-6 if name in ("scores", "log_sum_exp") else 0
             assert got.tensors[name].dtype == torch.float32
@@ -155,7 +155,7 @@ class Here:
         await asyncio.sleep(self.wait)
         if self.error:
             raise self.error
-        return [without_sinks(layer.attention)(part) for part in parts]
+        return [without_sinks(layer.attention).forward(part) for part in parts]
 
 
 def ask(shards, limits=None, deadline=None, **fields):

@@ -1,10 +1,11 @@
-"""The application on a real socket, in this process."""
+"""The application in this process: on a real socket, or without one."""
 
+import asyncio
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import httpx
 import uvicorn
@@ -12,6 +13,7 @@ import uvicorn
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
+from support.waiting import PATIENCE, until
 
 
 @contextmanager
@@ -22,13 +24,32 @@ def serve_here(settings: Settings) -> Iterator[str]:
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    url, deadline = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic() + 60
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        while httpx.get(f"{url}/health/ready").status_code != 200:
-            assert time.monotonic() < deadline, "not ready"
-            time.sleep(0.01)
+        until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, "ready")
         yield url
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def answers(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]:
+    """The answers of an application with these settings, without a socket: it may then say that it listens anywhere. POST if not said."""
+
+    async def ask() -> list[httpx.Response]:
+        async with application(settings) as client:
+            return [await client.request(**{"method": "POST", **request}) for request in requests]
+
+    return asyncio.run(ask())
+
+
+@asynccontextmanager
+async def application(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application in this event loop, which is ready."""
+    app = create_app(settings)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    async with app.router.lifespan_context(app), client, asyncio.timeout(PATIENCE):
+        while (await client.get("/health/ready")).status_code != 200:
+            await asyncio.sleep(0.001)
+        yield client

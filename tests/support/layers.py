@@ -1,4 +1,4 @@
-"""A layer twice, tuned and not, and calls of it."""
+"""A layer with and without a path for short calls, and calls of it."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
+from service.attention.short import OUTPUTS
 from service.attention.weights import draw_weights
-from service.attention.whole import OUTPUTS
 from service.spec import LayerSpec
 
 CPU = torch.device("cpu")
@@ -17,16 +17,21 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 
 
 def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
-    """A layer that may take the short cut, where it is one that can, and the same that has never been told of it."""
+    """A layer, and the same without a path for short calls and with torch's own products."""
     spec = LayerSpec.model_validate(fields)
     weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
-    tuned, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
-    tuned.tune()
-    return tuned, plain
+    layer, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
+    layer.tune()
+    plain.short = None
+    return layer, plain
 
 
 def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **fields: Any) -> Call:
-    spec = layer.spec
-    draw = torch.randn(3, batch, rows, spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
-    masks = fields.pop("masks", Masks(torch.arange(rows)[None], rows, aligned=True))
-    return replace(Call(*draw.unbind(0), masks, spec.scale, OUTPUTS), **fields)
+    """Self-attention, unless `fields` say otherwise."""
+    query = torch.randn(batch, rows, layer.spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
+    masks = fields.pop("masks", rows_masks(rows, aligned=True))
+    return replace(Call(query, query, query, masks, layer.spec.scale, OUTPUTS), **fields)
+
+
+def rows_masks(rows: int, **fields: Any) -> Masks:
+    return Masks(torch.arange(rows)[None], rows, **fields)

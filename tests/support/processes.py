@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 
 from service.serving.threads import usable_cores
 from support.server import Server
+from support.waiting import PATIENCE, until
 
 QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
 LONG = "600"  # seconds of drain that no test sees the end of
-PATIENCE = 60.0
 Start = Callable[..., Server]
 ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
 
@@ -36,14 +35,6 @@ def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any
 
 def attend(url: str) -> httpx.Response:
     return ask(url, "POST", "/attend", json=QUERY)
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Returns once it holds; fails when patience is at its end."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)
 
 
 class HalfSent:

@@ -36,7 +36,7 @@ class Attention:
 
     projections = REAL.attention.projections
 
-    def __init__(self, real: Callable[[Call], Result] = REAL.attention) -> None:
+    def __init__(self, real: Callable[[Call], Result] = REAL.attention.forward) -> None:
         self.real, self.device = real, torch.device("cpu")
         self.seen: list[Call] = []
         self.threads: list[int] = []
@@ -45,15 +45,15 @@ class Attention:
         self.door.set()
         self.fault: Callable[[Call], Any] = lambda call: None
 
-    def __call__(self, call: Call) -> Result:
+    def forward(self, call: Call) -> Result:
         self._let_in(call)
         return self.real(call)
 
-    def together(self, calls: Sequence[Call]) -> list[Result]:
+    def forward_batch(self, calls: Sequence[Call]) -> list[Result]:
         """Each comes to the door before they are computed together."""
         for call in calls:
             self._let_in(call)
-        return REAL.attention.together(calls) if self.real is REAL.attention else [self.real(call) for call in calls]
+        return REAL.attention.forward_batch(calls) if self.real == REAL.attention.forward else [self.real(call) for call in calls]
 
     def _let_in(self, call: Call) -> None:
         self.seen.append(call)

@@ -16,13 +16,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
 from support.server import Server, start_server
+from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded
-from service.serving.admission import ByteBudget
-from service.serving.receiving import Cap, Readers, readers_within
-from service.web.grpc.admission import STREAMS, WATCHES
-from service.web.grpc.admission import address_of as address_of_peer
+from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns, turns_within
+from service.web.grpc.channel import STREAMS, WATCHES
+from service.web.grpc.channel import address_of as address_of_peer
 from service.web.keys import make_key, write_keys
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -134,10 +134,8 @@ def test_a_reply_that_nobody_reads_is_in_the_budget(v2_server: Server, v2: httpx
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(opening(address_of(v2_server), f"/{SERVICE}/ModelInfer"))
         connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(body)) + body))
-        while held() < 3 * 200 * 200 * 4:
-            assert v2_server.process.poll() is None
-    while held() > 0:
-        assert v2_server.process.poll() is None
+        until(lambda: held() >= 3 * 200 * 200 * 4, "the reply is held")
+    until(lambda: held() == 0, "nothing is held")
 
 
 def test_messages_without_tensors_are_small(impatient: Impatient) -> None:
@@ -202,10 +200,10 @@ class Call:
 def test_what_may_be_coming_is_in_the_budget() -> None:
     async def check() -> None:
         budget, call = ByteBudget(1000), Call()
-        readers = readers_within(budget, 100, 60)
-        assert readers.count == 5
+        turns = turns_within(budget, 100, 60)
+        assert turns.count == 5
         with budget.lease("a") as lease:
-            reading = asyncio.create_task(readers.read(call.read, lease))
+            reading = asyncio.create_task(turns.receive(call.read, lease))
             await call.reads.wait()
             assert budget.held == 100
             call.message.set_result(b"seven b")
@@ -217,7 +215,7 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
         none = Call()
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:
-            await readers.read(none.read, lease)
+            await turns.receive(none.read, lease)
         assert budget.held == 0
 
     asyncio.run(check())
@@ -227,12 +225,12 @@ def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() ->
     """Of four places one caller has two; who is not read is not let in, and no message is lost."""
 
     async def check() -> None:
-        budget, readers = ByteBudget(10**6), Readers(4, 100, 60)
+        budget, turns = ByteBudget(10**6), ReceivingTurns(4, 100, 60)
         ours, theirs = [Call() for _ in range(3)], Call()
 
         async def read(call: Call, caller: str) -> bytes:
             with budget.lease(caller) as lease:
-                return await readers.read(call.read, lease)
+                return await turns.receive(call.read, lease)
 
         reading = [asyncio.create_task(read(call, "a")) for call in ours]
         other = asyncio.create_task(read(theirs, "b"))
@@ -249,16 +247,16 @@ def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() ->
 
 def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
     async def check() -> None:
-        budget, readers, slow = ByteBudget(10**6), Readers(1, 100, 0.05), Readers(1, 100, 60)
+        budget, turns, slow = ByteBudget(10**6), ReceivingTurns(1, 100, 0.05), ReceivingTurns(1, 100, 60)
         with budget.lease("a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
-            await readers.read(Call().read, lease)
+            await turns.receive(Call().read, lease)
         slow.seconds, call = 60, Call()
         with budget.lease("a") as lease, budget.lease("b") as other:
-            reading = asyncio.create_task(slow.read(call.read, lease))
+            reading = asyncio.create_task(slow.receive(call.read, lease))
             await call.reads.wait()
             slow.seconds = 0.05
             with pytest.raises(Overloaded, match="turn"):
-                await slow.read(Call().read, other)
+                await slow.receive(Call().read, other)
             call.message.set_result(b"")
             await reading
 
@@ -266,7 +264,7 @@ def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
 
 
 def test_half_of_the_places_for_one_caller() -> None:
-    cap = Cap(4, "calls")
+    cap = CallLimit(4, "calls")
     with cap.place("a"), cap.place("a"):
         with pytest.raises(Overloaded, match="half"), cap.place("a"):
             raise AssertionError("one too many")

@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.testclient import TestClient
 from support.grpc_calls import SERVICE, address_of, entry, request
-from support.processes import LONG, PATIENCE, HalfSent, ask, events, only, several_workers, until, workers_of
+from support.processes import LONG, HalfSent, ask, events, only, several_workers, workers_of
 from support.server import Server
+from support.waiting import PATIENCE, until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.settings import Settings

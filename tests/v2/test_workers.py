@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import numpy as np
 from starlette.testclient import TestClient
-from support.processes import ask, events, kill_one, only, several_workers, until, workers_of
+from support.processes import ask, events, kill_one, only, several_workers, workers_of
 from support.server import start_server
 from support.v2 import in_json, read, refused
+from support.waiting import until
 
 from service.settings import Settings
 from service.web.app import create_app

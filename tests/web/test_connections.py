@@ -8,6 +8,7 @@ import json
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import trustme
 import uvicorn
 from support.server import Server, start_server
+from support.waiting import PATIENCE, until
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
@@ -28,7 +30,6 @@ from service.web.watch import Watch
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-PATIENCE = 60.0
 MANY = 1000
 
 
@@ -95,8 +96,7 @@ def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str
     assert "client_timeout" in document["detail"]
     assert due in document["detail"]
     assert counted(brisk, f"slow_{due}") == before + 1
-    while answered(brisk, endpoint, 408) == refused:
-        pass
+    until(lambda: answered(brisk, endpoint, 408) > refused, "the refusal is counted")
     assert answered(brisk, endpoint, 408) == refused + 1 and answered(brisk, endpoint, 0) == nothing
 
 
@@ -110,8 +110,9 @@ def test_a_byte_at_a_time_is_too_slow(brisk: Server) -> None:
     """Each byte is progress, but not enough of it."""
     connection = connect(brisk)
     connection.settimeout(0.05)
-    answer, drops = b"", iter(HEAD % 10**6 + b" " * 10**6)
+    answer, drops, end = b"", iter(HEAD % 10**6 + b" " * 10**6), time.monotonic() + PATIENCE
     while not answer:
+        assert time.monotonic() < end, "never cut off"
         connection.send(bytes([next(drops)]))
         try:
             answer = connection.recv(1 << 16)
@@ -130,8 +131,7 @@ def test_who_never_reads_is_cut_off(brisk: Server) -> None:
         connection.settimeout(PATIENCE)
         connection.connect(("127.0.0.1", int(brisk.url.rpartition(":")[2])))
         connection.sendall(HEAD % len(body) + body)
-        while counted(brisk, "slow_reply") == before:
-            pass
+        until(lambda: counted(brisk, "slow_reply") > before, "it is counted")
         with suppress(ConnectionError):
             head, _, came = everything(connection).partition(b"\r\n\r\n")
             assert len(came) < int(head.partition(b"content-length: ")[2].split()[0])
@@ -142,8 +142,7 @@ def test_who_leaves_early_is_counted(brisk: Server) -> None:
     before = counted(brisk, "CallerGone")
     with connect(brisk) as connection:
         connection.sendall(HEAD % len(BODY) + BODY[:-1])
-    while counted(brisk, "CallerGone") == before:
-        pass
+    until(lambda: counted(brisk, "CallerGone") > before, "it is counted")
     assert "attend_held_body_bytes 0.0" in httpx.get(f"{brisk.url}/metrics").text
 
 
@@ -197,8 +196,7 @@ def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> No
             connection.sendall(part)
         assert refusal(everything(connection))["status"] == 400
     assert counted(server, "long_chunk_headers") == before + 1
-    while answered(server, "/attend", 400) == refused:
-        pass
+    until(lambda: answered(server, "/attend", 400) > refused, "the refusal is counted")
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 50_000) + b"0\r\nX-Trailer: y\r\n\r\n"
     with connect(server) as connection:  # the smallest chunks carry less than goes round them, and are nobody's fault
         connection.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
@@ -239,8 +237,7 @@ def test_who_leaves_in_mid_body_is_no_fault_of_the_server(server: Server, reques
     before, gone = answered(server, endpoint, 0), counted(server, "CallerGone")
     with connect(server) as connection:
         connection.sendall(f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
-    while counted(server, "CallerGone") == gone:
-        pass
+    until(lambda: counted(server, "CallerGone") > gone, "it is counted")
     assert (answered(server, endpoint, 0), answered(server, endpoint, 500)) == (before + 1, 0)
 
 
@@ -261,8 +258,7 @@ def test_a_reply_is_held_until_it_is_taken(server: Server) -> None:
         size = int(head.lower().partition(b"content-length: ")[2].split()[0])
         assert held(server) == size
         assert len(first) + len(everything(connection)) == size
-    while held(server):
-        pass
+    until(lambda: held(server) == 0, "nothing is held")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -3,15 +3,14 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from support.app import application
 
 from service.serving import service as service_module
 from service.serving.engine import Engine
 from service.serving.layers.registry import LayerRegistry
 from service.serving.service import Service
 from service.settings import Settings
-from service.web.app import create_app
 
 QUERY = {"query": [[0.5] * 4]}
 V2 = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [0.5] * 4}]}
@@ -38,11 +37,7 @@ def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status
         raise error
 
     async def test() -> None:
-        app = create_app(Settings(d_model=4, num_heads=2, access_log=False))
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
-        async with app.router.lifespan_context(app), client:
-            while not app.state.service.started:
-                await asyncio.sleep(0.001)
+        async with application(Settings(d_model=4, num_heads=2, access_log=False)) as client:
             for method, path, body, room, name in PLACES:
                 with monkeypatch.context() as patch:
                     patch.setattr(room, name, fail)
@@ -52,7 +47,7 @@ def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status
                 told = answer.json()["error"] if "/v2" in path else answer.json()["detail"]
                 assert ("memory" in told) == (status == 507), path
                 assert "secret" not in answer.text, path
-            assert app.state.service.budget.held == 0
+            assert "attend_held_body_bytes 0.0" in (await client.get("/metrics")).text
             assert (await client.post("/attend", json=QUERY)).status_code == 200
 
     asyncio.run(test())

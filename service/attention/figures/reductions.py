@@ -2,17 +2,17 @@
 are never held together. Knows no labels and no colours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result, Rows
+from service.attention.call import Call, Result, WeightBlock
 from service.attention.figures.picture import Pool
 from service.attention.layer import MultiHeadAttention
 
-Reduction = Callable[[Rows], dict[str, Tensor]]  # blocks of weights -> tensors by name
+Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of weights -> tensors by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class WeightReduction:
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The reduction's tensors."""
         query, key, _ = layer.project(call)
-        empty = layer.empty_rows(call)
-        return Result(self.reduction(layer.weigh(call, query, key, empty)), empty)
+        fully_masked = layer.fully_masked(call)
+        return Result(self.reduction(layer.attention_weights(call, query, key, fully_masked)), fully_masked)
 
     def to(self, device: torch.device) -> "WeightReduction":
         return self
@@ -56,7 +56,7 @@ class Pooling:
     pool: Pool = "mean"
     across: Callable[[Tensor], Tensor] | None = None  # reduces the heads to one before pooling
 
-    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+    def __call__(self, rows: Iterable[WeightBlock]) -> dict[str, Tensor]:
         pooled = counts = torch.empty(0)
         cells = -(-self.shape[0] // self.query_step), -(-self.shape[1] // self.key_step)
         for block, weights, visible in rows:
@@ -92,7 +92,7 @@ class Similarity:
 
     item: int
 
-    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+    def __call__(self, rows: Iterable[WeightBlock]) -> dict[str, Tensor]:
         products = torch.zeros(())
         for _, weights, visible in rows:
             flat = _of_item(weights, visible, self.item)[0].double().flatten(1)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from service.attention.blocks import row_blocks
 from service.attention.call import Call, Result
+from service.attention.eager import row_blocks
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import open_keys
 from service.attention.metrics import importance, similarity, value_norms
@@ -49,26 +49,26 @@ def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) 
     that the metrics are computed from is not finite.
     """
     query, key, value = layer.project(call)
-    empty = layer.empty_rows(call)
+    fully_masked = layer.fully_masked(call)
     real = open_keys(call.masks, call.key.shape[0])
     made: dict[str, Tensor] = {}
     norms, overflowed = None, [torch.zeros((), dtype=torch.bool, device=query.device)]
     if metrics_query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
         overflowed.append((~torch.isfinite(value).all(-1) & real[:, None]).any())
     if metrics_query.asks("value_norms", "value_norm_weights"):
-        norms = value_norms.value_norms(value, layer.weights.get("output.weight"), layer.groups, real)
+        norms = value_norms.value_norms(value, layer.weights.get("output.weight"), layer.spec.num_heads // layer.spec.num_kv_heads, real)
         norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
         made["value_norms"] = norms
     if OF_WEIGHTS & set(metrics_query.metrics):
-        made |= _read_weights(layer, call, metrics_query, (query, key, value), empty, real, norms)
+        made |= _read_weights(layer, call, metrics_query, (query, key, value), fully_masked, real, norms)
         overflowed.append(made[OVERFLOWED])
     if metrics_query.asks("subspace_disagreement"):
         made["subspace_disagreement"] = similarity.disagreement(value_norms.subspace_products(value, real))
     if metrics_query.asks("output_disagreement", *OF_PRODUCTS):
-        made |= _read_outputs(layer, call, metrics_query, empty)
+        made |= _read_outputs(layer, call, metrics_query, fully_masked)
         overflowed.append(made[OVERFLOWED])
     wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in metrics_query.metrics}
-    return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, empty)
+    return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, fully_masked)
 
 
 def _read_weights(
@@ -76,7 +76,7 @@ def _read_weights(
     call: Call,
     metrics_query: MetricsQuery,
     projected: Projected,
-    empty: Tensor | None,
+    fully_masked: Tensor | None,
     real: Tensor,
     norms: Tensor | None,
 ) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def _read_weights(
     deviations: list[Tensor] = []
     apply_weights: list[Tensor] = []
     overflowed: list[Tensor] = []
-    for block in _blocks(layer, call, metrics_query, projected, empty, real):
+    for block in _blocks(layer, call, metrics_query, projected, fully_masked, real):
         overflowed.append(block.overflowed.any())
         for name, parts in rows.items():
             parts.append(block.of_counted(ROW_METRICS[name](block, metrics_query)))
@@ -114,7 +114,7 @@ def _read_weights(
     if apply_weights:
         made["value_norm_weights"] = torch.cat(apply_weights, 2)
     if metrics_query.asks("single_head"):
-        made |= _compare_single(layer, call, metrics_query, projected, empty, real)
+        made |= _compare_single(layer, call, metrics_query, projected, fully_masked, real)
     return made
 
 
@@ -123,38 +123,38 @@ def _blocks(
     call: Call,
     metrics_query: MetricsQuery,
     projected: Projected,
-    empty: Tensor | None,
+    fully_masked: Tensor | None,
     real: Tensor,
     rows: Iterable[slice] | None = None,
 ) -> Iterator[Block]:
     first_key = real.to(torch.int8).argmax(-1)  # the first that is open
-    for some, weights, visible in layer.weigh(call, projected[0], projected[1], empty, rows):
-        yield read_block(some, weights, visible, call.masks.positions, empty, first_key, metrics_query)
+    for some, weights, visible in layer.attention_weights(call, projected[0], projected[1], fully_masked, rows):
+        yield read_block(some, weights, visible, call.masks.positions, fully_masked, first_key, metrics_query)
 
 
 def _compare_single(
-    layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, empty: Tensor | None, real: Tensor
+    layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, fully_masked: Tensor | None, real: Tensor
 ) -> dict[str, Tensor]:
     """The one-head layer beside the layer itself; blocks of both hold the same rows."""
     alone, *one = merged(call, *projected)
-    none = None if empty is None else empty.all(1, keepdim=True)
+    none = None if fully_masked is None else fully_masked.all(1, keepdim=True)
     single = SingleHead()
     wide = (one[0], one[1], one[2])
     batch, heads, num_queries, _ = projected[0].shape
     rows = tuple(row_blocks(batch * heads * call.masks.num_keys, num_queries))
-    many = _blocks(layer, call, metrics_query, projected, empty, real, rows)
+    many = _blocks(layer, call, metrics_query, projected, fully_masked, real, rows)
     for block, of_many in zip(_blocks(layer, alone, metrics_query, wide, none, real, rows), many, strict=True):
         single.read(block, of_many, one[2])
-    output = layer(replace(call, outputs=frozenset({"output"}))).tensors["output"]
+    output = layer.forward(replace(call, outputs=frozenset({"output"}))).tensors["output"]
     alike = layer.project_back(single.outputs.to(layer.dtype), call)
     counts = _counts(call, metrics_query, none, 1)[:, 0]
     return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
 
 
-def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, empty: Tensor | None) -> dict[str, Tensor]:
+def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None) -> dict[str, Tensor]:
     """Every metric that is made of head outputs."""
-    heads = layer(replace(call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
-    counts = _counts(call, metrics_query, empty, heads.shape[1])
+    heads = layer.forward(replace(call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
+    counts = _counts(call, metrics_query, fully_masked, heads.shape[1])
     made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
     if metrics_query.asks("output_disagreement"):
         made["output_disagreement"] = similarity.disagreement(value_norms.output_products(heads, counts))
@@ -172,9 +172,9 @@ def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQ
     return made
 
 
-def _counts(call: Call, metrics_query: MetricsQuery, empty: Tensor | None, heads: int) -> Tensor:
+def _counts(call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None, heads: int) -> Tensor:
     """bool [b, h, q]: the rows that have a key and are not padding."""
     counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
-    if empty is not None:
-        counts &= ~empty
+    if fully_masked is not None:
+        counts &= ~fully_masked
     return counts if metrics_query.queries is None else counts & metrics_query.queries[:, None]

@@ -43,17 +43,17 @@ def read_block(
     weights: Tensor,
     seen: Tensor | None,
     positions: Tensor,
-    empty: Tensor | None,
+    fully_masked: Tensor | None,
     first_key: Tensor,
     metrics_query: MetricsQuery,
 ) -> Block:
-    """The block of these weights [b, h, rows, k] and of who may see whom; `positions` [b|1, q] are of all queries, as is `empty` [b, h, q],
-    the rows without a key; `first_key` [b|1] is no padding.
+    """The block of these weights [b, h, rows, k] and visible keys; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries,
+    `first_key` [b|1] is the first key that is not padding.
     """
     total = weights.sum(-1)
     counts, overflowed = total > 0, total.isnan()
-    if empty is not None:
-        counts &= ~empty[:, :, rows]
+    if fully_masked is not None:
+        counts &= ~fully_masked[:, :, rows]
     if metrics_query.queries is not None:
         counts &= metrics_query.queries[:, None, rows]
         overflowed &= metrics_query.queries[:, None, rows]

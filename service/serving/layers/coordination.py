@@ -1,9 +1,8 @@
-"""The processes that share a folder of layers: who they are, and how far each has followed. Files and the kernel's locks, nothing else.
+"""Coordination of the processes that share a folder of layers, by files and the kernel's locks (flock).
 
-Each process holds a lock on a file of its own for as long as it lives, and writes into it the last change it has followed; the kernel lets
-go of the lock when the process dies, however it dies, so that nobody waits for the dead. Changes are counted by the length of one more
-file, to which each change appends a byte: appending is atomic, so that counting needs no lock. Who must be alone while it looks and then
-writes has a claim, which is a lock on that file.
+Each process keeps a file of its own locked, and writes into it the number of the last change that it has applied. The kernel releases the
+lock when the process dies, so that no other waits for it. The length of the file CHANGES counts the changes: each appends a byte, which is
+atomic and needs no lock. A lock on that file excludes other processes from reading the folder and then writing to it.
 """
 
 import fcntl
@@ -17,7 +16,7 @@ PEER = ".peer-"
 
 
 class Coordinator:
-    """This process among those that share the folder. Blocking, but never for long: no call waits for a lock that a peer holds."""
+    """This process among those that share the folder. Its methods block, but not for long: none waits for the lock of another process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,7 +24,7 @@ class Coordinator:
         self._file: int | None = None
 
     def join(self) -> None:
-        """From now on others wait for this process to follow. To be called before it looks at the folder for the first time."""
+        """Makes the others wait for this process to apply changes. To be called before it reads the folder for the first time."""
         self._file = create_locked(self._path)
         self.acknowledge(0)
 
@@ -36,15 +35,15 @@ class Coordinator:
             self._file = None
 
     def reserve(self) -> None:
-        """Makes sure that a change can be announced once it has been made. Raises OSError where there is no room; then nothing may change.
+        """Makes room for the announcement of a change. Raises OSError where there is none; then the change must not be made.
 
-        Counts as a change of nothing: so the file has the block that the next byte goes into.
+        Announces an empty change, so that the file has the block of the next byte.
         """
         if self.announce() % BLOCK == 0:
             self.announce()
 
     def announce(self) -> int:
-        """Counts a change that has been made; its number, or a later one's."""
+        """Counts a change that has been made. Returns its number, or that of a later one."""
         file = os.open(self.folder / CHANGES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(file, b".")
@@ -54,31 +53,31 @@ class Coordinator:
 
     @property
     def changes(self) -> int:
-        """How many there have been. What is seen in the folder afterwards has all of them."""
+        """The number of changes. The folder, read after this, contains all of them."""
         try:
             return (self.folder / CHANGES).stat().st_size
         except FileNotFoundError:
             return 0
 
     def acknowledge(self, change: int) -> None:
-        """Tells the others that this process has followed up to that change."""
+        """Records that this process has applied the changes up to that one."""
         if self._file is not None:
             os.pwrite(self._file, b"%020d" % change, 0)
 
     def behind(self, change: int) -> int:
-        """How many of the other living processes have not followed it yet. The files of the dead are cleared away."""
-        return sum(_followed(path) < change for path in self.folder.glob(f"{PEER}*") if path != self._path and not cleared(path))
+        """The number of other living processes that have not applied it yet. Files of dead processes are removed."""
+        return sum(_applied(path) < change for path in self.folder.glob(f"{PEER}*") if path != self._path and not remove_unlocked(path))
 
 
 class Claim:
-    """The right to add to the folder, which one at a time has: among threads as among processes. The kernel takes it from the dead."""
+    """The exclusive right to add to the folder, among threads as among processes. The kernel releases it when a process dies."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CHANGES
         self._file: int | None = None
 
-    def taken(self) -> bool:
-        """Takes it if nobody has it, without waiting. Raises OSError."""
+    def acquire(self) -> bool:
+        """Whether it could be acquired without waiting. Raises OSError."""
         if self._file is None:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -93,15 +92,15 @@ class Claim:
             self._file = None
 
 
-def _followed(path: Path) -> int:
+def _applied(path: Path) -> int:
     try:
         return int(path.read_bytes() or b"0")
-    except FileNotFoundError:  # it has left since
+    except FileNotFoundError:  # it has ended since
         return 1 << 62
 
 
 def create_locked(path: Path) -> int:
-    """A new file, open and locked. Whoever clears away what nobody locks may be faster than the lock; then it is made again."""
+    """A new file, open and locked. If another process removes it between the two, it is created again."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -110,8 +109,8 @@ def create_locked(path: Path) -> int:
         os.close(file)
 
 
-def cleared(path: Path) -> bool:
-    """Removes a file that no living process holds locked; false where one does."""
+def remove_unlocked(path: Path) -> bool:
+    """Removes a file unless a living process has it locked. Returns whether it is gone."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

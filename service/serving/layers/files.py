@@ -1,7 +1,6 @@
-"""safetensors bytes <-> a layer: ours, with the spec in the metadata entry `spec`, or one layer out of anyone's checkpoint.
+"""Layers from safetensors bytes, and back: files of this service, with the spec in the metadata entry `spec`, or a layer of a checkpoint.
 
-Where the wire's reading (bytes -> named arrays, refused unless they are exactly what the header says) meets attention's (names -> canonical
-weights). Arrays still view the bytes they came in: nothing is allocated for weights before the registry has admitted the spec.
+Arrays are views of the body: no memory is allocated for weights before the registry has admitted the spec.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ SPEC, FINGERPRINT = "spec", "fingerprint"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Which layer of a checkpoint is meant, and what its tensors cannot tell: the query of PUT /layers/{name}. `spec` is JSON."""
+    """Which layer of a checkpoint to read, and what its tensors do not say: the query of PUT /layers/{name}. `spec` is JSON."""
 
     layout: str | None = None
     prefix: str | None = None
@@ -32,7 +31,7 @@ class Source:
 
 
 def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, Array]]:
-    """Spec and weights, over the body's memory. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
+    """Spec and weights, as views of the body. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}", "/spec"))
@@ -48,7 +47,7 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
 
 
 def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
-    """Spec, weights and fingerprint of a file that this service keeps; "" where it names none. Raises as `read_layer_file` does."""
+    """Spec, weights and fingerprint ("" if there is none) of a file that this service stored. Raises as `read_layer_file` does."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
@@ -56,12 +55,12 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
 
 
 def given_weights(spec: LayerSpec) -> LayerSpec:
-    """The spec of a layer whose weights were not drawn: without an init, and so without a seed."""
+    """The spec without init and seed, for a layer whose weights are given."""
     return spec.model_copy(update={"init": None, "seed": None})
 
 
 def stored_pieces(layer: HeldLayer) -> list[Buffer]:
-    """What stands in the file of a layer that this service keeps."""
+    """The file of a layer that this service stores."""
     return write_layer_file(layer, fingerprint=layer.fingerprint)
 
 
@@ -81,12 +80,12 @@ def _demand_file_size(size: int, largest: int) -> None:
 
 
 def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
-    """The layer as safetensors, in pieces: canonical names, its spec and `more` in the metadata."""
+    """The layer as safetensors, in pieces: canonical names; the spec and `more` in the metadata."""
     return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
 
 
 def _object(text: str, at: str) -> Mapping[str, Any]:
-    """A JSON object that stands at that pointer. Raises MalformedBody or InvalidRequest."""
+    """A JSON object. Raises MalformedBody, InvalidRequest or TooLarge, with `at` in front of the paths of its errors."""
     if len(text) > JSON_TEXT_BYTES:
         raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
     try:

@@ -1,4 +1,4 @@
-"""The layers a process holds. A layer is immutable: replacing one leaves the old one to the calls that were bound to it."""
+"""The layers of a process. A layer is immutable: calls that are bound to a layer keep it when it is replaced."""
 
 import math
 from collections.abc import Mapping
@@ -17,23 +17,23 @@ from service.tensors import BY_TORCH, Array
 from service.wire.problems import pointer, shown
 from service.wire.schemas.attend import LayerDocument
 
-NAMED = 8  # layers in a refusal
-MOST_UNLOADED = 1000  # layers: who makes and unloads them must not fill the memory
+NAMED = 8  # layers named in a refusal
+MOST_UNLOADED = 1000  # layers; callers who create and unload them must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLayer:
-    """A layer with its name and identity, ready to compute."""
+    """A layer that can compute, with its name and fingerprint."""
 
     name: str
     spec: LayerSpec
     fingerprint: str
     attention: MultiHeadAttention
-    gain: float = 1.0  # standard deviation of its scores, before scale, for inputs of unit variance
+    gain: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
     validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
-        """Its weights by canonical name, on the CPU."""
+        """The weights by canonical name, on the CPU."""
         return {name: numpy_of(self.attention.weights[name].cpu()) for name in self.spec.weight_shapes()}
 
     def document(self) -> LayerDocument:
@@ -48,7 +48,7 @@ class HeldLayer:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedLayer:
-    """What is kept of a layer that was unloaded. `weights` are None where its spec draws them, or a folder has them."""
+    """A layer that was unloaded. `weights` are None if the spec draws them, or a folder has them."""
 
     name: str
     spec: LayerSpec
@@ -63,7 +63,7 @@ class UnloadedLayer:
 
 
 class LayerRegistry:
-    """Name -> layer. Mutated on one thread; `make` is slow, touches nothing shared, and may run on any."""
+    """Name -> layer. Changed by one thread; `make` is slow, shares no state, and may run in any."""
 
     def __init__(self, device: torch.device, limits: ServingLimits) -> None:
         self.device, self.limits = device, limits
@@ -82,7 +82,7 @@ class LayerRegistry:
     def find(self, name: str, at: str = "/layer") -> HeldLayer:
         """The layer of that name.
 
-        Raises LayerUnloaded, or LayerNotFound with the names there are. `at` is where the name stood in the request.
+        Raises LayerUnloaded, or LayerNotFound with the existing names. `at` is the place of the name in the request.
         """
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
@@ -91,27 +91,27 @@ class LayerRegistry:
         return layer
 
     def demand_room_for_unloaded(self) -> None:
-        """Raises LayerConflict where no more layers may be unloaded."""
+        """Raises LayerConflict if no more layers may be unloaded."""
         if len(self._unloaded) >= MOST_UNLOADED:
             raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
 
     def unloaded(self, name: str) -> UnloadedLayer | None:
-        """What is kept of the layer of that name, if it is unloaded."""
+        """The unloaded layer of that name, or None."""
         return self._unloaded.get(name)
 
     def documents(self) -> list[LayerDocument]:
-        """Of all layers, the unloaded ones among them."""
+        """Descriptions of all layers, including the unloaded ones."""
         unloaded = (layer.document(self.device) for layer in self._unloaded.values())
         return sorted((*(layer.document() for layer in self._layers.values()), *unloaded), key=lambda document: document.name)
 
     def document(self, name: str) -> LayerDocument:
-        """Of one layer, unloaded or not. Raises LayerNotFound."""
+        """Description of one layer, unloaded or not. Raises LayerNotFound."""
         if (unloaded := self._unloaded.get(name)) is not None:
             return unloaded.document(self.device)
         return self.find(name).document()
 
     def _named(self) -> str:
-        """The names, as many as fit a sentence, and how many more there are."""
+        """Some names, and the number of the others."""
         names = sorted(self._layers)
         more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
         return ", ".join((*names[:NAMED], *more)) or "none"
@@ -120,7 +120,7 @@ class LayerRegistry:
         return [self._layers[name] for name in sorted(self._layers)]
 
     def admit(self, name: str, spec: LayerSpec) -> None:
-        """Raises TooLarge if the layer is too large by itself or beside the others, or one too many; before anything is allocated."""
+        """Raises TooLarge if the layer is too large, alone or with the others, or one too many. Allocates nothing."""
         limits, count = self.limits, spec.num_parameters
         if name not in self._layers and len(self._layers) >= limits.layers:
             raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
@@ -132,47 +132,47 @@ class LayerRegistry:
         if others + count > limits.total_parameters:
             wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
             raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
-        if spec.widest > limits.layer_width:  # without projections there are no parameters to count
+        if spec.widest > limits.layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
 
     def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
-        """Draws the weights, or takes those given. Raises InvalidRequest where they are not those of the spec."""
+        """A layer with these weights, or with weights drawn as its spec says. Raises InvalidRequest if they do not fit the spec."""
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # not to keep the body they came in
+            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # not to keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
         return HeldLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
 
     def put(self, layer: HeldLayer) -> bool:
-        """Holds the layer; true if the name is new."""
+        """Adds or replaces the layer. Returns whether the name is new."""
         new = layer.name not in self._layers and layer.name not in self._unloaded
         self._unloaded.pop(layer.name, None)
         self._layers[layer.name] = layer
         return new
 
     def unload(self, layer: UnloadedLayer) -> None:
-        """Keeps this, and no longer holds the layer of that name."""
+        """Replaces the layer of that name by its unloaded form."""
         self._layers.pop(layer.name, None)
         self._unloaded[layer.name] = layer
 
     def remove(self, name: str) -> None:
-        """Forgets the layer of that name, unloaded or not."""
+        """Removes the layer of that name, unloaded or not."""
         self._layers.pop(name, None)
         self._unloaded.pop(name, None)
 
 
 def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Of the scores: the root of head_dim times what query and key weights and biases make of unit variance."""
-    if not spec.projections or spec.qk_norm is not None:  # of unit variance as they come, or made so
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
+    if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
-    """Mean over the components of a projection, for inputs of unit variance."""
+    """Variance of the components of a projection, their mean, for inputs of unit variance."""
     variance: torch.Tensor = tensors[f"{name}.weight"].double().square().sum(1)
     if f"{name}.bias" in tensors:
         variance += tensors[f"{name}.bias"].double().square()
@@ -198,7 +198,7 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
 
 
 def numpy_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as an array over the same memory; bfloat16, which torch does not hand to numpy, through its bits."""
+    """A CPU tensor as an array over the same memory; bfloat16, which torch does not convert, through its bits."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
     return tensor.numpy()

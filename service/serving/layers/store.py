@@ -1,12 +1,11 @@
-"""Layers as files of one folder, NAME.safetensors each: what GET /layers/{name}/weights gives, with the fingerprint beside the spec.
+"""Layers as files NAME.safetensors in one folder: as from GET /layers/{name}/weights, with the fingerprint in the metadata as well.
 
-The file of an unloaded layer is called NAME.unloaded, so that one rename unloads a layer and another loads it. Where both are there, a
-process died between writing the first and removing the second: the first counts.
+The file of an unloaded layer is NAME.unloaded, so that a rename unloads or loads a layer. If both exist, a process died between writing the
+first and removing the second: the first counts.
 
-A file is written under another name, flushed, and renamed, and the folder is flushed: whenever the process or the machine dies, there is
-the old layer or the new one, never half of one. Room to announce the change is reserved before the rename: a full disk refuses all of it.
-A name that is no layer's never becomes a path, and links are not followed, so that nothing outside the folder is read or written. Knows no
-event loop; every call may block.
+A file is written under another name, flushed, and renamed, and the folder is flushed: if the process or the machine fails, there is the old
+layer or the new one, never a part. Room to announce the change is reserved before the rename, so that on a full disk nothing changes. Names
+are checked before they become paths, and links are not followed: nothing outside the folder is read or written. All calls may block.
 """
 
 import errno
@@ -22,7 +21,7 @@ from typing import TypeAlias
 import structlog
 
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
-from service.serving.layers.coordination import Claim, Coordinator, cleared, create_locked
+from service.serving.layers.coordination import Claim, Coordinator, create_locked, remove_unlocked
 from service.serving.layers.files import read_stored, stored_pieces
 from service.serving.layers.registry import HeldLayer
 from service.spec import LayerSpec
@@ -39,33 +38,33 @@ Stamp: TypeAlias = tuple[int, int, int]  # inode, time of the last change, size:
 
 
 class LayerStore:
-    """The folder, and this process among those that share it."""
+    """The folder, which several processes may share."""
 
     def __init__(self, path: Path, largest: int) -> None:
         """`largest` is in bytes, of a file that is read."""
-        self.path, self.largest, self.peers = path, largest, Coordinator(path)
-        self._passed_over: frozenset[str] = frozenset()  # what was there at the last look, and cannot be a layer
+        self.path, self.largest, self.coordinator = path, largest, Coordinator(path)
+        self._ignored: frozenset[str] = frozenset()  # files at the last scan that cannot be layers
 
     def open(self) -> None:
-        """Makes the folder if it is not there, joins those who share it, and clears away what writers left that died. Raises OSError."""
+        """Creates the folder if needed, joins the processes that share it, and removes unfinished files of dead ones. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.peers.join()
+        self.coordinator.join()
         for path in self.path.glob(f".*{PART}"):
-            cleared(path)
+            remove_unlocked(path)
 
     def close(self) -> None:
-        self.peers.leave()
+        self.coordinator.leave()
 
     def claim(self) -> Claim:
-        """To be taken before looking, and released after writing, by whoever lets in only what there is room for."""
+        """The claim to acquire before checking that there is room for a layer, and to release after writing it."""
         return Claim(self.path)
 
-    def look(self) -> tuple[int, dict[str, Stamp], dict[str, Stamp]]:
-        """How many changes there have been, the layers that are there with at least those changes, and the unloaded ones.
+    def scan(self) -> tuple[int, dict[str, Stamp], dict[str, Stamp]]:
+        """The number of changes, and the stamps of the files of layers and of unloaded layers, with at least those changes.
 
-        What is new and cannot be a layer gets a line in the log.
+        New files that cannot be layers are logged.
         """
-        changes, others = self.peers.changes, {}
+        changes, others = self.coordinator.changes, {}
         found: dict[str, Stamp] = {}
         unloaded: dict[str, Stamp] = {}
         with os.scandir(self.path) as entries:
@@ -73,21 +72,21 @@ class LayerStore:
                 kind = UNLOADED if entry.name.endswith(UNLOADED) else SUFFIX
                 name = entry.name.removesuffix(kind)
                 if name == entry.name or not NAME.fullmatch(name):
-                    others[entry.name] = f"its name is not that of a layer with {SUFFIX} or {UNLOADED}"
+                    others[entry.name] = f"its name is not the name of a layer followed by {SUFFIX} or {UNLOADED}"
                 elif entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # removed or renamed since the folder was listed: not there
+                    with suppress(FileNotFoundError):  # removed or renamed since the folder was listed
                         (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
                 else:
-                    others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is no file"
-        others = {name: why for name, why in others.items() if not name.startswith(".")}  # ours, or hidden
-        for name in sorted(others.keys() - self._passed_over):
+                    others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is not a file"
+        others = {name: why for name, why in others.items() if not name.startswith(".")}  # unfinished, or hidden
+        for name in sorted(others.keys() - self._ignored):
             log.warning("layer file ignored", file=shown(name), reason=others[name])
-        self._passed_over = frozenset(others)
+        self._ignored = frozenset(others)
         unloaded = {name: stamp for name, stamp in unloaded.items() if name not in found}
         return changes, dict(sorted(found.items())), dict(sorted(unloaded.items()))
 
     def read(self, name: str, kind: str = SUFFIX) -> tuple[LayerSpec, dict[str, Array], str]:
-        """Spec, weights and the fingerprint they should have. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
+        """Spec, weights, and the fingerprint that the file states. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
         file = os.open(self._path(name, kind), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(file, "rb") as reader:
             about = os.fstat(file)
@@ -98,17 +97,17 @@ class LayerStore:
             return read_stored(reader.read(self.largest))
 
     def write(self, layer: HeldLayer) -> tuple[int, Stamp]:
-        """The number of the change, and the stamp of the file. Raises StorageFull or ServiceFault, which say whether it is stored."""
+        """Stores the layer. Returns the number of the change and the stamp of the file. Raises StorageFull or ServiceFault."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
-            stamp = _write(part, target, layer, self.peers.reserve)
+            stamp = _write(part, target, layer, self.coordinator.reserve)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise fault(error) from error
         return self._announce(layer.name), stamp
 
     def remove(self, name: str) -> int:
-        """The number of the change. Raises ServiceFault, which says whether the file is gone. On a full disk too: it makes room."""
+        """Removes the file, also on a full disk. Returns the number of the change. Raises ServiceFault."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -116,35 +115,32 @@ class LayerStore:
         return self._announce(name)
 
     def _announce(self, name: str) -> int:
-        """The number of a change of that layer that has been made, by which it is no longer an unloaded one.
-
-        Raises StorageFull or ServiceFault.
-        """
+        """Announces a change of that layer, which ends an unloaded one. Returns its number. Raises StorageFull or ServiceFault."""
         try:
             self._path(name, UNLOADED).unlink(missing_ok=True)
             _flush(self.path)
-            return self.peers.announce()
+            return self.coordinator.announce()
         except OSError as error:
             raise fault(error, UNANNOUNCED) from error
 
     def unload(self, name: str) -> tuple[int, Stamp]:
-        """Keeps the layer's file as that of an unloaded one; the number of the change, and the file's stamp. Raises ServiceFault."""
+        """Renames the file to that of an unloaded layer. Returns the number of the change and the stamp. Raises ServiceFault."""
         return self._rename(name, SUFFIX, UNLOADED)
 
     def load(self, name: str) -> tuple[int, Stamp]:
-        """The reverse."""
+        """The reverse of `unload`."""
         return self._rename(name, UNLOADED, SUFFIX)
 
     def _rename(self, name: str, before: str, after: str) -> tuple[int, Stamp]:
         target = self._path(name, after)
         try:
-            self.peers.reserve()
+            self.coordinator.reserve()
             self._path(name, before).rename(target)
         except OSError as error:
             raise fault(error) from error
         try:
             _flush(self.path)
-            return self.peers.announce(), _stamp(target.stat(follow_symlinks=False))
+            return self.coordinator.announce(), _stamp(target.stat(follow_symlinks=False))
         except OSError as error:
             raise fault(error, UNANNOUNCED) from error
 
@@ -155,8 +151,8 @@ class LayerStore:
 
 
 def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> Stamp:
-    """Write the file under the name of the part, and rename it. `reserve` is the last step that may find the disk full."""
-    file = create_locked(part)  # so that a newcomer can tell it from what the dead have left
+    """Writes the file as `part`, and renames it. `reserve` is the last step that a full disk may refuse."""
+    file = create_locked(part)  # which tells it from the unfinished files of dead processes
     try:
         for piece in stored_pieces(layer):
             rest = memoryview(piece)
@@ -172,7 +168,7 @@ def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], Non
 
 
 def _flush(folder: Path) -> None:
-    """Until then a rename may be lost with the machine's power."""
+    """Makes renames in the folder durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -185,7 +181,7 @@ def _stamp(about: os.stat_result) -> Stamp:
 
 
 def fault(error: OSError, state: str = "the layers are as they were") -> Exception:
-    """What a caller is told of it, with the state of the folder: StorageFull or ServiceFault."""
+    """The error for the caller, with the state of the folder: StorageFull or ServiceFault."""
     if error.errno in FULL:
         return StorageFull(f"there is no room to store the layer (layers_dir); {state}")
     return ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}")

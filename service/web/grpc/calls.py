@@ -1,6 +1,6 @@
 """What surrounds the methods of GRPCInferenceService: keys, bounds, messages, and what is told of every call.
 
-Every handler reads its message itself, so that nothing is read for a caller without a key: see `admission.py`.
+Every handler reads its message itself, so that nothing is read for a caller without a key: see `channel.py`.
 """
 
 import re
@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
-from service.serving.receiving import Cap, Turn, answer_stream, readers_within
+from service.serving.admission import CallLimit, turns_within
 from service.serving.service import Service
+from service.serving.streams import Turn, answer_stream
 from service.web.errors import retry_after
-from service.web.grpc.admission import CALLS, STREAMS, address_of
+from service.web.grpc.channel import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
@@ -26,7 +27,7 @@ from service.web.grpc.methods import Heard, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.access import milliseconds, request_id
 from service.web.middleware.guard import ADMIN, ANY, demand_key
-from service.web.middleware.telemetry import Telemetry, Told
+from service.web.middleware.telemetry import Ending, Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # of the keys that open a method, where not any does
@@ -76,8 +77,8 @@ class Calls:
 
     def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
         self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
-        self._readers = readers_within(service.budget, largest, seconds)
-        self._calls, self._streams = Cap(CALLS, "calls"), Cap(STREAMS, "streams")
+        self._turns = turns_within(service.budget, largest, seconds)
+        self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server. A method with one message each way is handled as a stream of one, which is the same on the wire."""
@@ -115,7 +116,7 @@ class Calls:
             caller = self._caller(name, heard, metadata, context)
             with self._calls.place(caller), self.service.budget.lease(caller) as heard.lease:
                 read = SCOPES.get(name, ANY)
-                await _send(context, await method(await self._readers.read(context.read, heard.lease) if read else b"", heard))
+                await _send(context, await method(await self._turns.receive(context.read, heard.lease) if read else b"", heard))
 
         if (failure := await self._told(name, heard, metadata, answer)) is not None:
             await context.abort(failure.code, failure.detail, failure.metadata)
@@ -170,7 +171,7 @@ class Calls:
         started, trailing = service.clock(), [("x-request-id", heard.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
-            trailing.append(("traceresponse", span.in_words))
+            trailing.append(("traceresponse", span.traceparent))
         code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
         try:
             await answer(tuple(trailing))
@@ -183,7 +184,7 @@ class Calls:
             if code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            code, detail, reason = grpc.StatusCode.INTERNAL, "the request failed for a reason that is ours to mend", "unforeseen"
+            code, detail, reason = grpc.StatusCode.INTERNAL, "unexpected error; the server's log has the cause", "unforeseen"
             log.exception("unforeseen", method=name, request_id=heard.request_id)
         finally:
             seconds = service.clock() - started
@@ -191,8 +192,8 @@ class Calls:
             if reason:
                 service.metrics.failed(reason)
             if traces is not None and span is not None:
-                told = Told(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
-                traces.end_call(span, full_name, code.name, told, seconds)
+                ending = Ending(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                traces.end_call(span, full_name, code.name, ending, seconds)
             if self.surroundings.log_requests:
                 log.info(
                     "request",

@@ -1,7 +1,7 @@
 """The standard health service, for the whole server and for the one service: serving while a call would be answered.
 
 The library's own, for asyncio, tells only one of those who watch the same name. Who watches is told within `INTERVAL` that readiness fell
-or rose, and at once that the door closes; then the stream ends, so that nobody who only watches keeps the server from leaving. It wants no
+or rose, and at once that the gate closes; then the stream ends, so that nobody who only watches keeps the server from leaving. It wants no
 key, so what it reads and how many watch is bounded.
 """
 
@@ -12,10 +12,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 from service.errors import AttendError, MalformedBody
-from service.serving.admission import ByteBudget
-from service.serving.receiving import Cap, Readers
+from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns
 from service.serving.service import Service
-from service.web.grpc.admission import KEYLESS, WATCHES, address_of
+from service.web.grpc.channel import KEYLESS, WATCHES, address_of
 from service.web.grpc.codes import code_of
 
 INTERVAL = 0.5  # seconds between two looks
@@ -27,7 +26,7 @@ class Health:
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
-        self._readers, self._watches = Readers(KEYLESS, largest, seconds), Cap(WATCHES, "health watches")
+        self._turns, self._watches = ReceivingTurns(KEYLESS, largest, seconds), CallLimit(WATCHES, "health watches")
         self._budget = ByteBudget(KEYLESS * largest)  # of its own: a server full of calls is a healthy one
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -45,7 +44,7 @@ class Health:
         await self._send(context, await self._status(name))
 
     async def watch(self, _: Any, context: Any) -> None:
-        """The state at the beginning, and every time it has changed, until the door closes."""
+        """The state at the beginning, and every time it has changed, until the gate closes."""
         try:
             with self._watches.place(address_of(context.peer())):
                 await self._watch(context)
@@ -55,7 +54,7 @@ class Health:
     async def _watch(self, context: Any) -> None:
         name, told = await self._name(context), None
         while True:
-            last = not self.service.gate.open  # before the state, which the door's closing changes
+            last = not self.service.gate.open  # before the state, which the gate's closing changes
             if (status := await self._status(name)) != told:
                 await self._send(context, status)
                 told = status
@@ -67,7 +66,7 @@ class Health:
         """The service that is asked for."""
         try:
             with self._budget.lease(address_of(context.peer())) as lease:
-                message = await self._readers.read(context.read, lease)
+                message = await self._turns.receive(context.read, lease)
             return str(health_pb2.HealthCheckRequest.FromString(message).service)
         except DecodeError:
             refusal: AttendError = MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else")

@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
 from service.web.grpc import reflection
-from service.web.grpc.admission import channel_options
 from service.web.grpc.calls import SERVICE, Calls, Surroundings
+from service.web.grpc.channel import channel_options
 from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
 from service.web.v2.description import Offer
@@ -25,7 +25,7 @@ log = structlog.get_logger("attend")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a port is served: bytes of the largest message, seconds in which a message must come, seconds for the calls in hand once the door
+    """How a port is served: bytes of the largest message, seconds in which a message must come, seconds for the calls in hand once the gate
     closes, and the files of certificate and key where only TLS is spoken."""
 
     largest: int
@@ -36,7 +36,7 @@ class Terms:
 
 @asynccontextmanager
 async def serving(service: Service, offer: Offer, address: str, terms: Terms, surroundings: Surroundings) -> AsyncIterator[None]:
-    """Listens until the engine's door closes, or the block ends; then takes no more calls, and gives those it has taken their time."""
+    """Listens until the service's gate closes, or the block ends; then takes no more calls, and gives those it has taken their time."""
     server = grpc.aio.server(options=channel_options(terms.largest, terms.seconds))
     calls = Calls(service, Methods(service, offer, terms.largest), surroundings, terms.largest, terms.seconds)
     checks = Health(service, frozenset({SERVICE.full_name}), terms.largest, terms.seconds)

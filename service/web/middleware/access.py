@@ -19,7 +19,7 @@ from service.serving.executor import is_out_of_memory
 from service.serving.metrics import Phases
 from service.serving.service import Service
 from service.web.connections import connection_of
-from service.web.errors import apology, out_of_memory, respond
+from service.web.errors import internal_error, out_of_memory, respond
 from service.web.middleware.guard import Guard
 from service.web.record import Record
 
@@ -131,7 +131,7 @@ class Access:
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
-                await apology(scope)(scope, receive, answer)
+                await internal_error(scope)(scope, receive, answer)
 
     def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
         self.service.metrics.answered(endpoint(record.path), record.status, record.received, record.sent)

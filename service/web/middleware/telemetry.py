@@ -1,9 +1,11 @@
-"""Traces and metrics by OpenTelemetry's protocol, for those who ask for them (`--telemetry`, extra `otel`).
+"""Traces and metrics over OTLP (`--telemetry`, extra `otel`), configured by the OTEL_… variables of OpenTelemetry's specification.
 
-Where they go, under which name and how many of them is said in the OTEL_… variables of its specification. The span of a request, or of a
-gRPC call, continues the caller's trace (W3C `traceparent`), the reply says which span it was, and the phases are its children. Names,
-attributes and buckets are those of OpenTelemetry's semantic conventions for HTTP and RPC servers: only what is this server's fault is an
-error there; the reason of any other refusal is in `attend.reason`. Nothing here runs otherwise.
+The span of a request, or of a gRPC call, continues the caller's trace (W3C `traceparent`), the reply names the span, and the phases are its
+children. Names, attributes and buckets follow OpenTelemetry's semantic conventions for HTTP and RPC servers: only a fault of this server
+is an error; the reason of any other refusal is in `attend.reason`.
+
+OpenTelemetry's own instrumentation of ASGI and gRPC lacks `traceresponse`, `http.route` in the histogram (requests do not pass a
+framework's router) and the histogram of gRPC calls, so the spans are made here, from the record of each request.
 """
 
 import os
@@ -27,7 +29,7 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS
 
 
 def open_telemetry(service: Service) -> "Telemetry":
-    """The exporters, running. Raises ModuleNotFoundError without the extra `otel`."""
+    """Starts the exporters. Raises ModuleNotFoundError without the extra `otel`."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics import MeterProvider
@@ -45,22 +47,22 @@ def open_telemetry(service: Service) -> "Telemetry":
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A span that is open, and since when, in nanoseconds since 1970."""
+class OpenSpan:
+    """A span that has not ended, and its start in nanoseconds since 1970."""
 
     span: Any
-    began: int
+    start: int
 
     @property
-    def in_words(self) -> str:
-        """In W3C's form."""
+    def traceparent(self) -> str:
+        """The span in the form of the header `traceparent`."""
         context = self.span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How a request or a call ended. `failed` says that the fault was this server's."""
+class Ending:
+    """How a request or a call ended. `failed`: through a fault of this server."""
 
     request_id: str
     reason: str
@@ -70,7 +72,7 @@ class Told:
 
 
 class Telemetry:
-    """What is told of every request and of every gRPC call, as spans and histograms."""
+    """Records each request and each gRPC call as a span, and its duration and phases in histograms."""
 
     def __init__(self, service: Service, traces: Any, metrics: Any) -> None:
         from opentelemetry.metrics import Observation
@@ -93,14 +95,14 @@ class Telemetry:
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
     def begin(self, scope: Scope, path: str) -> None:
-        """Opens a request's span, below the caller's if the caller has one."""
+        """Starts the span of a request, below the caller's if there is one."""
         came = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
         method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint(path)
         scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", came)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """The span of this request, in W3C's form: for the caller's log, and for whoever traces the reply."""
-        text = scope["attend.span"].in_words.encode()
+        """The headers that name the span of this request to the caller."""
+        text = scope["attend.span"].traceparent.encode()
         return [(b"traceparent", text), (b"traceresponse", text)]
 
     def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
@@ -109,7 +111,7 @@ class Telemetry:
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         if route != OTHER:
             labels["http.route"] = route
-        if record.status:  # none was sent to a caller who had gone
+        if record.status:  # no reply was sent to a caller who had gone
             labels["http.response.status_code"] = record.status
         if failed:
             labels["error.type"] = record.reason or str(record.status)
@@ -119,35 +121,35 @@ class Telemetry:
             about["url.query"] = scope["query_string"].decode("latin-1")
         if method != scope["method"]:
             about["http.request.method_original"] = scope["method"]
-        told = Told(record.request_id, record.reason, failed, record.phases, record.about)
-        self._close(scope["attend.span"], {**labels, **about}, told, seconds)
+        ending = Ending(record.request_id, record.reason, failed, record.phases, record.about)
+        self._close(scope["attend.span"], {**labels, **about}, ending, seconds)
 
-    def begin_call(self, method: str, metadata: Mapping[str, str]) -> "Opened":
-        """Opens the span of a gRPC call; the same for its `end_call`. The method's name is the whole one."""
+    def begin_call(self, method: str, metadata: Mapping[str, str]) -> "OpenSpan":
+        """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, opened: "Opened", method: str, code: str, told: "Told", seconds: float) -> None:
+    def end_call(self, open_span: "OpenSpan", method: str, code: str, ending: "Ending", seconds: float) -> None:
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
-        if told.failed:
-            labels["error.type"] = told.reason or code
+        if ending.failed:
+            labels["error.type"] = ending.reason or code
         self._calls.record(seconds, labels)
-        self._close(opened, labels, told, seconds)
+        self._close(open_span, labels, ending, seconds)
 
-    def _open(self, name: str, came: Mapping[str, str]) -> "Opened":
+    def _open(self, name: str, came: Mapping[str, str]) -> "OpenSpan":
         now = time.time_ns()
-        return Opened(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
+        return OpenSpan(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
 
-    def _close(self, opened: "Opened", labels: Mapping[str, Any], told: "Told", seconds: float) -> None:
-        """The span's children are the phases, which end where it ends."""
-        span, now = opened.span, opened.began + int(seconds * 1e9)
-        span.set_attributes({**labels, "attend.request_id": told.request_id})
-        span.set_attributes({f"attend.{name}": value for name, value in told.about.items()})
-        if told.reason:
-            span.set_attribute("attend.reason", told.reason)
-        if told.failed:
+    def _close(self, open_span: "OpenSpan", labels: Mapping[str, Any], ending: "Ending", seconds: float) -> None:
+        """Ends the span. The phases become its children, one after the other, the last of which ends with it."""
+        span, now = open_span.span, open_span.start + int(seconds * 1e9)
+        span.set_attributes({**labels, "attend.request_id": ending.request_id})
+        span.set_attributes({f"attend.{name}": value for name, value in ending.about.items()})
+        if ending.reason:
+            span.set_attribute("attend.reason", ending.reason)
+        if ending.failed:
             span.set_status(self._failed)
-        if told.phases is not None:
-            took = [getattr(told.phases, name) for name in PHASES]
+        if ending.phases is not None:
+            took = [getattr(ending.phases, name) for name in PHASES]
             at = now - int(sum(took) * 1e9)
             for name, phase in zip(PHASES, took, strict=True):
                 child = self._tracer.start_span(name, self._within(span), start_time=at)
@@ -157,12 +159,12 @@ class Telemetry:
         span.end(now)
 
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Sends what is left, and stops."""
         for provider in self._providers:
             provider.shutdown()
 
 
 def _method(scope: Scope) -> str:
-    """The method, if it is one of HTTP's own: what callers invent must not become labels."""
+    """The method, if HTTP defines it, else _OTHER: callers must not invent labels."""
     method: str = scope["method"]
     return method if method in METHODS else "_OTHER"

@@ -1,4 +1,4 @@
-"""Bounds on calls and on the messages that are on their way, as `serving/receiving.py` and the gRPC library enforce them.
+"""Options of the gRPC channel: bounds on connections, calls and messages, as `serving/admission.py` and the gRPC library enforce them.
 
 gRPC's library tells a server of a message only once all of it is there, and then all at once. Of a call whose message nobody reads it keeps
 a window of `WINDOW` bytes; of one that is being read, anything up to the largest message. So keys come first, and the calls whose messages
@@ -23,7 +23,7 @@ def address_of(peer: str) -> str:
 
 
 def channel_options(largest: int, seconds: float) -> list[tuple[str, int]]:
-    """What the library itself is told: the bounds on what nobody has read yet, and on peers that are gone."""
+    """The library's own options: bounds on unread messages, and on peers that are gone."""
     milliseconds = max(1, round(seconds * 1000))
     return [
         ("grpc.max_receive_message_length", largest),

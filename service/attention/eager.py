@@ -1,0 +1,268 @@
+"""Eager attention: scores, softmax and weighted values, computed for one block of query rows at a time.
+
+    S = cap(scale · Q Kᵀ) + bias          [batch, heads, rows, keys], -inf where a key is masked; cap(s) = softcap · tanh(s / softcap)
+    A = softmax(S)                        a masked key has exactly no influence
+    O = A V                               [batch, heads, rows, value_head_dim]
+
+A block has at most BLOCK scores, so a tensor of [queries, keys] is held only where a call wants one. An attention sink is one more score
+beside each row, which takes its share of the softmax and has no value.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.attention.call import Call
+from service.attention.masks import Masks
+from service.attention.positions import alibi, alibi_slopes, relative_bias
+from service.attention.selection import selection
+from service.attention.weights import torch_dtype
+from service.spec import LayerSpec
+
+BLOCK = 1 << 20  # scores of one block of query rows: 4 MB in float32, which caches hold
+DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
+PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
+
+
+class RowBlock(NamedTuple):
+    """Some query rows with all their keys."""
+
+    rows: slice
+    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
+    scores: Tensor  # [b, h, rows, k]
+    shift: Tensor | None  # float64 [b|1, h, rows]: what the scores lack, the same for all keys of a row
+    attention_weights: Callable[[], Tensor]  # computes the softmax of the scores after dropout, [b, h, rows, k]
+
+
+class Eager:
+    """Eager attention of one layer, in float32, or in float64 for a float64 layer. Immutable."""
+
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
+        self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
+        self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
+        self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the addend of a product with beta=0, never read
+
+    def __call__(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None, wanted: Iterable[str]
+    ) -> dict[str, Tensor]:
+        """The wanted ones of `scores`, `log_sum_exp`, `head_outputs` and the attention weights, in their selected form.
+
+        `query` is [b, h, q, d], `key` and `value` [b, kv heads, k, …], `fully_masked` [b, h, q].
+        """
+        assembly, value, sinks = Assembly(query.shape[2]), value.to(self.dtype), self._sinks(call.heads)
+        for block in self.row_blocks(call, query, key, fully_masked):
+            if "scores" in wanted:
+                shifted = block.scores if block.shift is None else (block.scores + block.shift[..., None]).to(self.dtype)
+                assembly.put("scores", block.rows, shifted)
+            if "log_sum_exp" in wanted:
+                total = log_sum_exp(block.scores, sinks, block.shift)
+                assembly.put("log_sum_exp", block.rows, total.to(torch.float64 if call.part else self.dtype))
+            if "head_outputs" not in wanted and "attention_weights" not in wanted:
+                continue
+            weights = block.attention_weights()
+            if "head_outputs" in wanted:
+                assembly.put("head_outputs", block.rows, apply_weights(weights, value, call.masks).to(self.layer_dtype))
+            if "attention_weights" in wanted:
+                for name, tensor in selection(weights, call).items():
+                    assembly.put(name, block.rows, tensor)
+        return assembly.tensors
+
+    def row_blocks(
+        self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
+    ) -> Iterator[RowBlock]:
+        """The query rows of the call block by block; `blocks` says which rows each one has.
+
+        Query, key and masks have only the heads and queries of `call.heads` and `call.queries`, where these are given. A block's tensors
+        may be discarded before the next one, so all blocks together need no more memory than the largest.
+        """
+        batch, heads, num_queries, _ = query.shape
+        sinks, keep = self._sinks(call.heads), _dropout(call, self.spec.num_heads)
+        for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
+            visible = call.masks.visible(rows)
+            scores = self._scores(call, query[:, :, rows], key, rows, visible)
+            shift = self._alibi_shift(call.masks, rows, call.heads)
+            masked = None if fully_masked is None else fully_masked[:, :, rows]
+            yield RowBlock(rows, visible, scores, shift, partial(_weights, call, scores, shift, sinks, masked, keep, rows))
+
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
+        """[b, h, rows, k] from the query of these rows. With ALiBi, without `_alibi_shift`.
+
+        Query heads that share a key head are further rows of the same product, so keys are never repeated.
+        """
+        batch, heads, num_rows, head_dim = query.shape
+        kv_heads, num_keys = key.shape[1:3]
+        q = query.to(self.dtype).reshape(batch * kv_heads, heads // kv_heads * num_rows, head_dim)
+        k = key.to(self.dtype).flatten(0, 1)
+        scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(batch, heads, num_rows, num_keys)
+        if call.softcap:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if (bias := self.bias(call.masks, rows, slice(0, num_keys), call.heads)) is not None:
+            scores = scores + bias
+        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def bias(self, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
+        """The sum of all that is added to the scores, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi without `_alibi_shift`, T5's
+        relative bias; None where nothing is. `heads` are the heads it is computed for, None for all.
+        """
+        parts = [masks.bias_at(rows, keys)]
+        if self.spec.alibi:
+            parts.append(alibi(_of_heads(self._slopes, heads), masks.clamped_positions(rows), keys))
+        if self.spec.relative_bias is not None:
+            table = _of_heads(self.weights["relative_bias"].T, heads).T
+            parts.append(relative_bias(table, self.spec.relative_bias, masks.positions[:, rows], keys))
+        total: Tensor | None = None
+        for part in parts:
+            total = part if total is None else total if part is None else total + part
+        return total
+
+    def _sinks(self, heads: Sequence[int] | None) -> Tensor | None:
+        """[heads, 1]: the sinks' scores; None where the layer has none."""
+        return _of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
+
+    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
+        """float64 [b|1, heads, rows]: ALiBi of the key nearest to each query; None where it is 0 for all.
+
+        A query far outside the keys has a large bias common to all of them. Softmax ignores it, and adding it to float32 scores would cost
+        their digits.
+        """
+        if not self.spec.alibi:
+            return None
+        distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
+        return -_of_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
+
+
+def softmax(
+    scores: Tensor, sinks: Tensor | None = None, fully_masked: Tensor | None = None, shift: Tensor | None = None, fill: float = 0
+) -> Tensor:
+    """[b, h, rows, k] from scores of that shape, which stand for scores + shift; sinks are [heads, 1].
+
+    Fully masked rows, bool [b, h, rows], are filled with `fill`. A row with keys whose scores all overflow is NaN.
+    """
+    if fully_masked is not None:
+        fully_masked = fully_masked[..., None]
+        scores = scores.masked_fill(fully_masked, 0)  # a row of -inf has no softmax, and no derivative
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sinks = sinks if shift is None else (sinks - shift).to(scores.dtype)
+        beside = sinks[..., None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+    return weights if fully_masked is None else weights.masked_fill(fully_masked, fill)
+
+
+def log_sum_exp(scores: Tensor, sinks: Tensor | None, shift: Tensor | None = None) -> Tensor:
+    """[b, h, rows]: ln Σ exp of each row and its sink; -inf for a fully masked row, with or without a sink. float64 where there is a
+    shift.
+    """
+    total = torch.logsumexp(scores, -1)
+    if shift is not None:
+        total = total + shift
+    return total if sinks is None else torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks.to(total.dtype)))
+
+
+def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
+    """Weights times values, [b, h, rows, d]. A weight of 0 excludes its value, even NaN and infinity."""
+    batch, heads, rows, keys = weights.shape
+    kv_heads = value.shape[1]
+    shared = weights.reshape(batch * kv_heads, heads // kv_heads * rows, keys)  # heads that share values, as more rows
+    value = value.flatten(0, 1)
+    if masks.blocks and not torch.isfinite(value).all():
+        finite = torch.isfinite(value)
+        reached = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
+        summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(reached, torch.nan)
+    else:
+        summed = torch.bmm(shared, value)
+    return summed.view(batch, heads, rows, value.shape[2])
+
+
+class DropoutStream:
+    """Which weights a seeded dropout keeps: those whose element of the stream is at least p.
+
+    The stream is `numpy.random.RandomState(seed).random_sample((b, h, q, k))` over the call's own shape, so anyone can reproduce it. It is
+    drawn again for each block of rows, so a long call never holds [b, h, q, k] of it.
+    """
+
+    def __init__(self, p: float, seed: int, shape: tuple[int, int, int, int]) -> None:
+        self.p, self.shape = p, shape
+        batch, heads, queries, keys = shape
+        self._states: dict[tuple[int, int, int], Any] = {}
+        self._stream = np.random.RandomState(seed)
+        for b in range(batch):
+            for h in range(heads):
+                for start in range(0, queries, DROPOUT_ROWS):
+                    self._states[b, h, start // DROPOUT_ROWS] = self._stream.get_state()
+                    self._stream.random_sample((min(DROPOUT_ROWS, queries - start), keys))
+
+    def keep(self, heads: Sequence[int], queries: Sequence[int]) -> Tensor:
+        """bool [b, heads, queries, k] for these heads and queries, in the order given."""
+        batch, _, total, keys = self.shape
+        kept = np.empty((batch, len(heads), len(queries), keys), np.bool_)
+        rows = np.asarray(queries, np.int64)
+        for block in np.unique(rows // DROPOUT_ROWS):
+            chosen = np.flatnonzero(rows // DROPOUT_ROWS == block)
+            for b in range(batch):
+                for i, h in enumerate(heads):
+                    self._stream.set_state(self._states[b, h, int(block)])
+                    drawn = self._stream.random_sample((min(DROPOUT_ROWS, total - int(block) * DROPOUT_ROWS), keys))
+                    kept[b, i, chosen] = drawn[rows[chosen] - block * DROPOUT_ROWS] >= self.p
+        return torch.from_numpy(kept)
+
+
+Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
+
+
+def _dropout(call: Call, num_heads: int) -> Keep | None:
+    """The dropout of the call's heads and queries; None where there is none."""
+    if call.dropout is None:
+        return None
+    shape = (call.query.shape[0], num_heads, call.query.shape[1], call.key.shape[1])
+    stream, heads, queries = DropoutStream(*call.dropout, shape), call.heads or range(shape[1]), call.queries or range(shape[2])
+    return lambda rows: stream.keep(heads, queries[rows])
+
+
+def _weights(
+    call: Call, scores: Tensor, shift: Tensor | None, sinks: Tensor | None, fully_masked: Tensor | None, keep: Keep | None, rows: slice
+) -> Tensor:
+    fill = 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0
+    weights = softmax(scores, sinks, fully_masked, shift, fill)
+    return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
+
+
+def _of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
+    return per_head if heads is None else per_head[list(heads)]
+
+
+def rows_per_block(scores_per_row: int) -> int:
+    """How many query rows make a block."""
+    return max(1, BLOCK // max(1, scores_per_row))
+
+
+def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:
+    """The rows of each block; one empty block where there are no rows."""
+    step = rows_per_block(scores_per_row)
+    for start in range(0, max(rows, 1), step):
+        yield slice(start, min(start + step, rows))
+
+
+class Assembly:
+    """Tensors assembled from row blocks. A single block is kept as it is; of several, each is copied into its place."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, name: str, rows: slice, part: Tensor) -> None:
+        """Add these rows of a tensor. Rows are its last axis but one; the last, for `log_sum_exp`."""
+        if part.shape[axis := -1 if name == "log_sum_exp" else -2] == self.num_rows:
+            self.tensors[name] = part
+            return
+        if name not in self.tensors:
+            shape = list(part.shape)
+            shape[axis] = self.num_rows
+            self.tensors[name] = part.new_empty(shape)
+        self.tensors[name].narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
