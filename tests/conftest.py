@@ -2,12 +2,14 @@
 
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
@@ -29,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ("checkpoint", "browser", "gateway", "ray")):
             item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def own_seed(request: pytest.FixtureRequest) -> None:
+    """Each test draws the same numbers from its module's generator, whichever tests ran before it."""
+    if isinstance(rng := getattr(request.module, "RNG", None), np.random.Generator):
+        rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
 
 
 @pytest.fixture(scope="session")

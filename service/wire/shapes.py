@@ -141,7 +141,7 @@ def _gradients(request: Fields) -> None:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
-def _words(request: Fields, b: int | None, q: int, k: int) -> None:
+def _tokens(request: Fields, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result, WeightBlock
-from service.attention.figures.picture import Pool
+from service.attention.figures.spec import Pool
 from service.attention.layer import MultiHeadAttention
 
 Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of weights -> tensors by name

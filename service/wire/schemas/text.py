@@ -30,15 +30,15 @@ class Words(Document):
 
     layer: LayerReference
     tokens: list[str]
-    vectors: Base64Tensor = Field(description="[tokens, width]: send them as query, key or value.")
-    meaningful: bool = Field(description="Whether the vectors are embeddings of the model that the layer was trained in.")
-    note: str = Field(description="Where the vectors and the weights come from, in a sentence.")
+    vectors: Base64Tensor = Field(description="[tokens, width], to be sent as query, key or value.")
+    meaningful: bool = Field(description="Whether the layer was trained on such vectors.")
+    note: str = Field(description="Where vectors and weights come from.")
 
 
 class Vocabulary(Document):
-    """The layers of the installed demo model."""
+    """The available layers of a real model."""
 
-    layers: list[str] = Field(description="Layers of the installed model. Each is loaded when POST /words first names it.")
+    layers: list[str] = Field(description="Layers of the installed model; each is loaded when /words first names it.")
     note: str
 
 
