@@ -10,7 +10,7 @@ import torch
 from service.attention.call import Call, Result
 from service.attention.masks import open_keys
 from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
-from service.attention.metrics.query import MetricsQuery
+from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
 from service.serving.casting import cast
