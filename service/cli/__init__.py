@@ -1,4 +1,4 @@
-"""FLOOR 5: the command `attend`. Each command is a file of its own; torch and fastapi are loaded only by those that need them."""
+"""FLOOR 5: the command `attend`, with a module for each subcommand. Only those that compute or serve load torch and FastAPI."""
 
 import json
 from typing import Annotated
@@ -10,9 +10,9 @@ except ModuleNotFoundError:  # the base install is for clients
 
 from service import __version__
 
-HELP = """Multi-head attention as a service: serve it, ask it, look at it, check your own against it.
+HELP = """Multi-head attention as a service: run a server, send requests, show heads, check implementations.
 
-Exit codes: 0 done; 1 refused, failed, or found wrong; 2 asked in a way that makes no sense."""
+Exit codes: 0 success; 1 refused, failed or wrong; 2 wrong usage."""
 EPILOG = """Examples: attend demo
 
 attend serve --port 8000
@@ -30,7 +30,7 @@ def main() -> None:
 
     for command in (serve, demo, infer, heads, figure, layers, keys, config, check, openapi):
         command.install(app)
-    app(prog_name="attend")  # however it was started: completion goes by the name
+    app(prog_name="attend")  # for completion, also under `python -m service`
 
 
 @app.command(epilog="Example: attend version --json")

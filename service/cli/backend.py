@@ -1,7 +1,4 @@
-"""Where a command computes: a running server, or a service in this process. Commands call both in the same way.
-
-In process the bytes take the very path that they take in a server, from `Engine.attend` on; only HTTP is missing.
-"""
+"""Where a command computes: on a running server, or with a service in this process, which differs from a server in HTTP only."""
 
 import asyncio
 import json
@@ -31,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A reply as it came, with the headers a client reads (names in lower case)."""
+    """The body of a reply and the headers that the client reads (names in lower case)."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
 class Backend(Protocol):
-    """What a command can ask. Each method raises from the tree in `service.errors`."""
+    """The operations that commands need. Each raises exceptions of `service.errors`."""
 
     def attend(self, body: bytes) -> Response: ...
     def analyse(self, body: bytes) -> Response: ...
@@ -92,7 +89,7 @@ class ServiceBackend:
         torch.set_num_threads(threads)
         configure_logs(settings.log_format, "warning")
         try:
-            self._asked, self._service = RawRequest, create_service(settings)
+            self._request, self._service = RawRequest, create_service(settings)
         except ValueError as error:  # no such device
             raise BadSettings(str(error)) from None
         self._loop = asyncio.Runner()
@@ -103,27 +100,27 @@ class ServiceBackend:
             self.close()
             if isinstance(error, OSError) and settings.layers_dir is not None:
                 raise BadSettings(f"cannot use the folder of layers {settings.layers_dir}: {error.strerror}") from None
-            if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # torch's own, of a device that is there
+            if settings.device != "cpu" and isinstance(error, RuntimeError | AssertionError):  # from torch
                 raise BadSettings(f"cannot compute on {settings.device}: {str(error).splitlines()[0]}") from None
             raise
 
     def attend(self, body: bytes) -> Response:
-        return self._written(self._loop.run(self._service.engine.attend(self._asked(body))))
+        return self._response(self._loop.run(self._service.engine.attend(self._request(body))))
 
     def analyse(self, body: bytes) -> Response:
-        return self._written(self._loop.run(self._service.engine.analyse(self._asked(body))))
+        return self._response(self._loop.run(self._service.engine.analyse(self._request(body))))
 
-    def _written(self, answer: "EncodedReply") -> Response:
-        return Response(b"".join(answer.pieces), {"server-timing": answer.phases.server_timing()})
+    def _response(self, reply: "EncodedReply") -> Response:
+        return Response(b"".join(reply.pieces), {"server-timing": reply.phases.server_timing()})
 
     def figure(self, body: bytes) -> bytes:
-        return b"".join(self._loop.run(self._service.engine.figure(self._asked(body))).pieces)
+        return b"".join(self._loop.run(self._service.engine.figure(self._request(body))).pieces)
 
     def layers(self) -> list[LayerDocument]:
         return [layer.document() for layer in self._service.registry.all()]
 
     def put_layer(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LayerDocument:
-        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(operations.put_layer(name, spec, weights).body or b"")))
+        layer, _ = self._loop.run(self._service.put_layer(name, self._request(operations.put_layer(name, spec, weights).body or b"")))
         return layer.document()
 
     def put_layer_file(
@@ -134,7 +131,7 @@ class ServiceBackend:
 
         demand_name(name)
         source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
-        layer, _ = self._loop.run(self._service.put_layer(name, self._asked(file, CODECS[SAFETENSORS]), source))
+        layer, _ = self._loop.run(self._service.put_layer(name, self._request(file, CODECS[SAFETENSORS]), source))
         return layer.document()
 
     def layer_file(self, name: str) -> bytes:
@@ -149,7 +146,7 @@ class ServiceBackend:
 
 
 def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
-    """A client of that server, with the key in ATTEND_API_KEY. Ends the command where `ca` holds no certificates."""
+    """A client of that server, with the key in ATTEND_API_KEY. Ends the command if there are no certificates at `ca`."""
     try:
         return Client(url, api_key=os.environ.get(API_KEY), verify=ca or True, **options)
     except OSError as error:
@@ -158,18 +155,18 @@ def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
 
 @contextmanager
 def open_backend(url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
-    """The server at `url`, believing in `ca`, or without one a service with the layers of these settings.
+    """The server at `url`, verified by the CA bundle `ca`, or without a URL a service with these settings.
 
     Raises BadSettings or AttendError.
     """
     if url is not None:
         if useless := given({**flags, "config": config}):
-            raise typer.BadParameter(f"{', '.join(useless)} would set up a layer in this process; with --url the server has its own")
+            raise typer.BadParameter(f"{', '.join(useless)} cannot be combined with --url: a server has its own layers and settings")
         with server_client(url, ca) as client:
             yield ServerBackend(client)
         return
     settings = read_settings(dict(flags), config)
-    if "layers_dir" not in flags:  # what a command tries out is not to be kept
+    if "layers_dir" not in flags:  # a command saves no layers unless the flag is given
         settings = settings.model_copy(update={"layers_dir": None})
     backend = ServiceBackend(settings)
     try:

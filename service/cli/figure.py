@@ -1,4 +1,4 @@
-"""`attend figure`: a picture of one request from a file, drawn by a server or in this process."""
+"""`attend figure`: a figure of the heads for one request in a file, from a server or drawn in this process."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ EPILOG = """Examples: attend figure request.json -o heads.svg
 attend figure request.json --kind mean --theme dark -o mean.png --url http://127.0.0.1:8000"""
 FORMATS = {".png": "png", ".svg": "svg", ".html": "html", ".htm": "html"}
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it: .png, .svg or .html.", show_default=False)]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.", show_default=False)]
 Kind = Annotated[str | None, typer.Option(help="heads, head, mean, std, similarity or concatenation.", show_default=False)]
 Theme = Annotated[str | None, typer.Option(help="light or dark.", show_default=False)]
-Head = Annotated[list[int] | None, typer.Option("--head", help="A head to show; may be given more than once.", show_default=False)]
-Title = Annotated[str | None, typer.Option(help="Its title.", show_default=False)]
-Width = Annotated[int | None, typer.Option(help="In CSS pixels.", show_default=False)]
+Head = Annotated[list[int] | None, typer.Option("--head", help="A head to show. Repeatable.", show_default=False)]
+Title = Annotated[str | None, typer.Option(help="Title of the figure.", show_default=False)]
+Width = Annotated[int | None, typer.Option(help="Width in CSS pixels.", show_default=False)]
 
 
 def install(app: typer.Typer) -> None:
@@ -43,14 +43,21 @@ def figure(
     config: Config = None,
     **flags: Any,
 ) -> None:
-    """Draw the attention weights of one request: a JSON body of POST /attend, with `tokens` for words and `figure` for more.
+    """Draw the attention weights of one request. The file may have `tokens` as labels and `figure` with other options.
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
     if output.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
-    said = {"kind": kind, "theme": theme, "heads": head or None, "title": title, "width": width, "format": FORMATS[output.suffix.lower()]}
-    body = _with_figure(read_file("figure", file), {name: value for name, value in said.items() if value is not None})
+    options = {
+        "kind": kind,
+        "theme": theme,
+        "heads": head or None,
+        "title": title,
+        "width": width,
+        "format": FORMATS[output.suffix.lower()],
+    }
+    body = _with_figure(read_file("figure", file), {name: value for name, value in options.items() if value is not None})
     with reported("figure"), open_backend(url, ca, config, flags) as backend:
         drawn = backend.figure(body)
     try:
@@ -61,12 +68,12 @@ def figure(
     typer.echo(json.dumps({"file": str(output), "bytes": len(drawn)}) if as_json else f"{output}: {len(drawn)} bytes")
 
 
-def _with_figure(body: bytes, said: dict[str, Any]) -> bytes:
-    """The body with what the flags say of the picture. One that is no object stays as it is: it is refused where all are."""
+def _with_figure(body: bytes, options: dict[str, Any]) -> bytes:
+    """The body with these options in `figure`. A body that is no object is left for the service to refuse."""
     try:
         document = json.loads(body)
     except ValueError:
         return body
     if not isinstance(document, dict) or not isinstance(document.get("figure", {}), dict):
         return body
-    return json.dumps({**document, "figure": {**document.get("figure", {}), **said}}).encode()
+    return json.dumps({**document, "figure": {**document.get("figure", {}), **options}}).encode()

@@ -1,4 +1,4 @@
-"""`attend infer`: one request from a file, answered by a server or in this process."""
+"""`attend infer`: the reply to one request in a file, from a server or computed in this process."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ echo '{"query": [[1, 0, 0, 0], [0, 1, 0, 0]]}' | attend infer - --d-model 4 --nu
 
 attend infer request.json --url http://127.0.0.1:8000"""
 File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend; - reads standard input.", show_default=False)]
-ELEMENTS = 512  # of a tensor that are shown in full
+MAX_NUMBERS = 512  # of a tensor that is printed in full
 
 
 def install(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def install(app: typer.Typer) -> None:
 
 
 def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
-    """Answer one request and show its shapes and numbers.
+    """Compute one request and show the shapes and numbers of the reply.
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
@@ -43,7 +43,7 @@ def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, c
 
 
 def read_file(command: str, file: str) -> bytes:
-    """The bytes of a file, or of standard input for -. Ends the command where there are none."""
+    """The bytes of a file, or of standard input for -. Ends the command if the file cannot be read."""
     try:
         return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -63,14 +63,14 @@ def _show(response: Response) -> None:
 
 
 def headline(result: AttendResult) -> str:
-    """One line on which layer answered, and how long it took."""
+    """One line with the layer, its fingerprint and the time of each phase."""
     line = f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}"
     if result.fully_masked_rows:
-        line += f", {result.fully_masked_rows} rows without a key"
+        line += f", {result.fully_masked_rows} fully masked rows"
     return line + "; ms: " + ", ".join(f"{phase} {duration:g}" for phase, duration in result.timing.items())
 
 
 def numbers(array: Array, width: int) -> str:
-    """The array's numbers, in brackets; of a large one the corners."""
+    """The numbers of an array in brackets; only the corners of a large one."""
     array = array if array.dtype.kind in "iu" else array.astype(np.float64)
-    return np.array2string(array, max_line_width=width, precision=4, suppress_small=True, threshold=ELEMENTS)
+    return np.array2string(array, max_line_width=width, precision=4, suppress_small=True, threshold=MAX_NUMBERS)

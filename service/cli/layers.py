@@ -29,7 +29,7 @@ attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"
 
 Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=False)]
 Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
-Folder = Annotated[Path | None, typer.Option(help="The folder that keeps layers, if no server is named.", show_default=False)]
+Folder = Annotated[Path | None, typer.Option(help="A folder of layers, instead of a server.", show_default=False)]
 
 
 def install(app: typer.Typer) -> None:
@@ -47,25 +47,25 @@ def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJs
     if context.invoked_subcommand is None:
         show(url, ca, as_json, config, **flags)
     else:
-        _demand_nothing(context, context.invoked_subcommand)
+        _refuse_flags(context, context.invoked_subcommand)
 
 
 def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
     with reported("layers"), open_backend(url, ca, config, flags) as backend:
-        held = backend.layers()
+        found = backend.layers()
     if as_json:
-        sys.stdout.write(Layers(layers=held).model_dump_json() + "\n")
+        sys.stdout.write(Layers(layers=found).model_dump_json() + "\n")
     else:
-        Console().print(_table(held))
+        Console().print(_table(found))
 
 
 def add(
     name: Name,
-    file: Annotated[Path, typer.Argument(help="safetensors: what export wrote, or a checkpoint.", exists=True, dir_okay=False)],
-    layout: Annotated[str | None, typer.Option(help="Whose names a checkpoint has, if they do not tell.", show_default=False)] = None,
-    prefix: Annotated[str | None, typer.Option(help="Which layer of a checkpoint, if it has several.", show_default=False)] = None,
-    spec: Annotated[str | None, typer.Option(help="JSON: what tensors do not tell, as num_heads.", show_default=False)] = None,
+    file: Annotated[Path, typer.Argument(help="A safetensors file: an exported layer or a checkpoint.", exists=True, dir_okay=False)],
+    layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
+    prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
+    spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,
     url: Server = None,
     ca: Ca = None,
     layers_dir: Folder = None,
@@ -83,13 +83,13 @@ def add(
 
 def export(
     name: Name,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.", dir_okay=False, show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", dir_okay=False, show_default=False)],
     url: Server = None,
     ca: Ca = None,
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a layer to a safetensors file: canonical names, its spec in the metadata."""
+    """Write a layer to a safetensors file with canonical names and its spec."""
     with _opened("export", url, ca, layers_dir) as backend:
         body = backend.layer_file(name)
     try:
@@ -97,14 +97,14 @@ def export(
     except OSError as error:
         complain("layers export", f"cannot write {output}: {error.strerror}")
         raise typer.Exit(1) from None
-    _report({"layer": name, "file": str(output), "bytes": len(body)}, f"{name} is in {output}, {len(body):,} bytes", as_json)
+    _report({"layer": name, "file": str(output), "bytes": len(body)}, f"wrote {name} to {output}, {len(body):,} bytes", as_json)
 
 
 def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
     with _opened("remove", url, ca, layers_dir) as backend:
         backend.delete_layer(name)
-    _report({"removed": name}, f"{name} is gone", as_json)
+    _report({"removed": name}, f"removed {name}", as_json)
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
@@ -114,21 +114,21 @@ EXAMPLES: dict[Callable[..., None], str] = {
 }
 
 
-def _demand_nothing(context: typer.Context, command: str) -> None:
-    """Ends the command where flags stand before the name of one below it, which would not hear of them."""
-    said = [
+def _refuse_flags(context: typer.Context, command: str) -> None:
+    """Ends the command for flags before the name of a subcommand, which would ignore them."""
+    flags = [
         parameter.opts[0]
         for parameter in context.command.params
         if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
     ]
-    if said:
-        raise typer.BadParameter(f"expected the flags of {command} behind its name, got {', '.join(said)} before it")
+    if flags:
+        raise typer.BadParameter(f"expected the flags of {command} after its name, got {', '.join(flags)} before it")
 
 
 @contextmanager
 def _opened(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Backend]:
     if (url is None) == (layers_dir is None):
-        raise typer.BadParameter("either --url or --layers-dir says where the layer is to be")
+        raise typer.BadParameter("expected either --url or --layers-dir")
     with reported(f"layers {command}"), open_backend(url, ca, None, {"layers_dir": layers_dir}) as backend:
         yield backend
 
@@ -137,25 +137,25 @@ def _object(text: str | None) -> Mapping[str, Any] | None:
     try:
         value = None if text is None else json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"--spec is no JSON: {error}") from None
+        raise typer.BadParameter(f"expected JSON in --spec: {error}") from None
     if value is not None and not isinstance(value, dict):
-        raise typer.BadParameter('--spec is a JSON object, as {"num_heads": 12}')
+        raise typer.BadParameter('expected a JSON object in --spec, as {"num_heads": 12}')
     return value
 
 
-def _report(document: Mapping[str, Any], words: str, as_json: bool) -> None:
-    typer.echo(json.dumps(document) if as_json else words)
+def _report(document: Mapping[str, Any], text: str, as_json: bool) -> None:
+    typer.echo(json.dumps(document) if as_json else text)
 
 
-def _table(held: list[LayerDocument]) -> Table:
-    """Fits 80 columns; longer names are folded. What else there is to know stands in the JSON."""
+def _table(layers: list[LayerDocument]) -> Table:
+    """The main fields, in 80 columns; long names are folded."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold")
     for title in ("d_model", "heads", "dtype", "weights", "parameters", "fingerprint"):
         table.add_column(title, no_wrap=True, justify="right" if title in ("d_model", "heads", "parameters") else "left")
-    for layer in held:
+    for layer in layers:
         spec = layer.spec
         heads = str(spec.num_heads) if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
-        drawn = "given" if spec.init is None else f"{spec.init} {spec.seed}"
-        table.add_row(layer.name, str(spec.d_model), heads, spec.dtype, drawn, f"{layer.parameters:,}", layer.fingerprint[:8])
+        weights = "given" if spec.init is None else f"{spec.init} {spec.seed}"
+        table.add_row(layer.name, str(spec.d_model), heads, spec.dtype, weights, f"{layer.parameters:,}", layer.fingerprint[:8])
     return table

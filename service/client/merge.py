@@ -1,8 +1,8 @@
-"""Keys that several services hold, merged as if one had held them all: `merge`. NumPy alone; sends nothing, and knows no layer.
+"""`merge`: attention over all keys from the results of several services over parts of the keys. NumPy only.
 
-Softmax over a union of keys follows from the softmax over each part and the logarithm of its sum, which is how flash-attention joins its
-blocks (Dao et al. 2022, section 3.1). So a sequence too long for one server is cut along its keys, each server is asked for
-`head_outputs` and `log_sum_exp` with the `query_offset` its own first key makes of the query's place, and nothing is lost.
+The softmax over a union of keys follows from the softmax over each part and the log-sum-exp of its scores, as in flash-attention (Dao et
+al. 2022, section 3.1). So a sequence that is too long for one server can be split along its keys: each server returns `head_outputs` and
+`log_sum_exp`, with `query_offset` relative to its first key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from service.errors import InvalidRequest
 from service.tensors import Array, datatype_of
 
-SLACK = 8  # roundings of the replies' dtype by which a logarithm may lie below the sink that it contains
+SLACK = 8  # units of rounding by which a log-sum-exp may be below the sink that it includes
 
 
 def merge(
@@ -24,17 +24,16 @@ def merge(
     output_weight: ArrayLike | None = None,
     output_bias: ArrayLike | None = None,
 ) -> dict[str, Array]:
-    """`head_outputs` and `log_sum_exp` of the same queries over the keys of all replies, and `output` where its projection is given.
+    """`head_outputs` and `log_sum_exp` of the same queries over the keys of all replies, and `output` if its projection is given.
 
-    Each reply holds `head_outputs` [b, h, q, d] and `log_sum_exp` [b, h, q], or both without b: a result of `attend`, or what an earlier
-    merge gave. They come from one layer, one query and disjoint keys, under `fully_masked: zero` and without dropout; a reply over no key
-    that a query may see has zeros and -inf there, and so has the merged one if all have. A layer with sinks counts its sink in every
-    reply: `sinks` [h] are the layer's own, and are left in once. `output_weight` [output_dim, h*d] and `output_bias` [output_dim] are the
-    layer's `output.weight` and `output.bias`.
+    Each reply has `head_outputs` [b, h, q, d] and `log_sum_exp` [b, h, q], or both without b: a result of `attend` or of `merge`. All have
+    the same layer and query and disjoint keys, with `fully_masked: zero` and without dropout. Rows without a visible key are zeros and
+    -inf, in replies and in the result. Every reply of a layer with sinks includes the sink: with the layer's `sinks` [h] it is counted
+    once. `output_weight` [output_dim, h*d] and `output_bias` [output_dim] are the layer's `output.weight` and `output.bias`.
 
-    Computed in float64 and returned in the dtypes of the replies. With L_i the logarithms and s the sink, over the n parts with a key:
+    Computed in float64 and returned in the dtypes of the replies. With L_i the log-sum-exp and s the sink, over the n parts with a key:
     L = log(Σ exp L_i - (n - 1) exp s), and the heads' output is Σ exp(L_i - L) o_i.
-    Raises InvalidRequest where shapes do not fit, or numbers show that the replies are not as said above.
+    Raises InvalidRequest for shapes that do not fit and numbers that contradict these conditions.
     """
     if not replies:
         raise InvalidRequest.where("/replies", "at least one reply", "none")
@@ -53,7 +52,7 @@ def merge(
         lse = _above_sinks(lse, sink, logs)
         highest = np.maximum(highest, sink)
         surplus = np.maximum((~np.isneginf(lse)).sum(axis=0) - 1, 0) * np.exp(sink - highest)
-    shares = np.exp(lse - highest)  # of a part without keys 0
+    shares = np.exp(lse - highest)  # 0 for a part without keys
     total = shares.sum(axis=0) - surplus
     divisor = np.where(total == 0, 1.0, total)
     merged = (shares[..., None] * outputs).sum(axis=0) / divisor[..., None]
@@ -62,12 +61,12 @@ def merge(
     if output_weight is not None:
         result["output"] = _project(merged, np.asarray(output_weight), output_bias).astype(dtypes[0])
     elif output_bias is not None:
-        raise InvalidRequest.where("/output_bias", "an output_weight beside it", "output_bias alone")
+        raise InvalidRequest.where("/output_bias", "an output_weight with it", "output_bias alone")
     return result
 
 
 def _read(reply: Mapping[str, Any], i: int, name: str) -> Array:
-    """One output of one reply; lists, as JSON has them with "-inf" among the numbers, become float64."""
+    """One output of one reply as an array; lists from JSON, with "-inf" as text, become float64."""
     if name not in reply:
         raise InvalidRequest.where(f"/replies/{i}/{name}", "both head_outputs and log_sum_exp", f"only {', '.join(reply) or 'nothing'}")
     given = reply[name]
@@ -107,19 +106,19 @@ def _sink_column(sinks: ArrayLike, heads: int) -> Array:
 
 
 def _above_sinks(lse: Array, sink: Array, logs: Sequence[Array]) -> Array:
-    """The logarithms, none below the sink that it contains but by rounding. Raises InvalidRequest where one is: that sink was not in it."""
+    """The log-sum-exp, raised to the sink where rounding put it below. Raises InvalidRequest where it does not include the sink."""
     rounding = max(float(np.finfo(log.dtype).eps) if log.dtype.kind == "f" else 2.0**-7 for log in logs)
     wrong = np.isfinite(lse) & (lse < sink - SLACK * rounding * (1 + np.abs(sink)))
     if wrong.any():
         i, *place = np.argwhere(wrong)[0].tolist()
         at = f"/replies/{i}/log_sum_exp/{'/'.join(map(str, place))}"
         limit, got = sink[place[-2], 0], lse[(i, *place)]
-        raise InvalidRequest.where(at, f"at least {limit:.6g}, the sink that it counts", f"{got:.6g}")
+        raise InvalidRequest.where(at, f"at least {limit:.6g}, the sink that it includes", f"{got:.6g}")
     return np.where(np.isneginf(lse), lse, np.maximum(lse, sink))
 
 
 def _project(heads: Array, weight: Array, bias: ArrayLike | None) -> Array:
-    """[(b,) h, q, d] -> [(b,) q, output_dim]: heads side by side, times the transposed weight, plus the bias."""
+    """[(b,) h, q, d] -> [(b,) q, output_dim]: concatenated heads, projected."""
     concatenated = np.moveaxis(heads, -3, -2).reshape(*heads.shape[:-3], heads.shape[-2], -1)
     if weight.ndim != 2 or weight.shape[1] != concatenated.shape[-1]:
         raise InvalidRequest.where("/output_weight", f"shape [output_dim, {concatenated.shape[-1]}]", str(list(weight.shape)))

@@ -1,13 +1,13 @@
-"""RemoteMultiheadAttention: a torch module that is called as `nn.MultiheadAttention` is, and computes in a service.
+"""RemoteMultiheadAttention: a torch module with the interface of `nn.MultiheadAttention` that computes in a service.
 
     attention = RemoteMultiheadAttention(client, "default", batch_first=True)      # was: nn.MultiheadAttention(64, 8, batch_first=True)
     output, weights = attention(x, x, x, key_padding_mask=padding)
 
-The weights live in the service, so the module has no parameters; gradients go through it to query, key and value, asked of the service
-in a second call. Masks mean what they mean in torch (True = blocked) and are translated here. No other module of the client loads torch.
+The weights are in the service, so the module has no parameters. Gradients of query, key and value come from a second request. Masks have
+torch's meaning (True = blocked) and are translated. No other module of the client loads torch.
 
-torch's Transformer layers have a fast path that computes with the weights of their attention instead of calling it. Here those are
-placeholders with `__torch_function__`, which that path takes for tensors of a foreign kind and leaves alone.
+torch's Transformer layers have a fast path that computes with the weights of their attention module instead of calling it. Here the weights
+are placeholders with `__torch_function__`, which disables that path.
 """
 
 from functools import cached_property
@@ -26,11 +26,11 @@ from service.tensors import DATATYPES, Array
 from service.wire.schemas.attend import LayerDocument
 
 SEEDS = 2**32  # of dropout
-WHERE = "the weights of a RemoteMultiheadAttention are in its service; client.layer_weights(name) brings them"
+WHERE = "the weights of a RemoteMultiheadAttention are in its service; use client.layer_weights(name)"
 
 
-class _Elsewhere:
-    """Stands for weights that are not here. Whoever looks closer, or computes with them, is told so."""
+class _RemoteWeight:
+    """A placeholder for weights. Every use of it raises an error that says where the weights are."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
@@ -40,24 +40,24 @@ class _Elsewhere:
         raise AttributeError(f"no {name}: {WHERE}")
 
 
-ELSEWHERE = _Elsewhere()
+PLACEHOLDER = _RemoteWeight()
 
 
 class WrongMask(InvalidRequest, AssertionError):
-    """A mask that torch's module refuses, by the kind of error that it raises there."""
+    """A mask that torch's module refuses with an AssertionError."""
 
 
 class WrongDtype(InvalidRequest, RuntimeError):
-    """Tensors of another dtype than the layer, which torch's module refuses with the like."""
+    """Tensors of another dtype than the layer, which torch's module refuses with a RuntimeError."""
 
 
 class RemoteMultiheadAttention(nn.Module):
     """The call signature, return shapes and attributes of `nn.MultiheadAttention` over a layer of a service.
 
-    May stand in `nn.TransformerEncoderLayer` and its kind, be copied, and be pickled as its client is. Differs from torch's where it must:
-    a row whose keys are all masked gives zero weights, not NaN; gradients are those of the output alone, and one that comes back to the
-    weights, or a mask that wants one, is refused; there are no parameters. Raises what `Client` raises. Inputs have the layer's dtype,
-    as in torch, but under autocast. Attributes are those of the layer that answered last, or that was there when they were first read.
+    It works inside `nn.TransformerEncoderLayer` and can be copied, and pickled like its client. Differences from torch: fully masked rows
+    have zero weights, not NaN; only the output has gradients, and a gradient of the weights or of a mask is refused; no parameters.
+    Raises what `Client` raises. Inputs must have the layer's dtype, except under autocast. Attributes are those of the layer in the last
+    reply, or of the layer at the time they are first read.
     """
 
     bias_k = bias_v = None
@@ -71,31 +71,31 @@ class RemoteMultiheadAttention(nn.Module):
 
     @classmethod
     def copy_of(cls, module: nn.MultiheadAttention, client: Client, layer: str) -> "RemoteMultiheadAttention":
-        """A local module's weights put into the service under the name `layer`, and the remote module in its place.
+        """Put the weights of a local module into the service as the layer `layer`, and return the remote module.
 
-        Raises InvalidRequest for `add_bias_kv` and `add_zero_attn`, which no layer of the service has, and TypeError for another module.
+        Raises InvalidRequest for `add_bias_kv` and `add_zero_attn`, which the service does not have, and TypeError for other modules.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
-            raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one that adds keys of its own")
-        spec, weights = _described(module)
+            raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one with add_bias_kv or add_zero_attn")
+        spec, weights = _spec_and_weights(module)
         client.put_layer(layer, spec, weights)
         remote = cls(client, layer, batch_first=module.batch_first, dropout=module.dropout)
         return remote.train(module.training)
 
     @cached_property
-    def _held(self) -> LayerDocument:
+    def _document(self) -> LayerDocument:
         return self.client.layer(self.layer)
 
     @property
     def spec(self) -> LayerSpec:
-        """The layer's, asked of the service when first needed, and anew once another layer has answered under the name."""
-        return self._held.spec
+        """The layer's spec, fetched on first use, and again after a reply of another layer of that name."""
+        return self._document.spec
 
-    def _answered(self, fingerprint: str) -> None:
-        if "_held" in self.__dict__ and self._held.fingerprint != fingerprint:
-            self.__dict__.pop("_held", None)
+    def _forget_other(self, fingerprint: str) -> None:
+        if "_document" in self.__dict__ and self._document.fingerprint != fingerprint:
+            self.__dict__.pop("_document", None)
 
     embed_dim = property(lambda self: self.spec.d_model)
     num_heads = property(lambda self: self.spec.num_heads)
@@ -103,11 +103,11 @@ class RemoteMultiheadAttention(nn.Module):
     kdim = property(lambda self: self.spec.key_dim)
     vdim = property(lambda self: self.spec.value_dim)
     _qkv_same_embed_dim = property(lambda self: self.kdim == self.embed_dim == self.vdim)
-    in_proj_weight = property(lambda self: ELSEWHERE if self._qkv_same_embed_dim else None)
-    q_proj_weight = property(lambda self: None if self._qkv_same_embed_dim else ELSEWHERE)
+    in_proj_weight = property(lambda self: PLACEHOLDER if self._qkv_same_embed_dim else None)
+    q_proj_weight = property(lambda self: None if self._qkv_same_embed_dim else PLACEHOLDER)
     k_proj_weight = v_proj_weight = q_proj_weight
-    in_proj_bias = property(lambda self: ELSEWHERE if self._biased("query") else None)
-    out_proj = property(lambda self: SimpleNamespace(weight=ELSEWHERE, bias=ELSEWHERE if self._biased("output") else None))
+    in_proj_bias = property(lambda self: PLACEHOLDER if self._biased("query") else None)
+    out_proj = property(lambda self: SimpleNamespace(weight=PLACEHOLDER, bias=PLACEHOLDER if self._biased("output") else None))
 
     def _biased(self, projection: str) -> bool:
         bias = self.spec.bias
@@ -124,20 +124,19 @@ class RemoteMultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`output` and, where needed, the weights [b, q, k] or per head [b, h, q, k]; without b for an unbatched query.
+        """`output`, and with `need_weights` the weights [b, q, k] or per head [b, h, q, k]; without b for an unbatched query.
 
-        `is_causal` is torch's hint that `attn_mask` is causal, and wants one beside it. Raises InvalidRequest without it, for nested
-        tensors, masks of integers and inputs of another dtype than the layer's; going back, it is raised where a gradient comes to the
-        weights, which `detach()` keeps out of a loss.
+        `is_causal` is torch's hint that `attn_mask` is causal. Raises InvalidRequest for the hint without a mask, nested tensors, integer
+        masks and other dtypes than the layer's; the backward pass raises it for a gradient of the weights (use `detach()`).
         """
         if query.is_nested or key.is_nested or value.is_nested:
             raise InvalidRequest.where("/query", "padded tensors and a key_padding_mask", "a nested tensor")
-        _demand_masks(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        _check_masks(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if is_causal and attn_mask is None:
-            raise InvalidRequest.where("/attn_mask", "an attn_mask beside the hint is_causal", "none")
+            raise InvalidRequest.where("/attn_mask", "an attn_mask with the hint is_causal", "none")
         turned = query.ndim == 3 and not self.batch_first
         batch = None if query.ndim == 2 else query.shape[1 if turned else 0]
-        if is_causal and key_padding_mask is None and not need_weights:  # as torch does: the hint then stands for the mask
+        if is_causal and key_padding_mask is None and not need_weights:  # as torch does: the hint replaces the mask
             fields: dict[str, Any] = {"causal": True, "query_offset": 0}
         else:
             fields = masks(key_padding_mask, attn_mask, batch)
@@ -154,21 +153,21 @@ class RemoteMultiheadAttention(nn.Module):
 
 
 class _Attend(torch.autograd.Function):
-    """One call forward, and one back for the gradients that are needed; nothing is kept in the service between them."""
+    """One request forward, and one backward for the needed gradients. The service keeps nothing in between."""
 
     @staticmethod
     def forward(
         ctx: Any, remote: RemoteMultiheadAttention, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         result = remote.client.attend(*inputs, **{**fields, **chosen})
-        remote._answered(result.layer.fingerprint)
+        remote._forget_other(result.layer.fingerprint)
         arrays = [_tensor(array) for array in result.values()]
-        _demand_dtype(inputs, arrays[0].dtype)  # which is the layer's, so that it need not be asked for
-        made = tuple(array.to(inputs[0]) for array in arrays)
+        _check_dtype(inputs, arrays[0].dtype)  # the layer's
+        outputs = tuple(array.to(inputs[0]) for array in arrays)
         ctx.client, ctx.fields, ctx.layer = remote.client, fields, result.layer
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return made
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -184,29 +183,29 @@ class _Attend(torch.autograd.Function):
         result = ctx.client.attend(*ctx.saved_tensors, **raw)
         if result.layer != ctx.layer:
             raise LayerConflict(f'the layer "{ctx.layer.name}" was replaced between the call and its gradients')
-        made = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))
-        return None, None, None, *made
+        gradients = (_tensor(result[name]).to(x) if needed[name] else None for name, x in zip(names, ctx.saved_tensors, strict=True))
+        return None, None, None, *gradients
 
 
-def _demand_masks(**masks: Tensor | None) -> None:
-    """Raises WrongMask for integers, of which nobody can tell whether they block or are added."""
+def _check_masks(**masks: Tensor | None) -> None:
+    """Raises WrongMask for integers, which could mean blocked or added."""
     for name, mask in masks.items():
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise WrongMask.where(f"/{name}", "a mask of torch.bool (True = blocked) or of floats (added to the scores)", str(mask.dtype))
 
 
-def _demand_dtype(inputs: tuple[Tensor, ...], held: torch.dtype) -> None:
-    """Raises WrongDtype where an input is not of the layer's dtype. Under autocast torch casts all but float64, and so is done here."""
+def _check_dtype(inputs: tuple[Tensor, ...], expected: torch.dtype) -> None:
+    """Raises WrongDtype for an input of another dtype than the layer's. Under autocast all but float64 are cast, as in torch."""
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
         cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
-        if x.dtype != held and not cast:
-            raise WrongDtype.where(f"/{name}", f"{held}, the dtype of the layer", str(x.dtype))
+        if x.dtype != expected and not cast:
+            raise WrongDtype.where(f"/{name}", f"{expected}, the dtype of the layer", str(x.dtype))
 
 
 def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int | None) -> dict[str, Any]:
-    """torch's masks as fields of a request: of booleans True = blocked, of floats added to the scores.
+    """torch's masks as fields of a request: booleans are blocked where True, floats are added to the scores.
 
-    `key_padding_mask` is [b, k] (or [k]), `attn_mask` [q, k] or [b * h, q, k] (or [h, q, k]). Both of floats go together into one bias.
+    `key_padding_mask` is [b, k] (or [k]), `attn_mask` [q, k] or [b * h, q, k] (or [h, q, k]). Two float masks become one bias.
     """
     fields: dict[str, Any] = {}
     added: list[Array] = []
@@ -227,7 +226,7 @@ def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int 
     return fields
 
 
-def _described(module: nn.MultiheadAttention) -> tuple[dict[str, Any], dict[str, Any]]:
+def _spec_and_weights(module: nn.MultiheadAttention) -> tuple[dict[str, Any], dict[str, Any]]:
     """The spec and the canonical weights of a local module."""
     names = ("query", "key", "value")
     if module.in_proj_weight is not None:

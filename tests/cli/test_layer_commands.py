@@ -52,7 +52,7 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
 
     again = run_attend("layers", "add", "one", str(file), *place)
     assert again.returncode == 0 and document["fingerprint"][:8] in again.stdout.decode()
-    assert run_attend("layers", "remove", "one", *place).stdout == b"one is gone\n"
+    assert run_attend("layers", "remove", "one", *place).stdout == b"removed one\n"
     gone = run_attend("layers", "export", "one", "-o", str(file), *place)
     assert gone.returncode == 1 and b'"one"' in gone.stderr
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
         (("add", "one", str(checkpoint)), b"--layers-dir"),
         (("add", "one", str(checkpoint), "--url", "http://x", "--layers-dir", "y"), b"--layers-dir"),
         (("add", "one", str(tmp_path / "none"), "--url", "http://x"), b"does not exist"),
-        (("add", "one", str(checkpoint), "--spec", "{", "--url", "http://x"), b"no JSON"),
+        (("add", "one", str(checkpoint), "--spec", "{", "--url", "http://x"), b"expected JSON in --spec"),
         (("add", "one", str(checkpoint), "--spec", "2", "--url", "http://x"), b"JSON object"),
         (("remove", "one", "--layers-dir", str(checkpoint)), b"cannot use the folder"),
     ):

@@ -218,7 +218,7 @@ FULL = reply(np.ones((2, 3, 5)), np.zeros((2, 3)))
         ([FULL], {"sinks": [0.0, 1.0]}, "/replies/0/log_sum_exp/1/0", "at least 1, the sink"),
         ([FULL], {"output_weight": np.ones((7, 9))}, "/output_weight", r"shape \[output_dim, 10\]"),
         ([FULL], {"output_weight": np.ones((7, 10)), "output_bias": [1.0]}, "/output_bias", r"shape \[7\]"),
-        ([FULL], {"output_bias": [1.0]}, "/output_bias", "output_weight beside it"),
+        ([FULL], {"output_bias": [1.0]}, "/output_bias", "output_weight with it"),
     ],
 )
 def test_what_cannot_be_merged_is_said(replies: Any, more: Any, at: str, said: str) -> None:

@@ -378,6 +378,7 @@ def test_in_a_decoder_layer(client, training):
         torch.testing.assert_close(remote(target, memory, **fields), there(target, memory, **fields), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch, once per process
 @pytest.mark.parametrize("built", ["of copies", "afterwards"])
 def test_in_a_whole_encoder(client, built):
     """As torch builds it, of copies of one layer; or with the attention of an encoder that is there exchanged."""

@@ -18,11 +18,11 @@ from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
 from service.attention.metrics.compute import measure
-from service.attention.metrics.query import MetricsQuery
+from service.attention.metrics.rows import MetricsQuery
 from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
-from service.attention.reference.masks import blocked_by_keys, place_queries
+from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis_result
@@ -63,7 +63,7 @@ def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
         for name in ("valid_lens", "attend_keys", "block_keys")
     ]
     unreal = blocked_by_keys((b, h, q, k), *masks)
-    positions = place_queries(request.get("query_offset"), unreal, False)
+    positions = query_positions(request.get("query_offset"), unreal, False)
     real = ~unreal[:, 0].all(1)  # to any query
     alone = request.get("key") is None
     counted = real if alone else np.ones((b, q), bool)

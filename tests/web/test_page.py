@@ -12,7 +12,7 @@ import pytest
 from support.processes import several_workers
 
 from service.attention.reference.forward import attend
-from service.serving.embeddings import MOST_WORDS, hash_vector
+from service.serving.embeddings import MAX_WORDS, hash_vector
 from service.serving.text import _installed
 from service.spec import LayerSpec
 
@@ -102,7 +102,7 @@ def test_words_are_as_wide_as_what_they_are_to_be(http: httpx.Client, layers: di
     ("body", "status", "at", "expected"),
     [
         ({"text": " "}, 422, "/text", "a sentence with at least one word"),
-        ({"text": "cat " * (MOST_WORDS + 1)}, 422, "/text", f"at most {MOST_WORDS} words"),
+        ({"text": "cat " * (MAX_WORDS + 1)}, 422, "/text", f"at most {MAX_WORDS} words"),
         ({"text": "x" * 70000}, 422, "/text", "65536"),
         ({"text": 5}, 422, "/text", "a string"),
         ({}, 422, "/text", "a value"),

@@ -1,20 +1,20 @@
-"""Figures of what heads do: arrays and labels in, the bytes of a PNG, an SVG or a standalone HTML page out.
+"""Figures of heads: arrays and labels in, the bytes of a PNG, an SVG or a standalone HTML page out.
 
-    weights --reductions--> cells --panels--> Picture --layout, plot--> png | svg --html--> html
+    weights --reductions--> cells --kinds--> Picture --layout, plot--> png | svg --html--> html
 
-Knows no request. matplotlib is loaded when something is drawn, not before; only one thread at a time may call `draw`.
+matplotlib is loaded by the first figure. Only one thread at a time may call `draw`.
 """
 
 from collections.abc import Callable
 
-from service.attention.figures.panels import compose, operation_for
-from service.attention.figures.picture import FigureSpec, Format, Picture
+from service.attention.figures.kinds import compose, operation_for
+from service.attention.figures.spec import FigureSpec, Format, Picture
 
 
 def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> bytes:
-    """The bytes of the picture, in the format of the specification. `check` is called at intervals, and may raise to end the drawing.
+    """The bytes of the picture, in the format of the spec. `check` is called at intervals and may raise to stop the drawing.
 
-    Raises TooLarge where a PNG would have too many pixels, InvalidRequest where the picture cannot have the width or the values asked for.
+    Raises TooLarge for a PNG of too many pixels, InvalidRequest for a width or values for which there is no room.
     """
     from service.attention.figures.html import write_html
     from service.attention.figures.plot import Plot, settings

@@ -1,6 +1,6 @@
-"""Write a picture as one HTML file that needs nothing else: the SVG, the values and labels behind it, and the heat-map viewer.
+"""Writes a picture as a standalone HTML page: the SVG, its values and labels, and the heat-map viewer.
 
-Labels are data for the script, never markup. The page's Content-Security-Policy admits this one script, by its hash, and no network.
+Labels are data for the script, never markup. The page's Content-Security-Policy allows this one script, by its hash, and no network.
 """
 
 import json
@@ -14,8 +14,8 @@ from string import Template
 import numpy as np
 
 from service.attention.figures.labels import printable
-from service.attention.figures.picture import Axis
 from service.attention.figures.plot import Plot
+from service.attention.figures.spec import Axis
 
 
 def write_html(plot: Plot, svg: str) -> bytes:
@@ -36,15 +36,15 @@ def write_html(plot: Plot, svg: str) -> bytes:
 
 
 def _asset(path: str) -> str:
-    """A file of the package; of a script, without the line that imports another one, which stands before it in the page."""
+    """A file of the package, without the imports of a script, whose sources precede it in the page."""
     return "".join(line for line in files("service").joinpath(path).read_text("utf-8").splitlines(True) if not line.startswith("import "))
 
 
 def _data(plot: Plot) -> str:
-    """What the script knows, as JSON. `<` is escaped, so that nothing in it can end the element it stands in."""
+    """The data of the script as JSON, with `<` escaped so that it cannot end the script element."""
     panels = []
     for panel, place in zip(plot.picture.panels, plot.layout.places, strict=True):
-        with np.errstate(over="ignore"):  # what float32 cannot hold is shown as infinity
+        with np.errstate(over="ignore"):  # overflow is shown as infinity
             values = b64encode(panel.values.astype("<f4").tobytes()).decode()
         place_of_cells = [place.x, place.y, place.width, place.height]
         sides = {"rows": _axis(panel.rows), "columns": _axis(panel.columns)}

@@ -1,13 +1,13 @@
-"""Text of labels: made printable, measured, cut or wrapped to a width. Text is data: nothing in it is markup, mathematics or a command.
+"""Labels: made printable, measured, cut and wrapped to a width. Nothing in them is markup or mathematics.
 
-Widths are those of DejaVu Sans, which matplotlib ships, so that a picture is laid out alike on every machine.
+Widths are those of DejaVu Sans, which comes with matplotlib, so that the layout is the same on every machine.
 """
 
 from bisect import bisect_right
 from functools import cache, lru_cache
 from textwrap import wrap
 
-JOINERS = {"\u200c", "\u200d"}  # shape the letters beside them in Persian, Hindi and emoji
+JOINERS = {"\u200c", "\u200d"}  # invisible, but part of words in Persian and Hindi, and of emoji
 MAX_LETTERS = 1000
 ELLIPSIS = "…"
 
@@ -27,7 +27,7 @@ def _characters() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """The text with a box for each character that DejaVu Sans lacks. An SVG keeps the text: its reader has other fonts."""
+    """The text with a box for each character that DejaVu Sans lacks; for PNG, since readers of SVG have other fonts."""
     return "".join(c if ord(c) in _characters() else "□" for c in text)
 
 
@@ -54,7 +54,7 @@ def cut(text: str, size: float, room: float, bold: bool = False) -> str:
 
 
 def wrapped(text: str, size: float, room: float, most: int, bold: bool = False) -> list[str]:
-    """The text in at most `most` lines no wider than `room`; the last is cut where more would follow."""
+    """The text in at most `most` lines no wider than `room`; the last line is cut if there is more."""
     letters = max(1, int(len(text) * room / max(width(text, size, bold), room)))
     lines = wrap(text, letters)
     while letters > 1 and max((width(line, size, bold) for line in lines), default=0) > room:

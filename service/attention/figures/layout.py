@@ -1,4 +1,4 @@
-"""Where things stand, in CSS pixels: the grid of panels, the cells that a panel has room for, and which cells get a label."""
+"""Positions and sizes in CSS pixels: the grid of panels, the number of cells per panel, and the labels of the axes."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.attention.figures.labels import printable, width, wrapped
-from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture
+from service.attention.figures.spec import Axis, FigureSpec, Panel, Picture
 from service.errors import InvalidRequest
 
-NARROWEST, WIDEST = 300, 1200  # of a figure whose width the caller leaves open
+NARROWEST, WIDEST = 300, 1200  # width of a figure without `width`
 MARGIN, GAP, BAR = 18, 16, 96  # BAR: the colour bar with its numbers and its name
 TITLE, HEADING, TEXT, NOTE = 17.0, 13.0, 12.0, 11.0  # font sizes
 SMALLEST = 9.0  # font size of a label
@@ -21,13 +21,13 @@ NO_KEY = "no key to attend to"
 
 
 def grid_columns(panels: int, room: float) -> int:
-    """Panels side by side: a grid somewhat wider than high, with few empty places, and no panel narrower than 130 pixels."""
+    """The number of columns of the grid: wider than high, few empty places, no panel narrower than 130 pixels."""
     most = max(1, min(panels, int(room // 130)))
     return min(range(1, most + 1), key=lambda n: abs(math.log(n / math.ceil(panels / n) / 1.7)) + 0.35 * (-panels % n))
 
 
 def resolution(panels: int, spec: FigureSpec, cells: int, widest: float = LARGEST_PANEL) -> int:
-    """Cells that a side of one of so many panels may have: two pixels each at least, and `cells` in all of the picture."""
+    """The largest number of cells per side of a panel: at least two pixels per cell, at most `cells` in all panels."""
     room = (spec.width or WIDEST) - BAR - 2 * MARGIN - 60
     panel = room / grid_columns(panels, room)
     panel = panel if spec.width else min(panel, widest)
@@ -36,7 +36,7 @@ def resolution(panels: int, spec: FigureSpec, cells: int, widest: float = LARGES
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """Labels of an axis: their positions in cells, their whole text, a font size, and the room that they take once they are cut."""
+    """Labels of an axis: positions in cells, uncut texts, font size, and the room they take when cut."""
 
     at: Sequence[float]
     texts: Sequence[str]
@@ -46,14 +46,14 @@ class Ticks:
 
 
 def row_ticks(axis: Axis, length: float, longest: float) -> Ticks:
-    """Labels beside the rows of an axis of `length` pixels: as many as there is height for."""
+    """Labels of the rows of an axis of `length` pixels, as many as fit."""
     cell = length / axis.cells
     size = min(TEXT, max(SMALLEST, 0.8 * cell))
     return _ticks(axis, size * LINE / cell, size, longest)
 
 
 def column_ticks(axis: Axis, length: float, longest: float) -> Ticks:
-    """Labels below columns: horizontal where every one fits, else upright, as many as there is width for."""
+    """Labels of columns: horizontal if all fit, otherwise upright, as many as fit."""
     cell = length / axis.cells
     if axis.groups:
         each = axis.cells / len(axis.groups)
@@ -84,7 +84,7 @@ def _ticks(axis: Axis, least: float, size: float, longest: float) -> Ticks:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A panel's cells: left, top, width, height; whether row labels, and column labels, belong to it."""
+    """The rectangle of a panel's cells, and whether it has row labels and column labels."""
 
     x: float
     y: float
@@ -95,7 +95,7 @@ class Place:
 
 
 class Layout:
-    """The whole figure. Raises InvalidRequest where its width leaves no room for panels beside their labels."""
+    """The positions of a whole figure. Raises InvalidRequest if its width has no room for panels next to their labels."""
 
     def __init__(self, picture: Picture, spec: FigureSpec) -> None:
         panels, self.longest = picture.panels, min(LONGEST_LABEL, max(18.0, ((spec.width or WIDEST) - BAR - 2 * MARGIN) / 3 - 10))
@@ -119,11 +119,11 @@ class Layout:
         self.height = math.ceil(self.notes_y + NOTE * LINE * len(self.notes) + 0.7 * MARGIN)
 
     def _panel_size(self, panels: Sequence[Panel], spec: FigureSpec, left: float) -> tuple[float, float]:
-        """Width and height of a panel's cells: squares as far as they go, but neither a thread nor a tower."""
+        """Width and height of a panel: cells are squares unless the panel would be too flat or too high."""
         rows, columns = (max(getattr(panel, side).cells for panel in panels) for side in ("rows", "columns"))
         width = ((spec.width or WIDEST) - left - BAR - MARGIN - GAP * (self.columns - 1)) / self.columns
         if width < 24:
-            raise InvalidRequest.where("/figure/width", "room for panels beside their labels", str(spec.width))
+            raise InvalidRequest.where("/figure/width", "room for panels next to their labels", str(spec.width))
         if spec.width is None:
             width = min(width, max(min(columns * LARGEST_CELL, LARGEST_PANEL if 2 * rows >= columns else WIDEST), 110))
         if width / columns >= 16:
@@ -133,7 +133,7 @@ class Layout:
         return width, round(height / rows) * rows if height / rows >= 7 else height
 
     def _places(self, panels: Sequence[Panel], left: float, wide: float, high: float, shared: bool) -> tuple[list[Place], float]:
-        """Where the panels stand, and where the last of them ends with its labels. Those of one grid share the labels of the last row."""
+        """The places of the panels, and the lower end of the last one. Panels of a grid share the labels of its last row."""
         below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
         places, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
         for start in range(0, len(panels), self.columns):

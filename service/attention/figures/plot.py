@@ -41,15 +41,15 @@ from service.attention.figures.layout import (
     column_ticks,
     row_ticks,
 )
-from service.attention.figures.picture import FigureSpec, Panel, Picture, Scale, Theme
+from service.attention.figures.spec import FigureSpec, Panel, Picture, Scale, Theme
 from service.errors import InvalidRequest, TooLarge
 from service.tensors import Array
 
 MAX_PIXELS = 1 << 25  # of a PNG
-MAX_SHAPES = 2500  # cells that are drawn as shapes; of a picture with more, each panel is one image
+MAX_SHAPES = 2500  # cells that are drawn as shapes; with more cells, each panel is one image
 MAX_VALUES = 2500  # cells that may hold numbers
-SMALLEST_VALUE = 7.5  # font size
-GRIDDED = 8.0  # pixels from which cells are set apart
+SMALLEST_VALUE = 7.5  # font size of numbers in cells
+GRIDDED = 8.0  # pixels of a cell from which there are lines between cells
 HATCH = "/////"
 PIXEL = 0.75  # a CSS pixel in points
 SVG = "http://www.w3.org/2000/svg"
@@ -65,7 +65,7 @@ DIVERGING: Mapping[Theme, list[str]] = {
 
 
 def colour_map(spec: FigureSpec, scale: Scale) -> Colormap:
-    """The map of a scale; NaN has the colour of blocked cells."""
+    """The colour map of a scale; NaN has the colour of blocked cells."""
     if scale.diverging:
         chosen: Colormap = LinearSegmentedColormap.from_list("diverging", DIVERGING[spec.theme])
     else:
@@ -83,7 +83,7 @@ def ink_on(colours: Array) -> Array:
 
 @contextmanager
 def settings(theme: Theme) -> Iterator[None]:
-    """matplotlib's defaults and ours, whatever the process has set; restored afterwards."""
+    """matplotlib's defaults with our changes, independent of the process's own; restored afterwards."""
     colours = THEMES[theme]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -103,7 +103,7 @@ for prefix, uri in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
 
 
 class Plot:
-    """The matplotlib figure of a picture; to be made and written within `settings`."""
+    """The matplotlib figure of a picture; construct and write it within `settings`."""
 
     def __init__(self, picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> None:
         self.picture, self.spec, self.check = picture, spec, check
@@ -130,7 +130,7 @@ class Plot:
         return axes
 
     def _register(self, artist: Text, role: str, text: str, whole: str = "") -> None:
-        """Gives the artist an id, by which the SVG finds the text that it stands for."""
+        """Give the artist an id, by which `svg` finds its uncut text."""
         self.texts[key := f"{role}-{len(self.texts)}"] = role, text, whole or text
         artist.set_gid(key)
 
@@ -187,7 +187,7 @@ class Plot:
         self._register(axis.set_label_text(shown, fontsize=TEXT * PIXEL), "axis", shown, name)
 
     def _values(self, axes: Axes, panel: Panel, cell: tuple[float, float]) -> None:
-        """Numbers in the cells where they fit. Raises InvalidRequest where the caller wants them and they do not."""
+        """Numbers in the cells if they fit. Raises InvalidRequest if they are requested and do not fit."""
         if self.spec.values is False or (self.cells > MAX_VALUES and not self.spec.values):
             return
         texts = [[_number(value) for value in row] for row in panel.values[:MAX_VALUES, :MAX_VALUES].tolist()]
@@ -221,7 +221,7 @@ class Plot:
         self._register(bar.ax.yaxis.label, "colours", self.picture.scale.name)
 
     def _legend(self) -> None:
-        """What grey and hatched cells mean."""
+        """The meaning of grey and hatched cells."""
         hatched: dict[str, Any] = {"edgecolor": self.colours["hatch"], "hatch": HATCH, "linewidth": 0}
         patches = [
             Patch(facecolor=self.colours["blocked"], label=name, **(hatched if name == NO_KEY else {})) for name in self.layout.legend
@@ -235,7 +235,7 @@ class Plot:
             self._register(text, "legend", text.get_text())
 
     def png(self) -> bytes:
-        """Raises TooLarge where it would have too many pixels."""
+        """Raises TooLarge for too many pixels."""
         pixels = round(self.width * self.height * (self.spec.dpi / 96) ** 2)
         if pixels > MAX_PIXELS:
             raise TooLarge.where("/figure/dpi", f"a picture of at most {MAX_PIXELS} pixels", str(pixels))
@@ -244,7 +244,7 @@ class Plot:
         return out.getvalue()
 
     def svg(self) -> str:
-        """The element `svg` as matplotlib writes it, but with whole words, a title, and no style sheet, so that any page can hold it."""
+        """matplotlib's SVG element with uncut texts and a title, and without a style sheet, which would apply to a whole page."""
         out = io.StringIO()
         FigureCanvasSVG(self.figure).print_svg(out, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))  # type: ignore[no-untyped-call]
         self.check()
@@ -263,7 +263,7 @@ class Plot:
         return ET.tostring(root, encoding="unicode")
 
     def _restore(self, group: ET.Element, role: str, text: str, whole: str) -> None:
-        """Puts a text into its group of the SVG: without boxes for what our font lacks, and with the whole of what was cut as its title."""
+        """Put a text into its group of the SVG, without boxes for missing letters, and with its uncut form as title."""
         del group.attrib["id"]
         for element in group:
             element.attrib |= {"class": role, "style": element.get("style", "").replace(f"font-family: {FONTS}; ", "")}

@@ -1,8 +1,7 @@
-"""Multi-head attention in NumPy float64, as plainly as it can be written: what every faster way is held against.
+"""Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
-It knows neither torch nor requests, and shares no line with the layer that serves: the two can only agree by both being right.
-So clarity beats speed here. Everything of shape [batch, heads, queries, keys] is formed at once, and one step follows the other in
-the order the service promises: project, norm, RoPE, then scale, softcap, everything added, everything blocked, softmax, dropout.
+It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
+are project, norm, RoPE, scale, softcap, add biases, block, softmax, dropout, in this order.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.attention.reference.masks import blocked_by_keys, blocked_by_masks, blocked_by_position, place_queries, spread
+from service.attention.reference.masks import blocked_by_keys, blocked_by_masks, blocked_by_position, query_positions, spread
 from service.attention.reference.positions import position_bias, rotate
 from service.spec import LayerSpec, QKNorm
 from service.tensors import Array
@@ -42,7 +41,7 @@ class Reference:
         return int(self.fully_masked.sum())
 
 
-@np.errstate(invalid="ignore", over="ignore")  # a blocked key may hold NaN or infinity: it is computed with, and then left out
+@np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are repositions afterwards
 def attend(
     spec: LayerSpec,
     weights: Mapping[str, Array],
@@ -65,39 +64,38 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Reference:
-    """What the layer `spec` with these canonical weights answers. Arguments are named and shaped as the fields of a request.
+    """Every output of the layer `spec` with these canonical weights. Arguments are named and shaped as the fields of a request.
 
     query [b, q, query_dim], key [b, k, key_dim], value [b, k, value_dim]; masks and bias [q, k], [b, q, k] or [b, h, q, k], axes of 1
     broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; head_scale [h] or [b, h].
-    A query [q, query_dim] is a call without a batch: every argument then drops its b.
+    A query [q, query_dim] has no batch axis, and then no argument has one.
 
-    ValueError: a value without a key; anything that depends on positions with q != k and no offset; rows without a key under
-    fully_masked="error".
+    ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
     """
     if value is not None and key is None:
         raise ValueError("expected a key beside the value, got a value alone")
     batched = np.ndim(query) == 3
     key = query if key is None else key
     value = key if value is None else value
-    q, k, v = (enter(spec, weights, name, as_batch(x, batched)) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (project_heads(spec, weights, name, as_batch(x, batched)) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = (*q.shape[:3], k.shape[2])  # [b, h, q, k]
 
-    unreal = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys)))
-    placed = place_queries(query_offset, unreal, needed=causal or window is not None or bool(spec.positional))
-    ahead = np.arange(shape[-1]) - placed[:, None, :, None]  # [b, 1, q, k], how far key j lies ahead of query i
+    blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys)))
+    positions = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
+    ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
-        q, k = rotate(q, placed, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
+        q, k = rotate(q, positions, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
 
-    # What is added to the scores, and which keys each query may not see.
+    # Sum of the biases, and the blocked pairs.
     added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
     windows = (spec.window.model_dump() if spec.window else {}, window or {})
     by_position = blocked_by_position(ahead, causal, windows)
-    blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | unreal | by_position
+    blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
-    scores = (spec.scale if scale is None else scale) * (q @ share(k, spec.num_heads).swapaxes(-1, -2))
+    scores = (spec.scale if scale is None else scale) * (q @ repeat_kv_heads(k, spec.num_heads).swapaxes(-1, -2))
     if cap := spec.softcap if softcap is None else softcap:
         scores = cap * np.tanh(scores / cap)
     scores = np.where(blocked, -np.inf, scores + added)
@@ -105,9 +103,9 @@ def attend(
     if fully_masked == "uniform":
         attention_weights[empty] = 1 / max(shape[-1], 1)
     if dropout is not None:
-        attention_weights = attention_weights * kept(dropout, shape)
+        attention_weights = attention_weights * dropout_multiplier(dropout, shape)
 
-    heads = average_values(attention_weights, share(v, spec.num_heads))
+    heads = average_values(attention_weights, repeat_kv_heads(v, spec.num_heads))
     if head_scale is not None:
         heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
     concatenated = merge_heads(heads)
@@ -127,12 +125,12 @@ def attend(
 
 
 def as_batch(x: ArrayLike | None, batched: bool) -> Any:
-    """An argument with its leading b, which a call without a batch has dropped."""
+    """An argument with a batch axis, added if the call has none."""
     return x if x is None else np.asarray(x) if batched else np.asarray(x)[None]
 
 
-def enter(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
-    """A query, key or value as heads, [b, n, in] -> [b, heads, n, d]: projected unless it comes so, and normed if the layer does that."""
+def project_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    """A query, key or value as heads, [b, n, in] -> [b, heads, n, d]: projected and normalised if the layer does that."""
     heads = spec.num_heads if name == "query" else spec.num_kv_heads
     width = spec.value_head_dim if name == "value" else spec.head_dim
     projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
@@ -143,7 +141,7 @@ def enter(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) ->
 
 
 def project(x: ArrayLike, weights: Mapping[str, Array], name: str) -> Array:
-    """x Wᵀ + b, with W [out, in] as `torch.nn.Linear` keeps it: [b, n, in] -> [b, n, out]. No `name.bias` means none."""
+    """x Wᵀ + b, with W [out, in] as in `torch.nn.Linear`: [b, n, in] -> [b, n, out]; b is 0 without `name.bias`."""
     projected = np.asarray(x, np.float64) @ np.asarray(weights[f"{name}.weight"], np.float64).T
     return projected + np.asarray(weights.get(f"{name}.bias", 0.0), np.float64)
 
@@ -154,13 +152,13 @@ def split_heads(x: Array, heads: int) -> Array:
     return x.reshape(b, n, heads, width // heads).transpose(0, 2, 1, 3)
 
 
-def share(x: Array, heads: int) -> Array:
-    """The heads of keys or values, one for each query head, [b, kv heads, n, d] -> [b, h, n, d]: neighbours among the queries share one."""
+def repeat_kv_heads(x: Array, heads: int) -> Array:
+    """Grouped-query attention (Ainslie et al. 2023): [b, kv heads, n, d] -> [b, h, n, d], each kv head h / kv heads times in a row."""
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
 def merge_heads(x: Array) -> Array:
-    """[b, h, n, d] -> [b, n, h*d], the way back from `split_heads`."""
+    """[b, h, n, d] -> [b, n, h*d], the inverse of `split_heads`."""
     b, h, n, d = x.shape
     return x.transpose(0, 2, 1, 3).reshape(b, n, h * d)
 
@@ -176,8 +174,8 @@ def normalise(x: Array, weight: ArrayLike, norm: QKNorm) -> Array:
 def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
     """exp(s_j - m) / Σ exp(s_j - m) over the last axis with m = max s, and log Σ exp(s_j): [..., k] -> [..., k], [...].
 
-    Subtracting m changes nothing but keeps exp from overflowing. A sink, one for each row or broadcast to them, is one score more whose
-    weight is then dropped. A row of -inf alone has weights 0 and the logarithm -inf, sink or no sink.
+    Subtracting m avoids overflow of exp. A sink, broadcast to the rows, is one more score whose weight is dropped. A row of -inf has
+    weights 0 and logarithm -inf, with or without a sink.
     """
     empty = np.isneginf(scores).all(axis=-1, keepdims=True)
     sink = -np.inf if sinks is None else sinks[..., None]
@@ -191,7 +189,7 @@ def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
 
 
 def average_values(weights: Array, values: Array) -> Array:
-    """Σ_j w_ij v_j: [b, h, q, k], [b, h, k, d] -> [b, h, q, d]. A weight of 0 counts for nothing, even where 0·v is NaN."""
+    """Σ_j w_ij v_j: [b, h, q, k], [b, h, k, d] -> [b, h, q, d]. Terms with weight 0 are 0, even where v is NaN or infinite."""
     if np.isfinite(values).all():
         return weights @ values
     seen = np.where(weights[..., None] == 0, 0.0, values[:, :, None])  # [b, h, q, k, d]
@@ -199,8 +197,8 @@ def average_values(weights: Array, values: Array) -> Array:
     return result
 
 
-def kept(dropout: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
-    """1/(1-p) for a weight that is kept and 0 for one that is not (inverted dropout, Srivastava et al. 2014): [b, h, q, k]."""
+def dropout_multiplier(dropout: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+    """1/(1-p) for kept weights and 0 for dropped ones (inverted dropout, Srivastava et al. 2014): [b, h, q, k]."""
     drawn = np.random.RandomState(dropout["seed"]).random_sample(shape)
     multiplier: Array = (drawn >= dropout["p"]) / (1 - dropout["p"])
     return multiplier

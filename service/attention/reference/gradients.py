@@ -1,16 +1,15 @@
 """Gradients of the reference with respect to its query, key and value, by formulas derived by hand.
 
-Part of the reference, and as plain: what holds for autograd's gradients is what `reference.py` is for a layer's outputs. It goes back over
-the steps of `attend` one by one. Write x̄ for the gradient of the number ⟨output_gradient, output⟩ with respect to x; then, for one head
-with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A = softmax(S) and, after dropout with multipliers M, A' = M∘A:
+It reverses the steps of `forward.attend` one by one. Write x̄ for the gradient of ⟨output_gradient, output⟩ with respect to x. For one
+head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A = softmax(S) and, after dropout with multipliers M, A' = M∘A:
 
     O = A' V            V̄ = A'ᵀ Ō               Ā = M ∘ (Ō Vᵀ)
     A = softmax(S)      S̄_ij = A_ij (Ā_ij - Σ_l A_il Ā_il)
     S = c tanh(R/c)     R̄ = S̄ ∘ (1 - tanh²(R/c))
     R = scale · Q Kᵀ    Q̄ = scale · R̄ K         K̄ = scale · R̄ᵀ Q
 
-What is added to the scores adds nothing here, and what is blocked has A = 0. A sink is a score whose value is 0: the formula for S̄ holds
-with rows that sum to less than 1. The weights of a fully masked row are constants, zero or uniform, so its S̄ is 0.
+Biases do not change these formulas, and blocked pairs have A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds
+for rows that sum to less than 1. The weights of a fully masked row are constants, so its S̄ is 0.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.attention.reference.forward import Reference, as_batch, attend, average_values, kept, merge_heads, project, share, split_heads
-from service.attention.reference.masks import blocked_by_keys, place_queries
+from service.attention.reference.forward import (
+    Reference,
+    as_batch,
+    attend,
+    average_values,
+    dropout_multiplier,
+    merge_heads,
+    project,
+    repeat_kv_heads,
+    split_heads,
+)
+from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.reference.positions import rotate
 from service.spec import LayerSpec, QKNorm
 from service.tensors import Array
 
 
-@np.errstate(invalid="ignore", over="ignore")  # as in `attend`: what is blocked is computed with, and then left out
+@np.errstate(invalid="ignore", over="ignore")  # as in `attend`
 def gradients(
     spec: LayerSpec,
     weights: Mapping[str, Array],
@@ -39,8 +48,8 @@ def gradients(
 ) -> dict[str, Array]:
     """`query_gradient`, `key_gradient` and `value_gradient` of ⟨output_gradient, output⟩, each shaped as its input.
 
-    output_gradient is shaped as the output; everything else is what `attend` takes. A key that defaulted to the query, or a value to the
-    key, has a gradient of its own, as if it had been given.
+    output_gradient is shaped as the output; the other arguments are those of `attend`. A key or value that defaults to another input has a
+    separate gradient, as if it were given.
     """
     key = query if key is None else key
     value = key if value is None else value
@@ -56,21 +65,21 @@ def gradients(
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
 
     through = dict(zip(inputs, _through_attention(spec, back, forward, call, batched), strict=True))
-    if spec.rope:  # turned by an angle on the way there, and by the opposite angle on the way back
-        placed, keys = _placed(forward, call, batched), np.arange(inputs["key"].shape[1])[None]
-        through |= {"query": rotate(through["query"], -placed, spec.rope), "key": rotate(through["key"], -keys, spec.rope)}
-    left = {name: _leave(spec, weights, name, inputs[name], x) for name, x in through.items()}
-    return {f"{name}_gradient": x if batched else x[0] for name, x in left.items()}
+    if spec.rope:  # the gradient of a rotation is the opposite rotation
+        positions, keys = _positions(forward, call, batched), np.arange(inputs["key"].shape[1])[None]
+        through |= {"query": rotate(through["query"], -positions, spec.rope), "key": rotate(through["key"], -keys, spec.rope)}
+    input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
+    return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
 
 
 def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: Mapping[str, Any], batched: bool) -> tuple[Array, ...]:
     """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
     projections = (forward.query_projection, forward.key_projection, forward.value_projection)
-    q, k, v = (share(as_batch(x, batched), spec.num_heads) for x in projections)
+    q, k, v = (repeat_kv_heads(as_batch(x, batched), spec.num_heads) for x in projections)
     scores, log_sum_exp, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.log_sum_exp, forward.attention_weights))
     blocked = np.isneginf(scores)
     before_dropout = np.where(blocked, 0.0, np.exp(scores - log_sum_exp[..., None]))
-    multiplier = 1.0 if call.get("dropout") is None else kept(call["dropout"], scores.shape)
+    multiplier = 1.0 if call.get("dropout") is None else dropout_multiplier(call["dropout"], scores.shape)
 
     for_values = after_dropout.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
@@ -81,25 +90,25 @@ def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: M
         for_scores = np.where(blocked, 0.0, for_scores * slope)
     for_queries = scale * average_values(for_scores, k)
     for_keys = scale * (for_scores.swapaxes(-1, -2) @ q)
-    return for_queries, _gather(for_keys, spec.num_kv_heads), _gather(for_values, spec.num_kv_heads)
+    return for_queries, _sum_over_groups(for_keys, spec.num_kv_heads), _sum_over_groups(for_values, spec.num_kv_heads)
 
 
-def _gather(x: Array, kv_heads: int) -> Array:
-    """The way back from `share`: a head of keys or values gets the sum over the query heads that it served."""
+def _sum_over_groups(x: Array, kv_heads: int) -> Array:
+    """Reverses `repeat_kv_heads`: the sum over the query heads of each kv head."""
     b, h, n, d = x.shape
     summed: Array = x.reshape(b, kv_heads, h // kv_heads, n, d).sum(axis=2)
     return summed
 
 
-def _placed(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
-    """Where `attend` placed the queries: [b, q]."""
+def _positions(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
+    """The key positions of the queries, as in `attend`: [b, q]."""
     shape = as_batch(forward.scores, batched).shape
-    unreal = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in ("valid_lens", "attend_keys", "block_keys")))
-    return place_queries(call.get("query_offset"), unreal, needed=True)
+    blocked_keys = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in ("valid_lens", "attend_keys", "block_keys")))
+    return query_positions(call.get("query_offset"), blocked_keys, needed=True)
 
 
-def _leave(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
-    """The way back from `enter`: from the gradient of the heads [b, heads, n, d] to that of the input x [b, n, in]."""
+def _back_through_projection(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
+    """Reverses `project_heads`: from the gradient of the heads [b, heads, n, d] to that of the input x [b, n, in]."""
     if spec.qk_norm and name != "value":
         projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
         back = _back_through_norm(split_heads(projected, back.shape[1]), weights[f"{name}_norm.weight"], spec.qk_norm, back)
@@ -110,7 +119,7 @@ def _leave(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, b
 def _back_through_norm(x: Array, weight: ArrayLike, norm: QKNorm, back: Array) -> Array:
     """Of y = n · w with n = x/r and r = √(mean x² + eps): x̄ = (n̄ - n · mean(n ∘ n̄)) / r.
 
-    The layer norm takes the mean from x first, and therefore from the gradient last.
+    The layer norm subtracts the mean of x first, so the mean of the gradient is subtracted last.
     """
     if norm.kind == "layer":
         x = x - x.mean(axis=-1, keepdims=True)

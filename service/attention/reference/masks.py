@@ -1,8 +1,4 @@
-"""Which keys a query may not see, in NumPy: masks, lengths, windows, and where the query stands among the keys.
-
-Part of the reference, and as plain; `reference.py` says when each step is taken. Every function answers with what is blocked, true where a
-query may not see a key; that the caller's own masks say either is settled here.
-"""
+"""Blocked pairs of queries and keys in NumPy, from masks, lengths and windows, and the positions of queries. Results are true = blocked."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,13 +9,13 @@ from service.tensors import Array
 
 
 def spread(x: ArrayLike, shape: tuple[int, ...], batched: bool) -> Array:
-    """A mask or bias as [b, h, q, k]. Of rank 3 it is [b, q, k], or [h, q, k] where there is no batch."""
+    """A mask or bias as [b, h, q, k]; rank 3 is [b, q, k], or [h, q, k] without a batch."""
     x = np.asarray(x)
     return np.broadcast_to(x[:, None] if x.ndim == 3 and batched else x, shape)
 
 
 def blocked_by_masks(attend: ArrayLike | None, block: ArrayLike | None, shape: tuple[int, ...], batched: bool) -> Array:
-    """What is blocked by the masks over queries and keys, as [b, h, q, k]. Of each of them 1 means what its name says."""
+    """Pairs that attend_mask (1 = may attend) and block_mask (1 = blocked) block: [b, h, q, k]."""
     blocked = np.zeros(shape, bool)
     if attend is not None:
         blocked |= ~spread(np.asarray(attend, bool), shape, batched)
@@ -29,7 +25,7 @@ def blocked_by_masks(attend: ArrayLike | None, block: ArrayLike | None, shape: t
 
 
 def blocked_by_keys(shape: tuple[int, ...], lens: Array | None, attend: Array | None, block: Array | None) -> Array:
-    """What valid_lens [b] or [b, q] and the key masks [b, k] block, as [b, h, q, k]."""
+    """Pairs that valid_lens [b] or [b, q] and the key masks [b, k] block: [b, h, q, k]."""
     blocked = np.zeros(shape, bool)
     if lens is not None:
         per_query = lens[:, None] if lens.ndim == 1 else lens  # [b, 1] or [b, q]
@@ -41,25 +37,25 @@ def blocked_by_keys(shape: tuple[int, ...], lens: Array | None, attend: Array | 
     return blocked
 
 
-def place_queries(offset: ArrayLike | None, unreal: Array, needed: bool) -> Array:
-    """The key position at which each query stands, i + offset: [b, q]. `needed` says whether anything depends on it.
+def query_positions(offset: ArrayLike | None, blocked_keys: Array, needed: bool) -> Array:
+    """The key position of each query, i + offset: [b, q]. `needed`: whether anything depends on it.
 
-    `unreal` [b, h, q, k] is what valid_lens and the key masks block. "end" puts the last query on the item's last real key: offset = n - q,
-    where n is 1 + the highest key that they leave open to any query, 0 if none.
+    `blocked_keys` [b, h, q, k] are the pairs that valid_lens and the key masks block. "end" puts the last query on the last real key of the
+    item: offset = n - q, where n is 1 + the highest key that is not blocked for every query, 0 if there is none.
     """
-    b, _, q, k = unreal.shape
+    b, _, q, k = blocked_keys.shape
     if needed and offset is None and q != k:
         raise ValueError(f"expected query_offset, since {q} queries and {k} keys do not say how they line up")
     if isinstance(offset, str):
-        real = ~unreal[:, 0].all(axis=1)  # [b, k], to any query
+        real = ~blocked_keys[:, 0].all(axis=1)  # [b, k], to any query
         offset = np.where(real, np.arange(1, k + 1), 0).max(axis=1, initial=0) - q
     offsets = np.broadcast_to(0 if offset is None else offset, (b,))
-    placed: Array = np.arange(q) + offsets[:, None]
-    return placed
+    positions: Array = np.arange(q) + offsets[:, None]
+    return positions
 
 
 def blocked_by_position(ahead: Array, causal: bool, windows: Iterable[Mapping[str, int | None]]) -> Array:
-    """What lies ahead of the query (causal), or more than `left` behind or `right` ahead of it in any of the windows, as [b, 1, q, k]."""
+    """Pairs with the key ahead of the query (causal), or more than `left` behind or `right` ahead in any window: [b, 1, q, k]."""
     blocked = np.zeros(ahead.shape, bool)
     if causal:
         blocked |= ahead > 0

@@ -1,8 +1,4 @@
-"""RoPE, ALiBi and T5's relative bias in NumPy float64: what a layer itself makes of where a query stands among the keys.
-
-Part of the reference, and as plain; `reference.py` says when each step is taken. RoPE turns queries and keys by their positions. The
-others add to the scores, and know only `ahead`: how far key j lies ahead of query i.
-"""
+"""RoPE, ALiBi and T5's relative bias in NumPy float64. `ahead` is the position of key j less that of query i."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +13,8 @@ from service.tensors import Array
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     """RoPE, Su et al. 2021, equation 34: x [b, h, n, d] at positions [b, n] or [1, n].
 
-    The first `dims` numbers of a head are dims/2 points of the plane, and point i is turned by the angle position · frequency_i. Its two
-    coordinates stand next to each other (interleaved: GPT-J) or half of `dims` apart (GPT-NeoX, Llama). The rest of the head stays.
+    The first `dims` numbers of a head are dims/2 points of the plane, and point i is rotated by the angle position · frequency_i. Its two
+    coordinates are neighbours (interleaved: GPT-J) or dims/2 apart (GPT-NeoX, Llama). The rest of the head is unchanged.
     """
     dims = rope.dims or x.shape[-1]
     if rope.interleaved:
@@ -35,9 +31,8 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
 def frequencies(rope: Rope, dims: int) -> Array:
     """theta^(-2i/dims) for i < dims/2, in radians per position, scaled for long contexts: [dims/2].
 
-    "linear" slows every frequency down by `factor`. "llama3" asks how many times a wave went round within the context that the model was
-    trained on: more than high_freq_factor times, and it stays; less than low_freq_factor times, and it is slowed down; in between, the two
-    are mixed in proportion.
+    "linear" divides every frequency by `factor`. "llama3" does so for frequencies of less than low_freq_factor turns within the training
+    context, keeps those of more than high_freq_factor turns, and interpolates in between.
     """
     plain: Array = rope.theta ** (-np.arange(0, dims, 2) / dims)
     scaling = rope.scaling
@@ -53,7 +48,7 @@ def frequencies(rope: Rope, dims: int) -> Array:
 
 
 def position_bias(spec: LayerSpec, weights: Mapping[str, Array], ahead: Array) -> Array:
-    """What the layer adds to the scores by itself: [b, 1, q, k] -> [b, h, q, k]."""
+    """The sum of ALiBi and relative bias: [b, 1, q, k] -> [b, h, q, k]."""
     bias = np.zeros((1, spec.num_heads, 1, 1))
     if spec.alibi:
         bias = bias + alibi(ahead, spec.num_heads)
@@ -70,7 +65,7 @@ def alibi(ahead: Array, heads: int) -> Array:
 def alibi_slopes(heads: int) -> Array:
     """2^(-8/n), 2^(-16/n), …, 2^-8 for n heads, n a power of two: [h].
 
-    For any other number: the slopes of the power of two below it, then every other slope of twice that power, from the first on.
+    For other n: the slopes of the power of two below n, then every other slope of twice that power, from the first on.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -85,10 +80,10 @@ def relative_bias(ahead: Array, table: ArrayLike, settings: RelativeBias) -> Arr
 
 
 def relative_buckets(ahead: Array, settings: RelativeBias) -> Array:
-    """The bucket of each distance: half of the buckets hold one distance each, the others ever more, up to max_distance and beyond.
+    """The bucket of each distance: half of the buckets are single distances, the others ranges that grow up to max_distance.
 
-    Bidirectional, keys ahead of the query have the second half of the table; else they all count as distance 0. The logarithm is taken in
-    float32, as T5's models take it: where a distance lies right on the edge of a bucket, the rounding decides.
+    If bidirectional, keys ahead of the query use the second half of the table; otherwise they count as distance 0. The logarithm is in
+    float32 as in T5, since rounding decides on the edge of a bucket.
     """
     buckets, start = settings.buckets, np.zeros(ahead.shape, np.int64)
     if settings.bidirectional:

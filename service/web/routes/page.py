@@ -1,8 +1,7 @@
-"""GET /: the page for a browser, a JSON index for anything else; and the page's own files.
+"""GET /: the page for a browser, a JSON index for other clients; and the files of the page.
 
-The page is plain HTML, CSS and ES modules in `page/`, and the heat-map viewer in `service/assets/`, served as they are. It may load nothing
-from elsewhere and run nothing that is not one of these files: the policy below says so to the browser. Files are asked for again each time,
-and answered by 304.
+The page is plain HTML, CSS and ES modules in `page/`, and the heat-map viewer in `service/assets/`, served as they are. Its
+Content-Security-Policy allows only these files. Browsers revalidate them by ETag on every visit.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from service.serving.service import Service
 from service.wire.negotiation import HTML, JSON, acceptable
 
 FOLDERS = ("web/page", "assets")
-CONTRACT = "1"  # of the wire; it changes when a caller would have to
+CONTRACT = "1"  # version of the wire contract; a change of it requires changes of clients
 TYPES = {".html": HTML, ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -57,7 +56,7 @@ def page_files() -> Mapping[str, File]:
 
 
 def install(app: FastAPI, service: Service, about: dict[str, Any]) -> None:
-    """Adds the routes; `about` is what the index tells beside the layers."""
+    """Adds the routes. `about`: further members of the index."""
 
     @app.get(
         "/",
@@ -66,7 +65,7 @@ def install(app: FastAPI, service: Service, about: dict[str, Any]) -> None:
         responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
     )
     async def index(request: Request) -> Response:
-        """Version, threads, limits, layers; in a browser, a page to look at heads with."""
+        """Version, threads, limits and layers; in a browser, a page that shows heads."""
         if acceptable(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
             return _served(request, "index.html", {"Vary": "Accept"})
         layers = [layer.name for layer in service.registry.all()]

@@ -1,4 +1,4 @@
-"""GET and POST /words: text for people who have no vectors. What the page asks before it asks /attend."""
+"""GET and POST /words: tokens and vectors of a text, for use in a request to /attend. The page uses them."""
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -11,17 +11,17 @@ from service.web.routes.attend import demand_started, refusals, takes
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 
-LARGEST = 1 << 20  # bytes of a body: of the longest text, each character written as an escape
+MAX_BODY = 1 << 20  # bytes; the longest text with every character escaped
 
 
 def install(app: FastAPI, service: Service, model: bool) -> None:
-    """Adds the routes; `model` is whether layers of the installed model may be made on demand."""
-    dictionary = TextEncoder(service, model)
+    """Adds the routes. `model`: whether layers of the installed model may be loaded on demand."""
+    encoder = TextEncoder(service, model)
 
     @app.get("/words", tags=["words"], response_model=Vocabulary)
     async def get_words() -> Vocabulary:
-        """Which layers of a real model there are to look at, and what is missing where there are none."""
-        return await dictionary.vocabulary()
+        """The available layers of a real model, or what to install for them."""
+        return await encoder.vocabulary()
 
     @app.post(
         "/words",
@@ -31,7 +31,7 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
     )
     async def post_words(request: Request) -> Response:
-        """Tokens and vectors of a sentence, as the layer takes them: by the real model where the layer is its own, by hash elsewhere."""
+        """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""
         demand_started(service)
-        words = await dictionary.read(await read(request.scope["attend"], request.receive, service, largest=LARGEST))
+        words = await encoder.read(await read(request.scope["attend"], request.receive, service, largest=MAX_BODY))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

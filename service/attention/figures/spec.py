@@ -1,4 +1,4 @@
-"""What a figure shows: its specification, and the panels, axes and colour scale that are drawn for it. No positions, no file format."""
+"""`FigureSpec`, the options of a figure, and `Picture`, its content: panels, axes, colour scale and notes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class FigureSpec:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One side of a panel. A cell stands for `pooled` consecutive positions (the last cell perhaps for fewer) of `total`.
+    """One side of a panel. A cell is `pooled` consecutive positions (the last cell possibly fewer) of `total`.
 
     `labels` names every position; without it positions are numbered from 0. `groups` names equal parts of the axis, such as heads.
     """
@@ -60,7 +60,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One heat map: float64 [rows, columns], NaN where attention is blocked. `empty` lists the rows that have no key at all."""
+    """One heat map: float64 [rows, columns], NaN where attention is blocked. `empty` lists the fully masked rows."""
 
     title: str
     rows: Axis
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the colours mean, from `low` to `high`. A diverging scale has 0 in its middle; a logarithmic one has `low` > 0."""
+    """The values of the first and last colour. A diverging scale has 0 in its middle; a logarithmic one has `low` > 0."""
 
     name: str
     low: float
@@ -82,7 +82,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Panels under one title and one scale. `notes` stand below them; `about` becomes the file's metadata."""
+    """Panels with one title, one scale and notes below them. `about` becomes the file's metadata."""
 
     title: str
     panels: tuple[Panel, ...]

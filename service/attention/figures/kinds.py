@@ -1,7 +1,4 @@
-"""The kinds of figure: what each one reduces the weights to, and how that becomes panels.
-
-`operation_for` is called before anything is computed, `compose` with the result. Pure: arrays and labels in, a picture out.
-"""
+"""The kinds of figure: the reduction of the weights that each needs (`operation_for`), and the picture made of its result (`compose`)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +7,13 @@ import torch
 from torch import Tensor
 
 from service.attention.figures.layout import WIDEST, resolution
-from service.attention.figures.picture import Axis, FigureSpec, Panel, Picture, Scale
 from service.attention.figures.reductions import Pooling, Similarity, WeightReduction, mean_across, pool_array, std_across
+from service.attention.figures.spec import Axis, FigureSpec, Panel, Picture, Scale
 from service.errors import InvalidRequest
 from service.tensors import Array
 
 CELLS = 1 << 18  # of all panels of a picture
-SMALLEST = 1e-300  # end of a scale: beyond it, differences of two ends would overflow or vanish
+SMALLEST = 1e-300  # end of a scale: differences of smaller or larger ends underflow or overflow
 DARKEST = 1e-5  # as a share of the largest value: smaller values have the first colour of a logarithmic scale
 ACROSS = {"mean": mean_across, "std": std_across}
 OUTPUTS = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
@@ -28,7 +25,7 @@ TITLES = {
     "similarity": "How similarly the heads attend",
     "concatenation": "Outputs of the heads",
 }
-SCALES = {  # its name beside the colour bar, and the words of the note below
+SCALES = {  # the name beside the colour bar, and that in the note
     "heads": ("attention weight", "attention weight"),
     "head": ("attention weight", "attention weight"),
     "mean": ("mean weight", "mean weight across heads"),
@@ -39,7 +36,7 @@ SCALES = {  # its name beside the colour bar, and the words of the note below
 
 
 def operation_for(spec: FigureSpec) -> WeightReduction | None:
-    """The operation that computes what the figure shows; None for a figure of outputs, which the layer itself computes."""
+    """The reduction of the weights for a figure; None for `concatenation`, which shows outputs of the layer."""
     if spec.kind == "concatenation":
         return None
     if spec.kind == "similarity":
