@@ -2,12 +2,14 @@
 
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
@@ -20,7 +22,7 @@ settings.load_profile("quick")
 # Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-collect_ignore_glob = [] if find_spec("ray") else ["deploy/*"]  # tests of an extra that is not installed
+collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]  # tests of an extra that is not installed
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
@@ -29,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ("checkpoint", "browser", "gateway", "ray")):
             item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def own_seed(request: pytest.FixtureRequest) -> None:
+    """Each test draws the same numbers from its module's generator, whichever tests ran before it."""
+    if isinstance(rng := getattr(request.module, "RNG", None), np.random.Generator):
+        rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
 
 
 @pytest.fixture(scope="session")

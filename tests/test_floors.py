@@ -48,7 +48,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     },
 }
 WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the law
-LEAVES = ("attention/metrics/", "attention/figures/", "attention/compare/")  # the rest of their room imports nothing of these
+ABOVE_ATTENTION = ("metrics", "figures", "compare")  # folders of attention; each may import those before it, and the core none of them
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
 
@@ -60,6 +60,11 @@ def imports(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "relative imports hide the room"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _height(folder: str) -> int:
+    """The place of a part of attention above its core, which is 0."""
+    return ABOVE_ATTENTION.index(folder) + 1 if folder in ABOVE_ATTENTION else 0
 
 
 def breaches(modules: Mapping[str, str]) -> list[str]:
@@ -75,8 +80,7 @@ def breaches(modules: Mapping[str, str]) -> list[str]:
                 target = parts[1] if len(parts) > 1 else "__init__"
                 if target not in (room, "__version__") and target not in ALLOWED[room]:
                     found.append(f"{path} imports {name}")
-                inside = next((leaf for leaf in LEAVES if name.replace(".", "/").startswith(f"service/{leaf}")), path)
-                if path.startswith("attention/") and not path.startswith(inside):
+                if room == target == "attention" and _height(parts[2]) > _height(path.split("/")[1]):
                     found.append(f"{path} imports {name}")
                 if target == "settings" and path not in SETTINGS_READERS and room not in SETTINGS_READERS:
                     found.append(f"{path} imports {name}")

@@ -17,7 +17,7 @@ from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # bytes that one number takes in JSON, by bytes of its datatype; measured on normal variates
-LARGEST_BATCH = 2**31 - 1  # that is ever told
+LARGEST_BATCH = 2**31 - 1  # that is announced
 PROJECTED = {"query_projection": "q", "key_projection": "k", "value_projection": "k"}
 
 
@@ -208,7 +208,7 @@ def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
 
 
 def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
-    """Of tensors of these shapes in that form; `datatype` tells each one's V2 name."""
+    """Of tensors of these shapes in that form; `datatype` maps an output's name to its V2 datatype."""
     total = 200
     for name, shape in outputs.items():
         size = DATATYPES[datatype(name)].size

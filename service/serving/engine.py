@@ -17,7 +17,7 @@ from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
 from service.serving.cost import ServingLimits
 from service.serving.executor import Outcome
-from service.serving.figures import FigureRenderer, bind_figure, media_type_of
+from service.serving.figures import FigureRenderer, bind_figure, draw_figure, media_type_of
 from service.serving.layers.registry import HeldLayer, LayerRegistry
 from service.serving.metrics import Metrics, Phases
 from service.serving.replies import build_reply, plan_of, refuse_fully_masked
@@ -137,7 +137,7 @@ class Engine:
         if bound.figure is not None:
             with decoded.error_paths:
                 refuse_fully_masked(bound, result)
-                picture = await self.renderer.draw(bound, result, waiting)
+                picture = await self.renderer.draw(partial(draw_figure, bound, result), waiting)
             headers = ((b"content-type", media_type_of(bound.figure).encode()),)
             encoded = Encoded(headers, [picture])
             coding = raw.reply_coding if bound.figure.format != "png" else ""  # which is compressed already

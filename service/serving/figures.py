@@ -25,6 +25,8 @@ from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
+Check = Callable[[], None]
+Drawing = Callable[[Check], bytes]
 HEADS = 256  # side by side in one picture
 LONGEST = 30.0  # seconds that a drawing may take, and wait, where its caller sets no earlier deadline
 WAITING = 32  # drawings; each is bounded in cells and pixels, so that their number bounds their cost
@@ -57,6 +59,13 @@ def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shard
     return BoundCall(shown, layer, call, cost, operation=operation, figure=spec)
 
 
+def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
+    """The figure of a bound call, from its result. `check` is called now and then; it raises where nobody waits any more."""
+    assert bound.figure is not None
+    about = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+    return draw(compose(bound.figure, result.tensors, about), bound.figure, check)
+
+
 def media_type_of(spec: FigureSpec) -> str:
     """The media type of a figure."""
     return next(media for media, form in PICTURES.items() if form == spec.format)
@@ -72,8 +81,8 @@ def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
         queries=request.query.shape[-2],
         keys=key.shape[-2],
         heads=tuple(heads),
-        query_labels=request.words("query"),
-        key_labels=request.words("key"),
+        query_labels=request.item_tokens("query"),
+        key_labels=request.item_tokens("key"),
         pool=wanted.pool or "mean",
         title=wanted.title,
         maximum=wanted.maximum,
@@ -96,8 +105,8 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # a moving average of what a figure takes
 
-    async def draw(self, bound: BoundCall, result: Result, waiting: Waiting) -> bytes:
-        """The bytes of the bound call's figure. Raises Overloaded, DeadlinePassed, CallerGone, and what `draw` of the figures raises."""
+    async def draw(self, drawing: Drawing, waiting: Waiting) -> bytes:
+        """The bytes that `drawing` returns. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= WAITING:
             wanted = f"at most {WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", wanted, str(self._waiting + 1))])
@@ -105,14 +114,14 @@ class FigureRenderer:
         latest = latest if waiting.deadline is None else min(latest, waiting.deadline)
         self._waiting += 1
         try:
-            drawing = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, bound, result, latest, waiting.gone)
-            return await asyncio.wait_for(drawing, max(0.0, latest - self.clock()))
+            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, latest, waiting.gone)
+            return await asyncio.wait_for(drawn, max(0.0, latest - self.clock()))
         except TimeoutError:
             raise _too_late() from None
         finally:
             self._waiting -= 1
 
-    def _draw(self, bound: BoundCall, result: Result, latest: float, gone: Callable[[], bool]) -> bytes:
+    def _draw(self, drawing: Drawing, latest: float, gone: Callable[[], bool]) -> bytes:
         started = self.clock()
 
         def check() -> None:
@@ -121,9 +130,7 @@ class FigureRenderer:
             if gone():
                 raise CallerGone
 
-        assert bound.figure is not None
-        about = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
-        drawn = draw(compose(bound.figure, result.tensors, about), bound.figure, check)
+        drawn = drawing(check)
         self._seconds += 0.2 * (self.clock() - started - self._seconds)
         return drawn
 

@@ -61,6 +61,7 @@ class Scheduler:
     ) -> None:
         self.device, self.metrics, self.clock = device, metrics, clock
         self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
+        self._on_cpu = device.type == "cpu"  # looked up once: it takes microseconds
         self.out_of_memory = 0  # calls in a row
         self._light: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the event loop
         self._heavy: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the device's thread
@@ -171,7 +172,7 @@ class Scheduler:
     def _queue_of(self, entry: Entry) -> FairQueue[Entry]:
         """Light calls of a CPU go to the event loop. Operations are many small steps, and a delay is for all calls."""
         light = entry.cost.operations <= INLINE_OPERATIONS and entry.operation is None
-        return self._light if light and self.device.type == "cpu" and not self.limits.delay else self._heavy
+        return self._light if light and self._on_cpu and not self.limits.delay else self._heavy
 
     def _admit(self, entry: Entry) -> None:
         """A full queue is an answer. An empty one takes any call that passed admission."""

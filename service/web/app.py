@@ -62,7 +62,7 @@ class Application(FastAPI):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application. Its layers are made in the background once it runs; /health/ready tells when they are."""
+    """The application. Its layers are made in the background once it runs; /health/ready says when they are."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
     offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
@@ -128,7 +128,7 @@ def create_service(settings: Settings) -> Service:
 def _grpc(
     settings: Settings, service: Service, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
 ) -> AbstractAsyncContextManager[None]:
-    """The gRPC server beside this one, where one is asked for."""
+    """The gRPC server beside this one, where there is a port for it."""
     if settings.grpc_port is None:
         return nullcontext()
     from service.web.grpc.calls import Surroundings  # an extra brings what it needs
@@ -158,7 +158,7 @@ def _why_no_statistics(settings: Settings, service: Service) -> Exception | None
 
 
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
-    """The checks at the door; None where there is nothing to check."""
+    """The checks of requests before anything else; None where there is nothing to check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
     browsed = is_local(settings) and keyring is None  # what a page in this machine's browser could call
     hosts = names if (names or browsed) and "*" not in names else None

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.attention import eager
@@ -14,8 +16,8 @@ from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.metrics.compute import OF_WEIGHTS, measure
-from service.attention.metrics.query import MetricsQuery
-from service.attention.metrics.strongest_links import StrongestLinks, largest
+from service.attention.metrics.rows import MetricsQuery, StrongestLinks
+from service.attention.selection import top_k
 from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
@@ -105,11 +107,23 @@ def test_ties_go_to_the_lower_index() -> None:
     values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0], [0.0] * 7])
     links = metrics_of(np.stack([UNIFORM, SELF]), "strongest_links", top_links=9)
 
-    assert largest(values, 5).tolist() == [[1, 3, 6, 2, 4], [0, 1, 2, 3, 4]]
-    assert largest(values, 0).shape == (2, 0)
+    assert top_k(values, 5)[1].tolist() == [[1, 3, 6, 2, 4], [0, 1, 2, 3, 4]]
+    assert top_k(values, 0)[1].shape == (2, 0)
     assert links["strongest_links.queries"].tolist() == [[[0] * N + [1] * 2, [*range(N), -1, -1]]]
     assert links["strongest_links.keys"].tolist() == [[[*range(N), 0, 1], [*range(N), -1, -1]]]
     assert StrongestLinks(3).n == 3
+
+
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), levels=st.sampled_from([2, 5, 1000]), nan=st.booleans())
+def test_the_largest_are_the_first_of_a_stable_sort(seed: int, n: int, levels: int, nan: bool) -> None:
+    """With many ties, few and none; NaN counts as the largest."""
+    values = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (3, 2, 30))).double()
+    if nan:
+        values[0, 1, 7] = torch.nan
+    largest, indices = top_k(values, n)
+    wanted = torch.sort(values, dim=-1, descending=True, stable=True)
+    np.testing.assert_array_equal(largest, wanted.values[..., :n])
+    np.testing.assert_array_equal(indices, wanted.indices[..., :n])
 
 
 class Largest(TorchDispatchMode):

@@ -16,6 +16,7 @@ from service.settings import Settings
 from service.web.app import create_app
 from service.web.errors import retry_after
 from service.web.request_reader import network_of
+from service.wire.codec import Encoded, JsonCodec
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096
@@ -267,6 +268,29 @@ def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: typ
             with pytest.raises(kind):
                 await (call("new", asked) if method == "put_layer" else call(asked))
             assert len(asked.body) == 1 << 20
+
+    run(test())
+
+
+def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
+    """The caller goes while its call is computed."""
+    encoded: list[Any] = []
+
+    class Watched(JsonCodec):
+        def encode(self, *args: Any) -> Encoded:
+            encoded.append(args)
+            return super().encode(*args)
+
+    async def test() -> None:
+        async with serving() as app:
+            service = app.state.service
+            body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
+            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched()))).pieces
+            computed = service.scheduler.finished_at
+            raw = RawRequest(body, reply_codec=Watched(), gone=lambda: service.scheduler.finished_at > computed)
+            with pytest.raises(CallerGone):
+                await service.engine.attend(raw)
+            assert len(encoded) == 1
 
     run(test())
 

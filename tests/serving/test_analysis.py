@@ -18,7 +18,7 @@ from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
 from service.attention.metrics.compute import measure
-from service.attention.metrics.query import MetricsQuery
+from service.attention.metrics.rows import MetricsQuery
 from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference

@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.figures import WAITING, FigureRenderer
+from service.serving.requests import Waiting
 
 
 class Held:
@@ -16,7 +16,7 @@ class Held:
     def __init__(self):
         self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
 
-    def draw(self, result, check):
+    def draw(self, check):
         self.times += 1
         self.begun.set()
         assert self.go.wait(60)
@@ -32,7 +32,7 @@ def renderer():
 
 
 async def begin(renderer, figure, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(renderer.draw(figure, SimpleNamespace(), deadline, gone))
+    task = asyncio.create_task(renderer.draw(figure.draw, Waiting(deadline, gone)))
     await asyncio.sleep(0)
     return task
 
@@ -42,7 +42,7 @@ def test_what_waits_has_a_bound(renderer):
         held = Held()
         tasks = [await begin(renderer, held) for _ in range(WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(held, SimpleNamespace(), None, lambda: False)
+            await renderer.draw(held.draw, Waiting(None, lambda: False))
         for task in tasks:
             task.cancel()
         held.go.set()
@@ -60,7 +60,7 @@ def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
         first, second = Held(), Held()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await renderer.draw(second, SimpleNamespace(), renderer.clock() + 0.01, lambda: False)
+            await renderer.draw(second.draw, Waiting(renderer.clock() + 0.01, lambda: False))
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)

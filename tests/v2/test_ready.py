@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.testclient import TestClient
+from support.command import run_attend
 from support.grpc_calls import SERVICE, address_of, entry, request
 from support.processes import LONG, HalfSent, ask, events, only, several_workers, workers_of
 from support.server import Server
@@ -108,7 +109,7 @@ def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Serv
     assert "Traceback" not in "".join(server.log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_without_a_drain_watchers_are_told_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
     with grpc.insecure_channel(address_of(server)) as channel:
@@ -223,15 +224,11 @@ def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) ->
     taken = address_of(start("--grpc-port", "0")).rpartition(":")[2]
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         for port in (taken, str(stranger.getsockname()[1])):
-            done = subprocess.run(
-                [sys.executable, "-m", "service", "serve", "--port", "0", "--grpc-port", port],
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
+            done = run_attend("serve", "--port", "0", "--grpc-port", port)
             assert done.returncode == 1
-            assert done.stderr.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
-            assert len(done.stderr.splitlines()) == 1
+            said = done.stderr.decode()
+            assert said.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
+            assert said.count("\n") == 1
 
 
 @several_workers

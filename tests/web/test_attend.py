@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -618,17 +619,29 @@ def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
         np.testing.assert_allclose(cross(outputs=["scores"], bias=bias)["scores"], plain + added, atol=1e-5, err_msg=str(shape))
 
 
-def test_reproducible_is_bit_for_bit(ask: Callable[..., dict[str, Any]], http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Twice the same bytes, and the numbers of the usual way but for rounding."""
-    query = RNG.standard_normal((2, 37, 64))
-    fields = {"query": query, "causal": True, "reproducible": True, "outputs": ["output", "attention_weights"], "reply": {"form": "base64"}}
+def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[..., str]) -> None:
+    """Each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
+    query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
+    with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
-    first, second = ask(**fields), ask(**fields)
-    usual = ask(**{**fields, "reproducible": False})
+        def attend(reproducible: bool) -> dict[str, Any]:
+            answer = http.post("/attend", json={"query": query, "causal": True, "reproducible": reproducible, "reply": {"form": "base64"}})
+            answer.raise_for_status()
+            return answer.json()
 
-    assert first == second
+        def batches() -> float:
+            return float(re.search(r"^attend_batch_calls_count (\S+)$", http.get("/metrics").text, re.MULTILINE)[1])
+
+        alone, start = attend(True), batches()
+        fixed = list(threads.map(attend, [True] * 3))
+        assert batches() - start == 3
+        usual = list(threads.map(attend, [False] * 3))
+        assert batches() - start == 3 + 1
+
+    assert fixed == [alone] * 3
     for name in ("output", "attention_weights"):
-        np.testing.assert_allclose(unpack(first[name]), unpack(usual[name]), rtol=0, atol=1e-5)
+        for one in usual:
+            np.testing.assert_allclose(unpack(alone[name]), unpack(one[name]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])

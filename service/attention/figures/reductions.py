@@ -11,6 +11,7 @@ from torch import Tensor
 from service.attention.call import Call, Result, WeightBlock
 from service.attention.figures.spec import Pool
 from service.attention.layer import MultiHeadAttention
+from service.attention.metrics.heads import cosines
 
 Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of weights -> tensors by name
 
@@ -97,9 +98,7 @@ class Similarity:
         for _, weights, visible in rows:
             flat = _of_item(weights, visible, self.item)[0].double().flatten(1)
             products = products.to(flat.device) + flat @ flat.T
-        products = _nan_to_infinity(products)
-        lengths = products.diagonal().sqrt()
-        return {"similarity": (products / (lengths[:, None] * lengths)).clamp(max=1)}
+        return {"similarity": cosines(_nan_to_infinity(products))}
 
 
 def pool_array(values: Tensor, row_step: int, column_step: int, pool: Pool) -> Tensor:

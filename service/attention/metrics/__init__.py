@@ -1,5 +1,5 @@
-"""What each head does, in numbers: weights, values and head outputs -> metrics. Pure functions of arrays; knows no request.
+"""Metrics of attention heads: weights, values and head outputs -> numbers. What is not defined is NaN.
 
-`measure` is the straight line; the formulas stand in `rows`, `links`, `between`, `values`, `importance` and `single`. Weights are read a
-block of query rows at a time, so that [q, k] is held only for the one metric that is of that shape. What is not defined is NaN.
+`compute` is the operation; the formulas are in `rows` (weights, row by row), `heads` (heads compared) and `importance` (contributions to
+the output). Weights are read in blocks of query rows, so [q, k] is held only for the one metric of that shape.
 """

@@ -1,7 +1,7 @@
-"""A call and its question -> metrics: the layer's own line with one more step.
+"""Computes metrics of a layer and a call: the operation that serving runs in place of the forward pass.
 
-The weights come a block of query rows at a time and pass every metric that reads them; head outputs, where a metric needs them, come from
-the layer itself, which may make them without weights.
+Weights are read one block of query rows at a time by every metric of weights. Head outputs, where a metric needs them, come from the
+layer's forward pass, which may compute them without weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,10 @@ from service.attention.call import Call, Result
 from service.attention.eager import row_blocks
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import open_keys
-from service.attention.metrics import importance, similarity, value_norms
-from service.attention.metrics.per_row import ROW_METRICS, Block, read_block
-from service.attention.metrics.query import MetricsQuery
-from service.attention.metrics.single_head import SingleHead, merged
-from service.attention.metrics.strongest_links import StrongestLinks
+from service.attention.metrics import heads as between
+from service.attention.metrics import importance
+from service.attention.metrics.heads import SingleHead, as_single_head
+from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, read_block
 
 Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
 PER_QUERY = "_per_query"
@@ -56,14 +55,14 @@ def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) 
     if metrics_query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
         overflowed.append((~torch.isfinite(value).all(-1) & real[:, None]).any())
     if metrics_query.asks("value_norms", "value_norm_weights"):
-        norms = value_norms.value_norms(value, layer.weights.get("output.weight"), layer.spec.num_heads // layer.spec.num_kv_heads, real)
+        norms = importance.value_norms(value, layer.weights.get("output.weight"), layer.spec.num_heads // layer.spec.num_kv_heads, real)
         norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
         made["value_norms"] = norms
     if OF_WEIGHTS & set(metrics_query.metrics):
         made |= _read_weights(layer, call, metrics_query, (query, key, value), fully_masked, real, norms)
         overflowed.append(made[OVERFLOWED])
     if metrics_query.asks("subspace_disagreement"):
-        made["subspace_disagreement"] = similarity.disagreement(value_norms.subspace_products(value, real))
+        made["subspace_disagreement"] = between.disagreement(between.subspace_products(value, real))
     if metrics_query.asks("output_disagreement", *OF_PRODUCTS):
         made |= _read_outputs(layer, call, metrics_query, fully_masked)
         overflowed.append(made[OVERFLOWED])
@@ -82,7 +81,7 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Every metric that is made of weights, in one pass over the query rows."""
     rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if metrics_query.asks(name, name + PER_QUERY)}
-    links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), similarity.CosineSimilarity(), similarity.JensenShannon()
+    links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), between.CosineSimilarity(), between.JensenShannon()
     likened = metrics_query.asks("cosine_similarity", "position_disagreement")
     raw = ((links, metrics_query.asks("strongest_links")), (likeness, likened), (jensen_shannon, metrics_query.asks("jensen_shannon")))
     readers = [reader for reader, wanted in raw if wanted]
@@ -96,7 +95,7 @@ def _read_weights(
         for reader in readers:
             reader.read(block)
         if metrics_query.asks("deviation_across_heads"):
-            deviations.append(similarity.deviation(block))
+            deviations.append(between.deviation(block))
         if norms is not None and metrics_query.asks("value_norm_weights"):
             sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
             apply_weights.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
@@ -136,7 +135,7 @@ def _compare_single(
     layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, fully_masked: Tensor | None, real: Tensor
 ) -> dict[str, Tensor]:
     """The one-head layer beside the layer itself; blocks of both hold the same rows."""
-    alone, *one = merged(call, *projected)
+    alone, *one = as_single_head(call, *projected)
     none = None if fully_masked is None else fully_masked.all(1, keepdim=True)
     single = SingleHead()
     wide = (one[0], one[1], one[2])
@@ -157,7 +156,7 @@ def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQ
     counts = _counts(call, metrics_query, fully_masked, heads.shape[1])
     made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
     if metrics_query.asks("output_disagreement"):
-        made["output_disagreement"] = similarity.disagreement(value_norms.output_products(heads, counts))
+        made["output_disagreement"] = between.disagreement(between.output_products(heads, counts))
     if metrics_query.asks(*OF_PRODUCTS):
         weights = layer.weights
         found = importance.products(heads, counts, weights.get("output.weight"), weights.get("output.bias"), metrics_query.direction)

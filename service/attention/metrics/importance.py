@@ -112,3 +112,20 @@ def pruning_order(made: Products) -> dict[str, Tensor]:
             if total[item] > 0:
                 errors[item, step] = np.sqrt(max(lost, 0.0) / total[item])
     return {"heads": torch.from_numpy(order), "errors": torch.from_numpy(errors)}
+
+
+def value_norms(value: Tensor, weight: Tensor | None, groups: int, real: Tensor) -> Tensor:
+    """[b, h, k]: |v_j W_h^T| of each key and head, NaN for padding, from values [b, kv heads, k, d] and the output projection [out, h * d]
+    (Kobayashi et al. 2020). It follows from v W_h^T W_h v^T, so [h, k, out] is never held.
+
+    `groups` query heads share a head of values; `real` [b|1, k] tells keys from padding.
+    """
+    b, kv, k, d = value.shape
+    exact = value.double()
+    if weight is None:
+        norms = exact.square().sum(-1).sqrt().repeat_interleave(groups, 1)
+    else:
+        of_heads = weight.double().view(len(weight), kv, groups, d)
+        forms = torch.einsum("ogad,ogae->gade", of_heads, of_heads)  # W_h^T W_h, [kv, groups, d, d]
+        norms = torch.stack([((exact @ forms[:, a]) * exact).sum(-1) for a in range(groups)], 2).flatten(1, 2).clamp(min=0).sqrt()
+    return norms.view(b, kv * groups, k).masked_fill(~real[:, None], torch.nan)

@@ -1,4 +1,4 @@
-"""What surrounds the methods of GRPCInferenceService: keys, bounds, messages, and what is told of every call.
+"""The handlers of GRPCInferenceService: keys, bounds, messages, and the log line, count and span of every call.
 
 Every handler reads its message itself, so that nothing is read for a caller without a key: see `channel.py`.
 """
@@ -23,7 +23,7 @@ from service.web.grpc.channel import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
-from service.web.grpc.methods import Heard, Method, Methods
+from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.access import milliseconds, request_id
 from service.web.middleware.guard import ADMIN, ANY, demand_key
@@ -95,44 +95,44 @@ class Calls:
         method: Method = getattr(self.methods, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
         kind = GetMessageClass(SERVICE.methods_by_name[name].input_type)
 
-        async def call(message: bytes, heard: Heard) -> bytes:
+        async def call(message: bytes, record: CallRecord) -> bytes:
             if len(message) > SMALL:
                 raise TooLarge.where("", f"a message of at most {SMALL} bytes", str(len(message)))
             try:
                 request = kind.FromString(message)
             except DecodeError:
                 raise MalformedBody.where("", f"a {kind.DESCRIPTOR.name}", f"{len(message)} bytes of something else") from None
-            return bytes((await method(request, heard)).SerializeToString())
+            return bytes((await method(request, record)).SerializeToString())
 
         return method if name == "ModelInfer" else call
 
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
         """Any method but the stream. One that needs no key has an empty request, which is not read."""
         metadata = dict(context.invocation_metadata())
-        heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
+        record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
 
         async def answer(trailing: Metadata) -> None:
             context.set_trailing_metadata(trailing)
-            caller = self._caller(name, heard, metadata, context)
-            with self._calls.place(caller), self.service.budget.lease(caller) as heard.lease:
+            caller = self._caller(name, record, metadata, context)
+            with self._calls.place(caller), self.service.budget.lease(caller) as record.lease:
                 read = SCOPES.get(name, ANY)
-                await _send(context, await method(await self._turns.receive(context.read, heard.lease) if read else b"", heard))
+                await _send(context, await method(await self._turns.receive(context.read, record.lease) if read else b"", record))
 
-        if (failure := await self._told(name, heard, metadata, answer)) is not None:
+        if (failure := await self._observe(name, record, metadata, answer)) is not None:
             await context.abort(failure.code, failure.detail, failure.metadata)
 
     async def _stream(self, _: Any, context: Any) -> None:
         """ModelStreamInfer: a reply to each request, in the order of the requests. Each counts as a call; one that fails ends no other.
-        The stream itself is told of only where it is refused, or ended."""
+        The stream itself is logged only where it is refused or fails."""
         metadata = dict(context.invocation_metadata())
-        heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")))
+        record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
         failure = None
         try:
-            caller = self._caller(STREAM, heard, metadata, context)
+            caller = self._caller(STREAM, record, metadata, context)
             with self._streams.place(caller):
-                await self._replies(caller, heard.key, metadata, context)
+                await self._replies(caller, record.key, metadata, context)
         except* AttendError as errors:
-            failure = await self._told(STREAM, heard, metadata, partial(_fail, errors.exceptions[0]))
+            failure = await self._observe(STREAM, record, metadata, partial(_fail, errors.exceptions[0]))
         if failure is not None:
             await context.abort(failure.code, failure.detail, failure.metadata)
 
@@ -140,35 +140,34 @@ class Calls:
         """Answers a stream's requests until there are no more. Raises DeadlinePassed where none comes for long."""
 
         async def reply(message: bytes, turn: Turn) -> None:
-            heard = Heard(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
+            record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
             written = b""
 
             async def answer(_: Metadata) -> None:
                 nonlocal written
-                heard.lease.add(len(message))
-                written = await self.methods.model_infer(message, heard, self.methods.stream_codec)
+                record.lease.add(len(message))
+                written = await self.methods.model_infer(message, record, self.methods.stream_codec)
 
-            with self.service.budget.lease(caller) as heard.lease:
-                if (failure := await self._told(STREAM, heard, metadata, answer)) is not None:
+            with self.service.budget.lease(caller) as record.lease:
+                if (failure := await self._observe(STREAM, record, metadata, answer)) is not None:
                     written = refusal_in_stream(message, failure.detail)
                 await turn()
                 await _send(context, written)
 
         await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.seconds)
 
-    def _caller(self, name: str, heard: Heard, metadata: Mapping[str, str], context: Any) -> str:
+    def _caller(self, name: str, record: CallRecord, metadata: Mapping[str, str], context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
         if self.surroundings.keyring is not None:
-            heard.key = demand_key(self.surroundings.keyring, metadata, SCOPES.get(name, ANY))
-        return heard.key or address_of(context.peer())
+            record.key = demand_key(self.surroundings.keyring, metadata, SCOPES.get(name, ANY))
+        return record.key or address_of(context.peer())
 
-    async def _told(
-        self, name: str, heard: Heard, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
+    async def _observe(
+        self, name: str, record: CallRecord, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
     ) -> Failure | None:
-        """Calls `answer`, with the trailing metadata, and sees to its count, its span, its log line, and the net under unforeseen
-        exceptions. Returns why it failed."""
+        """Calls `answer` with the trailing metadata; counts, logs and traces the call. Returns why it failed; None where it did not."""
         full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.surroundings.traces
-        started, trailing = service.clock(), [("x-request-id", heard.request_id)]
+        started, trailing = service.clock(), [("x-request-id", record.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
             trailing.append(("traceresponse", span.traceparent))
@@ -182,28 +181,28 @@ class Calls:
             if isinstance(error, Overloaded):
                 trailing.append(("retry-after", retry_after(error)))
             if code is grpc.StatusCode.INTERNAL:
-                log.error("failed", method=name, request_id=heard.request_id, exc_info=error.__cause__ or error)
+                log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
         except Exception:
             code, detail, reason = grpc.StatusCode.INTERNAL, "unexpected error; the server's log has the cause", "unforeseen"
-            log.exception("unforeseen", method=name, request_id=heard.request_id)
+            log.exception("unforeseen", method=name, request_id=record.request_id)
         finally:
             seconds = service.clock() - started
             service.metrics.answered(full_name, code.name)
             if reason:
                 service.metrics.failed(reason)
             if traces is not None and span is not None:
-                ending = Ending(heard.request_id, reason, code in OUR_FAULT, heard.phases, heard.about)
+                ending = Ending(record.request_id, reason, code in OUR_FAULT, record.phases, record.about)
                 traces.end_call(span, full_name, code.name, ending, seconds)
             if self.surroundings.log_requests:
                 log.info(
                     "request",
-                    request_id=heard.request_id,
+                    request_id=record.request_id,
                     method=full_name,
-                    key=heard.key,
+                    key=record.key,
                     status=code.name,
                     ms=round(seconds * 1e3, 3),
-                    **heard.about,
-                    **({} if heard.phases is None else milliseconds(heard.phases)),
+                    **record.about,
+                    **({} if record.phases is None else milliseconds(record.phases)),
                     **({"detail": detail[:200]} if detail else {}),
                 )
         return Failure(code, detail, tuple(trailing))

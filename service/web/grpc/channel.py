@@ -1,6 +1,6 @@
 """Options of the gRPC channel: bounds on connections, calls and messages, as `serving/admission.py` and the gRPC library enforce them.
 
-gRPC's library tells a server of a message only once all of it is there, and then all at once. Of a call whose message nobody reads it keeps
+gRPC's library hands a message to the server only once all of it is there. Of a call whose message nobody reads it keeps
 a window of `WINDOW` bytes; of one that is being read, anything up to the largest message. So keys come first, and the calls whose messages
 are read at the same time are few, each counted as the largest message. How far a message has come nobody can see: it has to be there within
 the time that a client may take.

@@ -1,8 +1,8 @@
 """The standard health service, for the whole server and for the one service: serving while a call would be answered.
 
-The library's own, for asyncio, tells only one of those who watch the same name. Who watches is told within `INTERVAL` that readiness fell
-or rose, and at once that the gate closes; then the stream ends, so that nobody who only watches keeps the server from leaving. It wants no
-key, so what it reads and how many watch is bounded.
+The library's own, for asyncio, notifies only one of several watchers of the same name. Here every watcher is sent a change of readiness
+within `INTERVAL`, and the closing of the gate at once; then the stream ends, so that watchers do not keep the server alive. No key is
+needed, so messages and watchers are bounded.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ STATE = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """One engine's. `names` are those that may be asked for besides the whole server."""
+    """The health service. `names` are the services that it knows besides the whole server, which is ""."""
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
@@ -52,18 +52,18 @@ class Health:
             await context.abort(code_of(refusal), refusal.detail)
 
     async def _watch(self, context: Any) -> None:
-        name, told = await self._name(context), None
+        name, sent = await self._name(context), None
         while True:
             last = not self.service.gate.open  # before the state, which the gate's closing changes
-            if (status := await self._status(name)) != told:
+            if (status := await self._status(name)) != sent:
                 await self._send(context, status)
-                told = status
+                sent = status
             if last:
                 return
             await self.service.gate.closes_within(INTERVAL)
 
     async def _name(self, context: Any) -> str:
-        """The service that is asked for."""
+        """The name of the service in the request."""
         try:
             with self._budget.lease(address_of(context.peer())) as lease:
                 message = await self._turns.receive(context.read, lease)

@@ -24,8 +24,8 @@ from service.wire.codec import Codec
 
 
 @dataclass(slots=True)
-class Heard:
-    """One call: how many seconds its caller still waits, if that is known, the bytes it holds, and what the log should say of it."""
+class CallRecord:
+    """One call: the seconds that its caller still waits, if known, the bytes it holds, and what its log line says."""
 
     seconds_left: float | None
     request_id: str
@@ -35,7 +35,7 @@ class Heard:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-Method = Callable[[Any, Heard], Awaitable[Any]]
+Method = Callable[[Any, CallRecord], Awaitable[Any]]
 
 
 class Methods:
@@ -46,13 +46,13 @@ class Methods:
         self.service, self.offer, self.largest = service, offer, largest
         self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
 
-    async def server_live(self, request: Any, heard: Heard) -> Any:
+    async def server_live(self, request: Any, record: CallRecord) -> Any:
         return messages.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, heard: Heard) -> Any:
+    async def server_ready(self, request: Any, record: CallRecord) -> Any:
         return messages.ServerReadyResponse(ready=await self.service.serves())
 
-    async def model_ready(self, request: Any, heard: Heard) -> Any:
+    async def model_ready(self, request: Any, record: CallRecord) -> Any:
         """Of a model that is not there or unloaded, too: it is not ready."""
         try:
             self._layer(request)
@@ -60,48 +60,48 @@ class Methods:
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=await self.service.answers())
 
-    async def server_metadata(self, request: Any, heard: Heard) -> Any:
+    async def server_metadata(self, request: Any, record: CallRecord) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
 
-    async def model_metadata(self, request: Any, heard: Heard) -> Any:
+    async def model_metadata(self, request: Any, record: CallRecord) -> Any:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
-    async def model_config(self, request: Any, heard: Heard) -> Any:
+    async def model_config(self, request: Any, record: CallRecord) -> Any:
         config = config_of(self._layer(request), self.service, self.largest)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
-    async def model_statistics(self, request: Any, heard: Heard) -> Any:
+    async def model_statistics(self, request: Any, record: CallRecord) -> Any:
         """Of one model, or without a name of all."""
         self.offer.demand_statistics()
         layers = [self._layer(request)] if request.name else self.service.registry.all()
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.offer.workers))
 
-    async def repository_index(self, request: Any, heard: Heard) -> Any:
+    async def repository_index(self, request: Any, record: CallRecord) -> Any:
         models = [entry.model_dump() for entry in index_of(self.service.registry.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
-    async def repository_model_load(self, request: Any, heard: Heard) -> Any:
+    async def repository_model_load(self, request: Any, record: CallRecord) -> Any:
         self.offer.demand_writable()
         await load_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: Any, heard: Heard) -> Any:
+    async def repository_model_unload(self, request: Any, record: CallRecord) -> Any:
         self.offer.demand_writable()
         await unload_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, body: bytes, heard: Heard, codec: Codec | None = None) -> bytes:
+    async def model_infer(self, body: bytes, record: CallRecord, codec: Codec | None = None) -> bytes:
         """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
         demand_started(self.service)
         codec = codec or self.codec
-        timeouts = [seconds for seconds in (heard.seconds_left, self.service.timeout) if seconds is not None]
+        timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
-        raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=heard.lease.caller, lease=heard.lease)
-        del body  # the engine lets go of it once there are arrays
+        raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
+        del body  # the engine releases it once there are arrays
         answer = await self.service.engine.attend(raw)
-        heard.phases, heard.about = answer.phases, answer.about
+        record.phases, record.about = answer.phases, answer.about
         reply = bytes(answer.pieces[0])
-        heard.lease.resize(len(reply))
+        record.lease.resize(len(reply))
         return reply
 
     def _layer(self, request: Any) -> Any:

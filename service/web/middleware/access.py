@@ -71,7 +71,7 @@ class Access:
         started = time.monotonic()
         record = scope["attend"] = record_of(scope)
         head, connection = record.method == "HEAD", record.connection
-        if head:  # a copy: the server below must go on knowing what was asked
+        if head:  # a copy: the server below needs the method as it came
             scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
@@ -187,7 +187,7 @@ async def _drain_body(record: Record, receive: Receive) -> None:
 
 
 def milliseconds(phases: Phases) -> dict[str, float]:
-    """The phases as a log line tells them."""
+    """The phases as a log line has them."""
     return {f"{name}_ms": round(getattr(phases, name) * 1e3, 3) for name in ("decode", "queue", "compute", "encode")}
 
 
@@ -196,7 +196,7 @@ def request_id(given: str | None) -> str:
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
-@lru_cache(256)  # a server is asked for few paths, again and again
+@lru_cache(256)  # few paths are requested, again and again
 def endpoint(path: str) -> str:
     """The path with names left out, so that metrics stay few."""
     if ENDPOINTS.fullmatch(path):

@@ -1,4 +1,4 @@
-"""Who gets past the door: keys and their scopes where there are any, and where there are none, no web page of somebody else's.
+"""Which requests are let in: those with a key of the right scope where there are keys; elsewhere any but those of other sites' pages.
 
 A server on the loopback address is reachable by every page that its user's browser shows. A page whose name was made to point here sends
 its own name as Host; a page that posts across origins says where it comes from in Origin. Neither gets in. With keys no page can: a

@@ -1,4 +1,4 @@
-"""GET of everything that /v2 tells about this server and its models. What calls mean is the engine's business, as everywhere."""
+"""The GET routes of /v2: this server, its models, their configuration and statistics."""
 
 from typing import Any
 

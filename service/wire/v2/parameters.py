@@ -44,7 +44,7 @@ IGNORED = {
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
     """The members of an AttendRequest; `drop_columns` is still to come.
 
-    `tensors` are arrays, or what stands for them, in the order they came; `outputs` the names asked for, none where the caller left that
+    `tensors` are arrays, or what stands for them, in the order they came; `outputs` the requested names, none where the caller left them
     open. Raises InvalidRequest or MalformedBody for what stands twice or has no meaning here.
     """
     members: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def read_nested(text: str, at: str) -> Any:
 
 
 def _outputs(names: Sequence[str], select: Any) -> list[str]:
-    """The outputs, by our own names, that hold what is asked for."""
+    """The outputs of an AttendRequest that hold the requested ones."""
     outputs: list[str] = []
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]

@@ -1,19 +1,42 @@
-"""Metrics of single rows: a block of attention weights -> one number per (batch, head, query).
+"""Metrics of attention weights, row by row: a block of weights -> one number per (batch, head, query), and each head's strongest links.
 
-A row is a distribution over keys. With attention sinks its weights sum to less than 1; what is read here is their share of that sum, so
-that every formula has a distribution before it. Rows that do not count (no key, or padding) are 0 throughout, and their numbers NaN.
+A row is a distribution over keys. With attention sinks its weights sum to less than 1; metrics read their shares of that sum, so every
+formula has a distribution. Rows that do not count (fully masked, or padding) are 0 throughout, and their numbers NaN.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.metrics.query import MetricsQuery
+from service.attention.selection import top_k
 
 ROUNDING = 1e-6  # by which a sum of weights may fall short of the mass that it is meant to hold
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsQuery:
+    """The metrics wanted, by name, and their parameters. Tensors are None where no metric wanted needs them."""
+
+    metrics: tuple[str, ...]
+    local_window: int = 2
+    top_links: int = 5
+    mass: float = 0.9
+    queries: Tensor | None = None  # bool [b|1, q]: which queries count; all if None
+    query_words: Tensor | None = None  # int64 [b|1, q]: equal numbers stand for equal words ...
+    key_words: Tensor | None = None  # ... [b|1, k]
+    direction: Tensor | None = None  # [b, q, output_dim]
+
+    def asks(self, *names: str) -> bool:
+        """Whether any of these metrics is wanted."""
+        return any(name in self.metrics for name in names)
+
+    def to(self, device: torch.device) -> "MetricsQuery":
+        """The query with its tensors on `device`."""
+        names = ("queries", "query_words", "key_words", "direction")
+        return replace(self, **{name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +195,37 @@ def _keys_seen(block: Block) -> Tensor:
     if block.seen is None:
         return torch.full((1, 1, 1), num_keys, device=block.shares.device)
     return block.seen.expand(*block.seen.shape[:-1], num_keys).sum(-1)
+
+
+class StrongestLinks:
+    """The n largest weights of each (batch, head), largest first; ties go to the lower query, then to the lower key.
+
+    Blocks are read one after another, so [q, k] is never held: the best so far and the best of a block are one short list.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._weights: Tensor | None = None  # [b, h, n at most]
+        self._places: Tensor | None = None  # [b, h, n at most], query * keys + key
+        self._num_keys = 0
+
+    def read(self, block: Block) -> None:
+        """Merge the block's links into the best so far."""
+        self._num_keys = block.shares.shape[-1]
+        weights = block.weights.masked_fill(~block.counts[..., None], 0).flatten(2)
+        best, places = top_k(weights, min(self.n, weights.shape[-1]))
+        here = places + block.rows.start * self._num_keys
+        if self._weights is not None and self._places is not None:
+            best, here = torch.cat((self._weights, best), -1), torch.cat((self._places, here), -1)
+            best, order = best.sort(dim=-1, descending=True, stable=True)
+            best, here = best[..., : self.n], here.gather(-1, order)[..., : self.n]
+        self._weights, self._places = best, here
+
+    def parts(self) -> dict[str, Tensor]:
+        """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN where a head has fewer links: a weight of 0 is none."""
+        assert self._weights is not None and self._places is not None
+        none = self._weights <= 0
+        num_keys = max(1, self._num_keys)
+        queries = (self._places // num_keys).masked_fill(none, -1)
+        keys = (self._places % num_keys).masked_fill(none, -1)
+        return {"queries": queries, "keys": keys, "weights": self._weights.double().masked_fill(none, torch.nan)}

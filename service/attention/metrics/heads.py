@@ -1,0 +1,148 @@
+"""Metrics that compare heads: their weights, values and outputs with each other, and all of them with one head as wide as all.
+
+Sums over query rows are added up block by block, so that no more than [h, h] is kept. A pair of heads is compared on the rows that count
+for both.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from service.attention.call import Call
+from service.attention.metrics.rows import Block
+
+
+class CosineSimilarity:
+    """Cosine similarity and disagreement of positions, from the products of the heads' rows."""
+
+    def __init__(self) -> None:
+        self._dots = self._squares = self._rows = torch.zeros(())
+
+    def read(self, block: Block) -> None:
+        """Adds the block's rows."""
+        counts = block.counts.double()
+        flat = block.shares.flatten(2)
+        self._dots = self._dots + (flat @ flat.transpose(1, 2)).double()
+        self._squares = self._squares + block.shares.square().sum(-1).double() @ counts.transpose(1, 2)
+        self._rows = self._rows + counts @ counts.transpose(1, 2)
+
+    def cosine_similarity(self) -> Tensor:
+        """[b, h, h]: cosine of the angle between two heads' weights, taken as one long vector each."""
+        return (self._dots / (self._squares * self._squares.transpose(1, 2)).sqrt()).clamp(-1, 1)
+
+    def position_disagreement(self) -> Tensor:
+        """[b]: -1/h^2 sum_ij |A_i * A_j| (Li et al. 2018), of each query and averaged over queries, so that lengths compare."""
+        return -(self._dots / self._rows).mean((1, 2))
+
+
+class JensenShannon:
+    """The Jensen-Shannon divergence between heads, in nats and averaged over queries: from 0 to ln 2 (Clark et al. 2019, who sum it)."""
+
+    def __init__(self) -> None:
+        self._sum = self._rows = torch.zeros(())
+
+    def read(self, block: Block) -> None:
+        """Adds the block's rows: entropy of the mean less the mean of the entropies, one head against all at a time."""
+        shares, counts = block.shares, block.counts
+        own = torch.special.entr(shares).sum(-1)
+        columns = []
+        for i in range(shares.shape[1]):
+            mixed = torch.special.entr((shares + shares[:, i : i + 1]) / 2).sum(-1)
+            divergence = (mixed - (own + own[:, i : i + 1]) / 2).clamp(min=0)
+            columns.append((divergence * (counts & counts[:, i : i + 1])).double().sum(-1))
+        self._sum = self._sum + torch.stack(columns, -1)
+        self._rows = self._rows + counts.double() @ counts.double().transpose(1, 2)
+
+    def mean(self) -> Tensor:
+        """[b, h, h]."""
+        return self._sum / self._rows
+
+
+def deviation(block: Block) -> Tensor:
+    """[b, rows]: the standard deviation of a weight across heads, averaged over the keys that any head may see.
+
+    NaN for rows that do not count for every head.
+    """
+    spread = block.shares.std(1, correction=0)  # [b, rows, k]
+    seen = torch.ones(1, 1, spread.shape[-1], dtype=torch.bool, device=spread.device) if block.seen is None else block.seen.any(1)
+    keys = seen.expand(*seen.shape[:-1], spread.shape[-1]).sum(-1)
+    return (spread.masked_fill(~seen, 0).sum(-1).double() / keys).masked_fill(~block.counts.all(1), torch.nan)
+
+
+def cosines(gram: Tensor) -> Tensor:
+    """[..., h, h] products of vectors -> the cosines of the angles between them; NaN where one is 0."""
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    return (gram / (lengths[..., :, None] * lengths[..., None, :])).clamp(-1, 1)
+
+
+def disagreement(gram: Tensor) -> Tensor:
+    """[b]: -1/h^2 sum_ij cos(x_i, x_j), i = j included (Li et al. 2018): -1 for heads that are all the same."""
+    return -cosines(gram).mean((-2, -1))
+
+
+def subspace_products(value: Tensor, real: Tensor) -> Tensor:
+    """[b, kv heads, kv heads]: <V_i, V_j> over the real keys, each head's values as one long vector.
+
+    Counting a head of values once for every query head that shares it would change no mean over pairs.
+    """
+    flat = value.double().masked_fill(~real[:, None, :, None], 0).flatten(2)
+    return flat @ flat.transpose(1, 2)
+
+
+def output_products(heads: Tensor, counts: Tensor) -> Tensor:
+    """[b, h, h]: <O_i, O_j> of head outputs [b, h, q, d] over the rows that count [b, h, q]."""
+    flat = heads.double().masked_fill(~counts[..., None], 0).flatten(2)
+    return flat @ flat.transpose(1, 2)
+
+
+def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Call, Tensor, Tensor, Tensor]:
+    """The call and its projections [b, heads, n, d] as those of one head, [b, 1, n, h * d].
+
+    The one-head layer of the same seed has the same matrices, since a seed draws them whole. So its scores are the sum of the heads' own,
+    over sqrt(h): its scale is 1/sqrt(h * head_dim). Grouped keys and values count for each head that shares them.
+    """
+    h, groups = query.shape[1], query.shape[1] // key.shape[1]
+    wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    query, key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in wide)
+    return replace(call, scale=call.scale / h**0.5, head_scale=None), query, key, value
+
+
+class SingleHead:
+    """Sums over query rows of what the one head does, and of what it shares with each of the many."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(())  # [b, 3]: entropy, confidence, rows
+        self._likeness = torch.zeros(())  # [3, b, h]: products, and both squares
+        self._outputs: list[Tensor] = []  # [b, rows, h * d]
+
+    def read(self, block: Block, many: Block, value: Tensor) -> None:
+        """Adds a block of the one head, and the same rows of the many."""
+        counts = block.counts[:, 0]
+        entropy = torch.special.entr(block.shares[:, 0]).sum(-1)
+        rows = torch.stack((entropy.double(), block.shares[:, 0].amax(-1).double(), counts.double()))
+        self._sums = self._sums + (rows * counts).sum(-1).T
+        both = (block.counts & many.counts)[..., None]
+        one, other = block.shares * both, many.shares * both
+        products = torch.stack([(x * y).flatten(2).sum(-1).double() for x, y in ((one, other), (one, one), (other, other))])
+        self._likeness = self._likeness + products
+        self._outputs.append(block.weights[:, 0] @ value[:, 0].to(block.weights.dtype))
+
+    @property
+    def outputs(self) -> Tensor:
+        """[b, q, h * d]: what the one head makes, before the output projection."""
+        return torch.cat(self._outputs, 1)
+
+    def parts(self, many: Tensor, one: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """Entropy, confidence and what becomes of the output [b, q, out] over the rows [b, q] that count."""
+        entropy, confidence = (self._sums[:, :2] / self._sums[:, 2:]).T
+        products, of_one, of_many = self._likeness
+        many, one = (x.double().masked_fill(~counts[..., None], 0).flatten(1) for x in (many, one))
+        size = many.square().sum(-1).sqrt()
+        return {
+            "entropy": entropy,
+            "confidence": confidence,
+            "similarity": (products / (of_one * of_many).sqrt()).clamp(max=1),
+            "relative_change": (one - many).square().sum(-1).sqrt() / size,
+            "cosine": ((many * one).sum(-1) / (size * one.square().sum(-1).sqrt())).clamp(-1, 1),
+        }
