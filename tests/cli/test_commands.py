@@ -17,7 +17,7 @@ from service import __version__
 from service.settings import Settings
 
 COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
-BELOW = ["layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
+BELOW = ["layers list", "layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
