@@ -1,32 +1,32 @@
-"""Everything that can be refused or go wrong, as one tree. Floor 1: knows no HTTP; `web/errors.py` maps classes to statuses.
+"""All errors, as one tree. Floor 1: `web/errors.py` maps the classes to these HTTP statuses, `web/grpc/codes.py` to those of gRPC.
 
-    AttendError
-    ├── RequestError              the caller can correct it
-    │   ├── MalformedRequest      its headers are none that HTTP allows
-    │   ├── MalformedBody         the bytes are no JSON or safetensors, or a key stands twice
-    │   ├── InvalidRequest        well-formed, but it breaks the contract or does not fit the layer
-    │   ├── Unauthenticated       no key, or one that nobody has
-    │   ├── Forbidden             this server does not allow it to this caller
-    │   ├── LayerNotFound
-    │   ├── LayerConflict         the layers cannot be changed that way here
-    │   │   └── LayerUnloaded     the layer is kept, and answers no calls until it is loaded
-    │   ├── TooLarge              in bytes, depth, parameters, or predicted memory
-    │   ├── UnsupportedMediaType  of the body
-    │   └── NotAcceptable         of the reply
-    ├── CapacityError             the same call may succeed later
-    │   ├── NotReady
-    │   ├── Overloaded            the queue is full; `retry_after` seconds may help
-    │   ├── DeadlinePassed        the caller's own deadline came before the answer
-    │   ├── OutOfMemory           it passed admission, and the memory was not there
-    │   └── StorageFull           the disk has no room for the layer
-    ├── CallerGone                the caller hung up; counted, and nobody is left to answer
-    ├── ServiceFault              ours to mend; the caller learns an id, the log the cause
-    ├── Unreachable               only a client raises it: nothing answers there, or the connection broke
-    │   ├── TimedOut              the answer did not come in time
-    │   └── Untrusted             the certificate that was shown is of no authority that the client believes in
-    └── BadReply                  only a client raises it: an answer came, and it is none that this service gives
+    AttendError                   500
+    ├── RequestError              422  the caller can correct it
+    │   ├── MalformedRequest      400  the headers are not HTTP
+    │   ├── MalformedBody         400  the body is not JSON, safetensors or gzip, or has a key twice
+    │   ├── InvalidRequest        422  well-formed, but against the contract, or not for this layer
+    │   ├── Unauthenticated       401  no API key, or an unknown one
+    │   ├── Forbidden             403  this caller may not do it on this server
+    │   ├── LayerNotFound         404
+    │   ├── LayerConflict         409  layers cannot be changed that way on this server
+    │   │   └── LayerUnloaded     409  the layer has to be loaded first
+    │   ├── TooLarge              413  in bytes, depth, parameters, or predicted memory and work
+    │   ├── UnsupportedMediaType  415  of the body
+    │   └── NotAcceptable         406  no media type of the reply is accepted
+    ├── CapacityError             503  the same call may succeed later
+    │   ├── NotReady              503
+    │   ├── Overloaded            429  the queue is full; retry after `retry_after` seconds
+    │   ├── DeadlinePassed        504  the deadline of the caller passed before the reply
+    │   ├── OutOfMemory           507  the call was admitted, but memory ran out
+    │   └── StorageFull           507  the disk has no room for the layer
+    ├── CallerGone                499  the caller closed the connection; only counted
+    ├── ServiceFault              500  an error of the service; the caller gets an id, the log the cause
+    ├── Unreachable                    raised by clients only: nothing listens there, or the connection broke
+    │   ├── TimedOut                   there was no reply in time
+    │   └── Untrusted                  no trusted authority signed the server's certificate
+    └── BadReply                       raised by clients only: the reply is not one of this service
 
-Every refusal carries `Problem`s: where (a JSON pointer), what was expected, what came.
+Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `at` is a JSON pointer (RFC 6901) into the request, "" for the whole of it."""
+    """One fault of a request. `at` is a JSON pointer (RFC 6901) into the request, "" for all of it."""
 
     at: str
     expected: str
@@ -48,7 +48,7 @@ class Problem:
 
 
 class AttendError(Exception):
-    """Root of the tree. `title` names the class for people; `problems` may be empty where no place is to blame."""
+    """Root of the tree. `title` is a readable name of the class; `problems` is empty where the error has no place."""
 
     title = "error"
 
@@ -59,7 +59,7 @@ class AttendError(Exception):
 
     @classmethod
     def where(cls, at: str, expected: str, got: str) -> Self:
-        """The error with exactly one problem, which is also its detail."""
+        """The error with this one problem, which is also its detail."""
         return cls(problems=[Problem(at, expected, got)])
 
 

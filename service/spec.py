@@ -1,7 +1,7 @@
-"""LayerSpec: everything that determines a layer, and the fingerprint that names its content. Floor 1.
+"""LayerSpec: the configuration of a layer. The fingerprint of a spec and its weights. Floor 1.
 
-A spec knows shapes and names of weights, never their values: `attention/weights.py` draws them, a request or a checkpoint may bring
-them. Fields of `None` are filled in on construction, so that two specs that mean the same are equal and have the same fingerprint.
+A spec determines names and shapes of weights, not their values: `attention/random_layers.py` draws them, or a request or a checkpoint has
+them. Fields of `None` are filled in on construction, so equivalent specs are equal and have the same fingerprint.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-LARGEST = 1e30  # of a factor: far from anything sensible, and as far from what float32 overflows at
+LARGEST = 1e30  # of a factor; float32 overflows at 3e38
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -30,7 +30,7 @@ PROJECTIONS = ("query", "key", "value", "output")
 
 
 def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
-    """An error for validators: `at` is a pointer below the place where pydantic noticed."""
+    """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
     return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
@@ -58,14 +58,14 @@ class Biases(Part):
 
 
 class Window(Part):
-    """Keys from `left` before to `right` after a query's own position are seen, both included; null is no bound."""
+    """A query at position p attends to keys from p - left to p + right; null is no bound."""
 
     left: Count | None = None
     right: Count | None = None
 
 
 class RopeScaling(Part):
-    """How the frequencies of RoPE are changed for long contexts: all divided by `factor`, or as Llama 3 does, long waves only."""
+    """Scaling of RoPE's frequencies for long contexts: all divided by `factor` (linear), or only low frequencies (llama3)."""
 
     type: Literal["linear", "llama3"]
     factor: Positive
@@ -84,13 +84,13 @@ class Rope(Part):
     """Rotary position embedding (Su et al. 2021) of the first `dims` of each head: halves (GPT-NeoX, Llama) or interleaved pairs."""
 
     theta: Positive = 10000.0
-    dims: Width | None = Field(default=None, description="Even; head_dim if left out.")
+    dims: Width | None = Field(default=None, description="Number of dimensions of each head that are rotated, even; head_dim if left out.")
     interleaved: Flag = False
     scaling: RopeScaling | None = None
 
 
 class RelativeBias(Part):
-    """T5's table of biases by bucket of distance (Raffel et al. 2020); the weight `relative_bias` is [buckets, num_heads]."""
+    """T5's biases by bucket of distance (Raffel et al. 2020), from the weight `relative_bias` [buckets, num_heads]."""
 
     buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = 32
     max_distance: Width = 128
@@ -100,25 +100,27 @@ class RelativeBias(Part):
     def _agree(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
-            raise disagreement("/max_distance", f"more than {exact}, the distances with a bucket each", str(self.max_distance))
+            raise disagreement(
+                "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
+            )
         return self
 
 
 class QKNorm(Part):
-    """A norm over head_dim of queries and keys, before RoPE; weights `query_norm.weight` and `key_norm.weight`, no bias."""
+    """Normalisation of queries and keys over head_dim, before RoPE, by the weights `query_norm.weight` and `key_norm.weight`."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: Positive = 1e-6
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
-    """Says in the JSON schema that null is the same as left out, wherever something may be. A default that is derived is not stated."""
+    """Adds null to the JSON schema of every field that may be left out, and removes defaults that are derived from other fields."""
     for name, field in schema["properties"].items():
         if name in DERIVED:
             field.pop("default", None)
         if name not in schema["required"] and {"type": "null"} not in field.get("anyOf", []):
-            words = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
-            schema["properties"][name] = {"anyOf": [*(field.get("anyOf") or [field]), {"type": "null"}], **words}
+            texts = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+            schema["properties"][name] = {"anyOf": [*(field.get("anyOf") or [field]), {"type": "null"}], **texts}
 
 
 class LayerSpec(BaseModel):
@@ -133,34 +135,39 @@ class LayerSpec(BaseModel):
     d_model: Width = Field(description="Width of the queries.", examples=[64])
     num_heads: Width = Field(description="Number of query heads.", examples=[8])
     num_kv_heads: Width = Field(
-        default=0, description="Heads of keys and values, shared by the query heads in groups; num_heads if left out."
+        default=0, description="Number of heads of keys and values, each shared by a group of query heads; num_heads if left out."
     )
     head_dim: Width = Field(default=0, description="Width of a head's queries and keys; d_model/num_heads if left out.")
     value_head_dim: Width = Field(default=0, description="Width of a head's values; head_dim if left out.")
-    key_dim: Width = Field(default=0, description="Width of the keys as they come; d_model if left out.")
-    value_dim: Width = Field(default=0, description="Width of the values as they come; d_model if left out.")
+    key_dim: Width = Field(default=0, description="Width of the keys in requests; d_model if left out.")
+    value_dim: Width = Field(default=0, description="Width of the values in requests; d_model if left out.")
     output_dim: Width = Field(default=0, description="Width of the output; d_model if left out.")
     bias: Annotated[bool | Biases, BeforeValidator(_one_or_each)] = Field(
-        default=True, description="Whether the projections have a bias, all or each; default true, false for the numpy_* inits."
+        default=True, description="Whether projections have a bias, for all or for each; by default true, but false for the numpy_* inits."
     )
-    projections: Flag = Field(default=True, description="False: queries, keys and values come projected, nothing is projected back.")
+    projections: Flag = Field(
+        default=True, description="If false, requests have projected queries, keys and values, and the output is not projected."
+    )
     scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
-    window: Window | None = Field(default=None, description="A window of keys that every call has.")
+    window: Window | None = Field(default=None, description="Window of keys around each query's position, in every call.")
     rope: Rope | None = Field(default=None, description="Rotary position embedding.")
-    alibi: Flag = Field(default=False, description="Linear biases by distance (Press et al. 2022).")
+    alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
-    qk_norm: QKNorm | None = Field(default=None, description="Norms on queries and keys.")
-    sinks: Flag = Field(default=False, description="A learnt logit per head that takes weight and gives nothing; the weight `sinks`.")
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
-        default=0, description="Of the drawn weights; null where none were."
+    qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
+    sinks: Flag = Field(
+        default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
     )
-    init: Init | None = Field(default="xavier_uniform", description="How the weights are drawn; null where they were given.")
-    dtype: DType = Field(default="float32", description="Of the weights and the computation.")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
+        default=0, description="Seed of the drawn weights; null if weights were given."
+    )
+    init: Init | None = Field(default="xavier_uniform", description="Distribution of the drawn weights; null if weights were given.")
+    dtype: DType = Field(default="float32", description="Datatype of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
-        default="highest", description="Of float32 products: highest is float32, high and medium allow TF32 or bfloat16 inside."
+        default="highest",
+        description="Precision of float32 products: highest is float32; high and medium allow TF32 or bfloat16 internally.",
     )
 
     @model_validator(mode="before")
@@ -176,7 +183,7 @@ class LayerSpec(BaseModel):
             if d_model % heads == 0:
                 filled.setdefault("head_dim", d_model // heads)
             _fill_widths(filled, d_model, heads)
-        if "init" in filled and filled["init"] is None:  # the weights came from elsewhere
+        if "init" in filled and filled["init"] is None:  # weights are given
             filled["seed"] = None
         if str(filled.get("init", "")).startswith("numpy_") or filled.get("projections") is False:
             filled.setdefault("bias", False)
@@ -184,7 +191,7 @@ class LayerSpec(BaseModel):
             filled["softcap"] = None
         bias = filled.get("bias")
         if isinstance(bias, Mapping) and set(bias) == set(PROJECTIONS) and all(flag is bias["query"] for flag in bias.values()):
-            filled["bias"] = bias["query"]  # the same in short
+            filled["bias"] = bias["query"]  # one value means all
         return filled
 
     @model_validator(mode="after")
@@ -226,7 +233,7 @@ class LayerSpec(BaseModel):
             raise disagreement("/bias", "true or false for all, as torch.nn.MultiheadAttention has", "one for each projection")
 
     def _widths(self) -> dict[str, int]:
-        """Field to blame -> width, of everything that may differ from d_model."""
+        """Field -> the width that it determines, for all that may differ from d_model."""
         return {
             "head_dim": self.num_heads * self.head_dim,
             "num_kv_heads": self.num_kv_heads * self.head_dim,
@@ -237,7 +244,7 @@ class LayerSpec(BaseModel):
         }
 
     def _projected_widths(self) -> dict[str, int]:
-        """Projection -> width of all its heads; under `output` the heads' outputs side by side."""
+        """Projection -> width of all its heads; `output` is the width of the concatenated heads."""
         kv, heads = self.num_kv_heads, self.num_heads
         return {
             "query": heads * self.head_dim,
@@ -248,22 +255,22 @@ class LayerSpec(BaseModel):
 
     @property
     def widest(self) -> int:
-        """Width of the widest row that the layer takes, projects to or gives."""
+        """Largest width of an input, a projection or the output."""
         return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values())
 
     @property
     def query_dim(self) -> int:
-        """Width of the queries as they come."""
+        """Width of the queries in requests."""
         return self.d_model if self.projections else self._projected_widths()["query"]
 
     @property
     def concatenated_dim(self) -> int:
-        """Width of the heads' outputs side by side."""
+        """Width of the concatenated heads."""
         return self._projected_widths()["output"]
 
     @property
     def positional(self) -> str:
-        """The first part of the layer that depends on where queries stand among the keys, "" if none does."""
+        """The first field of the layer that depends on positions of queries among keys, "" if none does."""
         parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
         return next((name for name, part in parts.items() if part), "")
 
@@ -294,7 +301,7 @@ class LayerSpec(BaseModel):
 
 
 def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
-    """Defaults that follow from other fields, as far as those make sense; validation says what does not."""
+    """Fills in widths that follow from other fields, where those are integers; others are refused by validation."""
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
@@ -314,7 +321,7 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
 
 
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
-    """SHA-256, in hex, of what the layer computes: the spec without how its weights came about, and the weights themselves.
+    """SHA-256, in hex, of what determines the layer's results: the spec without the origin of its weights, and the weights.
 
     The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed`, `init` and `matmul_precision`); then for each
     weight in order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.

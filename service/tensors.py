@@ -1,7 +1,7 @@
-"""The datatypes that tensors have on the wire and in layers: one table. Floor 1: knows neither torch nor JSON.
+"""The table of datatypes that tensors have on the wire and in layers. Floor 1. A tensor itself is a `numpy.ndarray`.
 
-A datatype is called by its Open Inference Protocol name (`FP32`) on the wire, by its numpy name in specs (`float32`), and by its
-own name in safetensors (`F32`). Numpy has no bfloat16, so `ml_dtypes` lends it. A tensor itself is a plain `numpy.ndarray`.
+The wire uses the names of the Open Inference Protocol (`FP32`), specs those of numpy (`float32`), safetensors files their own (`F32`).
+numpy has no bfloat16; `ml_dtypes` adds it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Datatype:
-    """One row of the table. `size` is bytes per element; `numpy` is little-endian, as the wire is."""
+    """A row of the table. `size` is bytes per element; `numpy` is little-endian, as on the wire."""
 
     name: str
     numpy: np.dtype[Any]
@@ -55,15 +55,15 @@ BY_TORCH: dict[str, Datatype] = {row.torch: row for row in DATATYPES.values()}
 
 
 def datatype_of(array: Array) -> Datatype:
-    """The row for an array's dtype. Raises KeyError for a dtype that never travels (object, complex, str)."""
+    """The row of an array's dtype. Raises KeyError for other dtypes (object, complex, str)."""
     return BY_NUMPY[array.dtype.newbyteorder("<")]
 
 
 def little_endian(array: Array) -> Array:
-    """The array, C-contiguous and little-endian; itself where it already is."""
+    """The array as C-contiguous and little-endian, without a copy if it is so already."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
 def raw(array: Array) -> memoryview:
-    """The array's little-endian row-major bytes; over its own memory where it already is so."""
+    """The little-endian row-major bytes of the array, without a copy if it has them already."""
     return little_endian(array).reshape(-1).view(np.uint8).data

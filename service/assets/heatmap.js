@@ -1,13 +1,12 @@
-// Reads a heat map with the pointer and with the keyboard: a cell's value stands beside the pointer, arrow keys move a cursor, and what it
-// reaches is said to screen readers. It draws nothing: a `map` draws, and knows where its cells are. The page at / and the HTML files of
-// POST /attend/figure use it, each with a map of its own.
+// Pointer and keyboard control of a heat map: shows the value of the cell under the pointer or under a cursor that arrow keys move. A `map`
+// object draws the cells and knows their positions. The page at / and the HTML files of POST /attend/figure use it.
 //
-// A cell is {q, k} (row and column) or {panel, q, k} where there are several panels; q or k is null beside the cells.
+// A cell is {q, k} (row and column), or {panel, q, k} if there are several panels; q or k is null outside of the cells.
 
 export const NOTHING = { q: null, k: null };
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -Infinity], End: [0, Infinity] };
 const PAGES = { PageUp: -1, PageDown: 1 };
-const ROWS_A_PAGE = 10; // where there is one panel
+const ROWS_A_PAGE = 10; // with one panel
 
 export class HeatMapViewer {
   /**
@@ -26,7 +25,7 @@ export class HeatMapViewer {
   /** Called after each change of `pointed` and `cursor`. */
   changed() {}
 
-  /** Called with each cell that the keyboard reaches. */
+  /** Called with each cell that the cursor moves to. */
   reached(cell) {}
 
   point(cell, event) {
@@ -63,7 +62,7 @@ export class HeatMapViewer {
     event.preventDefault();
   }
 
-  /** Called with each other key; returns whether it means anything. */
+  /** Called with each other key; returns whether it was handled. */
   act(key) {
     return false;
   }

@@ -23,7 +23,7 @@ from service.tensors import BY_TORCH, DATATYPES, Array
 from service.wire.codec import Decoded
 from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, WORDED, AnalysisRequest
+from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
 PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
 SORTED = {"keys_for_mass"}
@@ -53,7 +53,7 @@ def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
         raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
     metrics = request.wanted(bool(spec.positional))
     for name in metrics:
-        if name in (*POSITIONAL, "duplicate_token_score") and not request.says_positions(bool(spec.positional)):
+        if name in (*POSITIONAL, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
             expected = f'an offset (0, "end", …), since {name} needs to know where among the keys a query stands'
             raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.direction is not None:
@@ -82,7 +82,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     """
     options, metrics = request.analysis, request.wanted(bool(spec.positional))
     words: dict[str, Any] = {}
-    if any(name in WORDED for name in metrics) and request.tokens is not None:
+    if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         words = _numbered(request.tokens.query, request.tokens.key)
         words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # what stands in padding is no word
     direction = None

@@ -60,7 +60,7 @@ def fit(request: AttendRequest, spec: LayerSpec) -> None:
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
     q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
     if spec.positional and request.query_offset is None and q != k:
-        expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries meet {k} keys'
+        expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.output_gradient is not None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)

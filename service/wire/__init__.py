@@ -1,1 +1,1 @@
-"""FLOOR 2: bytes <-> requests and replies. Knows shapes and fields; knows no torch, no layer, no HTTP status, no event loop."""
+"""Floor 2: bytes <-> requests and replies. It depends on neither torch nor layers, HTTP statuses or the event loop."""

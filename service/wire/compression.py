@@ -1,4 +1,4 @@
-"""gzip and deflate, both ways, with a bound on what a body may unpack to: a bomb is refused before it takes the memory it promises."""
+"""gzip and deflate of bodies and replies. The unpacked size of a body is bounded while it is unpacked."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
-MEMBERS = 4096  # of one body: a sender who begins one with each 64 KiB needs half as many for the largest body
-LEVEL = 1  # numbers in text hardly shrink further, and every further level costs a multiple
+MEMBERS = 4096  # in one gzip body
+LEVEL = 1  # further levels cost several times as much, and hardly shrink numbers in text
 
 
 def unpack(body: bytes, coding: str, limit: int) -> bytes:
-    """The body as it was before the Content-Encoding. Raises MalformedBody, TooLarge or UnsupportedMediaType."""
+    """The body without its Content-Encoding. Raises MalformedBody, TooLarge or UnsupportedMediaType."""
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return body
@@ -33,14 +33,14 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
 
 
 def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: list[bytes]) -> tuple[int, int]:
-    """One member from `position` on, added to `pieces`: where the next begins, and the room that is left; below 0 it was too much.
+    """Unpacks the member at `position` into `pieces`. Returns where the next one begins, and the room left, negative if it was exceeded.
 
-    Fed in growing pieces: what a stream leaves unused is copied, and a body of thousands of members would be, thousands of times.
+    The input is passed in growing pieces, since zlib copies what a stream leaves unused.
     """
     stream, size = zlib.decompressobj(WINDOWS[coding]), FIRST_PIECE
     while not stream.eof:
         if position >= len(body) and not stream.unconsumed_tail:
-            raise MalformedBody.where("", f"{coding} to its end", "a body that breaks off")
+            raise MalformedBody.where("", f"{coding} to its end", "a body that ends before")
         fed = stream.unconsumed_tail
         if not fed:
             fed = body[position : position + size]
@@ -57,16 +57,16 @@ def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: l
 
 
 def pack(pieces: Sequence[Buffer], coding: str) -> list[Buffer]:
-    """The reply under a Content-Encoding."""
+    """The reply with that Content-Encoding."""
     stream = zlib.compressobj(LEVEL, zlib.DEFLATED, WINDOWS[coding])
     packed = [stream.compress(piece) for piece in pieces]
     return [b"".join([*packed, stream.flush()])]
 
 
 def coding_of_reply(accept_encoding: str, always: bool) -> str:
-    """The coding for the reply, "" for none: where the caller names one we have and nothing else, or, with `always`, any we have.
+    """The Content-Encoding of the reply, "" for none. Without `always`, a caller must accept one supported coding and nothing else.
 
-    Every HTTP library names several by default without wanting the wait: compression costs more than it saves on a fast network.
+    HTTP libraries accept several codings by default, but on a fast network compression costs more time than it saves.
     """
     wanted = {name: quality for name, quality in map(quality_of, accept_encoding.split(",")) if name and quality > 0}
     usable = sorted((name for name in wanted if name in ("gzip", "deflate")), key=lambda name: -wanted[name])

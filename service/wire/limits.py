@@ -1,9 +1,9 @@
-"""How much the wire takes in before it says `TooLarge`. Values, not policy: `Settings` fills them in, and the client uses the defaults."""
+"""Bounds on bodies, beyond which they are refused as `TooLarge`. `Settings` has the server's; the client uses the defaults."""
 
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
-JSON_TEXT_BYTES = 1 << 20  # of JSON text inside a JSON or protobuf message: a parameter, or an entry of safetensors metadata
+JSON_TEXT_BYTES = 1 << 20  # of JSON text in a parameter of V2, or in an entry of safetensors metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +11,8 @@ class WireLimits:
     """Bounds on one body."""
 
     body_bytes: int = 128 * MIB
-    layer_bytes: int = 1024 * MIB  # of a safetensors body that brings a layer
+    layer_bytes: int = 1024 * MIB  # of a safetensors body with a layer's weights
     depth: int = 64
-    tensors: int = 1024  # in one body; looking up each member of an object takes a walk along all of them
-    values: int = 1 << 17  # plain values of one body: all that is no number of a tensor
-    lists: int = 1 << 21  # in one body, those of tensors among them
+    tensors: int = 1024  # in a safetensors body, and members of one JSON object
+    values: int = 1 << 17  # in one body that are not elements of tensors
+    lists: int = 1 << 21  # in one tensor that is written as nested lists

@@ -1,4 +1,4 @@
-"""Which form a body has and which the caller wants back: headers in, names of forms out. RFC 9110 section 12, as far as two forms need."""
+"""Content negotiation (RFC 9110, section 12): request headers -> media types of the body and of the reply."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -8,13 +8,13 @@ from service.errors import NotAcceptable, UnsupportedMediaType
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 HTML = "text/html"
-SUPPORTED = (JSON, SAFETENSORS)  # in order of preference where the caller has none
-# media type -> `figure.format`, likewise in order
+SUPPORTED = (JSON, SAFETENSORS)  # in order of preference
+# media type -> `figure.format`, in order of preference
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}
 
 
 def form_of_body(content_type: str) -> str:
-    """The media type in which to read a body. None given, or curl's form type, is JSON. Raises UnsupportedMediaType."""
+    """The media type of a body. A body without Content-Type, or with curl's default one, is JSON. Raises UnsupportedMediaType."""
     media = content_type.partition(";")[0].strip().lower()
     if media in ("", "application/x-www-form-urlencoded", "text/json") or media == JSON or media.endswith("+json"):
         return JSON
@@ -24,14 +24,14 @@ def form_of_body(content_type: str) -> str:
 
 
 def form_of_reply(accept: str, supported: Sequence[str] = SUPPORTED) -> str:
-    """The media type in which to answer: the highest quality the caller gives, ties go to the first we support. Raises NotAcceptable."""
+    """The media type of the reply: the supported one with the highest quality, the first one of several. Raises NotAcceptable."""
     if best := acceptable(accept, supported):
         return best
     raise NotAcceptable.where("", f"an Accept that admits {' or '.join(supported)}", f'"{accept[:100]}"')
 
 
 def acceptable(accept: str, supported: Sequence[str]) -> str:
-    """The same, and "" where nothing that is supported is accepted."""
+    """The media type of the reply, "" if none that is supported is accepted."""
     if accept in ("", "*/*"):
         return supported[0]
     if accept in supported:
@@ -49,7 +49,7 @@ def acceptable(accept: str, supported: Sequence[str]) -> str:
 
 
 def quality_of(part: str) -> tuple[str, float]:
-    """One element of an Accept header: its name in lower case, and its q-value; 1 where there is none, 0 where it is no number."""
+    """Name, in lower case, and q-value of one element of an Accept header. The q-value is 1 if left out, and 0 if malformed."""
     name, *parameters = (piece.strip().lower() for piece in part.split(";"))
     for parameter in parameters:
         if parameter.startswith("q="):
@@ -61,6 +61,7 @@ def quality_of(part: str) -> tuple[str, float]:
 
 
 def _specificity(name: str, media: str) -> int:
+    """How precisely a media range matches a media type; -1 if it does not match."""
     if name == media:
         return 2
     if name == media.partition("/")[0] + "/*":

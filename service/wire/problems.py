@@ -1,7 +1,4 @@
-"""Pydantic's complaints in the service's words: expected, got, at. The only place that knows pydantic's error types.
-
-What came is shown shortened: a refusal is no echo of the payload.
-"""
+"""pydantic's errors -> `Problem`s: where, what was expected, what was received. Received values are shortened."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -13,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from service.errors import InvalidRequest, Problem
 
 Model = TypeVar("Model", bound=BaseModel)
-SHOWN = 60  # characters of what came
-PROBLEMS = 16  # of one refusal
+SHOWN = 60  # characters of a received value
+PROBLEMS = 16  # in one refusal
 HALF = "half of a surrogate pair"
 
 EXPECTED = {
@@ -31,13 +28,13 @@ EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
 }
-COUNTED = {
-    "too_short": "at least {min_length} of them",
-    "too_long": "at most {max_length} of them",
+EXPECTED_WITH_LIMIT = {
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
     "string_pattern_mismatch": "a text matching {pattern}",
     "string_too_short": "a text of at least {min_length} characters",
     "string_too_long": "a text of at most {max_length} characters",
-    "int_parsing_size": "an integer of moderate size",
+    "int_parsing_size": "an integer of fewer digits",
 }
 
 
@@ -47,7 +44,7 @@ def pointer(parts: Iterable[Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """What came, in JSON's words and briefly."""
+    """A short description of a received value, in terms of JSON."""
     if isinstance(value, np.ndarray):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, dict):
@@ -62,7 +59,7 @@ def shown(value: Any) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8. JSON can say half of a surrogate pair, which no text has alone."""
+    """Whether the text can be encoded as UTF-8. JSON can escape half of a surrogate pair, which UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -85,14 +82,14 @@ def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
         return Problem(place, "no field of that name", f"a field {shown(name)}" + "".join(f" (did you mean {name}?)" for name in near))
     if kind in ("literal_error", "enum"):
         return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
-    if kind in COUNTED:
-        return Problem(place, COUNTED[kind].format_map(context), got)
+    if kind in EXPECTED_WITH_LIMIT:
+        return Problem(place, EXPECTED_WITH_LIMIT[kind].format_map(context), got)
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return Problem(place, EXPECTED.get(kind, message[:1].lower() + message[1:]), got)
 
 
 def validate(model: type[Model], document: Any, at: str = "") -> Model:
-    """The document as a `model`. Raises InvalidRequest with the problems pydantic saw, each below the pointer `at`."""
+    """The document as a `model`. Raises InvalidRequest with pydantic's errors, as pointers below `at`."""
     try:
         return model.model_validate(document)
     except ValidationError as refusal:

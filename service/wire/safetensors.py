@@ -1,8 +1,8 @@
-"""safetensors bytes <-> the members of a document. Arrays view the body they came in; replies are written from the arrays' own memory.
+"""safetensors bytes <-> the members of a document. Arrays are views of the body; replies are written from the arrays' own memory.
 
-The format: eight bytes of length, a JSON header of that length, the tensors' bytes. The library of that name copies every tensor, so the
-header is read here, as a ladder of refusals written against an enemy: each rung has its own message, nothing is allocated for a tensor,
-and offsets must cover the buffer exactly. Fields that are no tensors travel as JSON in the metadata entry `request` (back: `reply`).
+The format: eight bytes with the length of a JSON header, the header, the tensors' bytes. The library `safetensors` copies every tensor, so
+the header is read here. Every property of it is checked before it is used, and the tensors must cover the buffer without gaps or overlaps.
+Fields that are not tensors are JSON in the metadata entry `request`, and in replies in the entry `reply`.
 """
 
 import math
@@ -23,25 +23,25 @@ from service.wire.problems import pointer
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
-HEADER_BYTES = 4 * 1024 * 1024  # some forty thousand tensors, read within some tens of milliseconds
-REMEMBERED = 4096  # bytes of a header, up to which it is kept for the next body that has the same
-LISTS = {"query_offset"}  # fields that are no tensors in JSON, and may be here
+HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors, which takes tens of milliseconds
+CACHED = 4096  # bytes of a header up to which its parsed form is cached
+LISTS = {"query_offset"}  # a list in JSON, and also a tensor here
 OPENING = ord("{")
-OTHERS = {  # how files begin that are taken for safetensors
-    b"PK": "a zip archive, such as torch.save and numpy.savez write",
+OTHER_FILES = {  # first bytes -> the format
+    b"PK": "a zip archive, as torch.save and numpy.savez write",
     b"\x80": "a pickle",
     b"\x89HDF": "HDF5",
     b"\x1f\x8b": "gzip",
     b"GGUF": "GGUF",
-    b"\x93NUMPY": "an array of numpy.save",
+    b"\x93NUMPY": "a file of numpy.save",
     b"{": "JSON",
-    b"version ": "a pointer of Git LFS, without the file that it points to",
+    b"version ": "a pointer of Git LFS in place of the file",
 }
 ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
-    """Name -> array over the body's memory, and the metadata. Raises MalformedBody or TooLarge, naming the tensor."""
+    """Name -> array over the body's memory, and the metadata. Raises MalformedBody, InvalidRequest or TooLarge, naming the tensor."""
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
     if len(body) > 8 and body[8] != OPENING:
@@ -52,19 +52,19 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     if 8 + size > len(body):
         raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
     buffer = memoryview(body)[8 + size :]
-    read = _read_header if size > REMEMBERED else _read_known_header
+    read = _read_header if size > CACHED else _read_cached_header
     spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
     return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
 
 
 def _recognised(start: bytes) -> str:
-    """What other file begins that way."""
-    return next((kind for magic, kind in OTHERS.items() if start.startswith(magic)), "something else")
+    """The format of a file that begins with these bytes."""
+    return next((kind for magic, kind in OTHER_FILES.items() if start.startswith(magic)), "something else")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A tensor as the header tells it: its first byte among the tensors' bytes, and the one after its last."""
+    """A tensor's entry in the header: data[begin:end] are its bytes."""
 
     begin: int
     end: int
@@ -74,7 +74,7 @@ class Span:
 
 
 def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
-    """The tensors in the header's order, and the metadata, checked against the bytes that there are."""
+    """The tensors in the order of their bytes, and the metadata, checked against the number of bytes."""
     try:
         header = parse_strictly(text, "header")
     except RequestError as refusal:
@@ -96,11 +96,11 @@ def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str
     return spans, metadata
 
 
-_read_known_header = lru_cache(256)(_read_header)  # whoever calls often says the same of tensors of the same shapes
+_read_cached_header = lru_cache(256)(_read_header)  # callers repeat headers
 
 
 def _span(name: str, entry: Any, available: int) -> Span:
-    """Checks one entry of the header on its own."""
+    """The checked entry of one tensor."""
     at = pointer([name])
     if not isinstance(entry, dict) or set(entry) != ENTRY:
         raise MalformedBody.where(at, "an entry with dtype, shape and data_offsets", "something else")
@@ -141,14 +141,14 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     members = json_reader.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:
-            raise InvalidRequest.where(pointer([name]), "a field either as a tensor or in the entry `request`", "both")
-        # where no tensor belongs, one is no number either: a document refuses an object by the field's own words
+            raise InvalidRequest.where(pointer([name]), "the field either as a tensor or in the metadata entry request", "both")
+        # a tensor in place of a plain value is left to that field's own refusal
         members[name] = array if name in kinds or name in LISTS else {"tensor": list(array.shape)}
     return members
 
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
-    """The reply: its tensors by name (a selection as `.keys` and `.values`), its other members in the metadata entry `reply`."""
+    """The reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     if reply.metrics is not None:
@@ -157,7 +157,7 @@ def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
 
 
 def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
-    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns what of them is words."""
+    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns their parts that are words."""
     words: dict[str, Any] = {}
     for name, value in (reply.metrics or {}).items():
         for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
@@ -169,15 +169,15 @@ def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> d
 
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
-    """safetensors in pieces: the header, then every array's own memory."""
+    """A safetensors body in pieces: the header, then the memory of each array."""
     entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
-    said = tuple(metadata.items())
-    write = _header if sum(len(text) for _, text in said) > REMEMBERED else _known_header
-    return [write(entries, said), *(raw(array) for array in arrays.values() if array.nbytes)]
+    texts = tuple(metadata.items())
+    write = _header if sum(len(text) for _, text in texts) > CACHED else _cached_header
+    return [write(entries, texts), *(raw(array) for array in arrays.values() if array.nbytes)]
 
 
 def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
-    """Length and text of the header for tensors one after the other: (name, dtype, shape, bytes) each."""
+    """Length and text of the header for tensors that follow each other; an entry is (name, dtype, shape, bytes)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape, size in entries:
@@ -188,4 +188,4 @@ def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata
     return len(text).to_bytes(8, "little") + text
 
 
-_known_header = lru_cache(256)(_header)
+_cached_header = lru_cache(256)(_header)

@@ -1,16 +1,16 @@
-"""What the fields of one request must agree on, checked before any layer is looked at. Pure shapes: the values of masks do not matter.
+"""Checks the fields of one request against each other: shapes, and fields that require or exclude others.
 
-Letters as everywhere: b batch, h heads, q queries, k keys. An unbatched request drops b in every field. What depends on the layer
-(h, the widths) is left to `serving/binding.py`.
+b batch, h heads, q queries, k keys. An unbatched request has no b in any field. What depends on the layer (h and the widths) is checked
+in `serving/binding.py`.
 """
 
 from typing import Any, Protocol
 
 from service.spec import disagreement
 from service.tensors import Array
-from service.wire.arrays import element, first_index, there
+from service.wire.arrays import element_text, first_index, without_broadcast
 
-PAIRS = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
+EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
 class Fields(Protocol):
@@ -32,9 +32,9 @@ class Fields(Protocol):
 
 
 def check(request: Fields) -> None:
-    """Raises the first disagreement, as an error for pydantic."""
+    """Raises PydanticCustomError at the first field that does not fit the others."""
     b, q, k = _sequences(request)
-    for attend, block in PAIRS:
+    for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
             raise disagreement(f"/{block}", f"either {attend} or {block}", "both")
     for name in ("attend_mask", "block_mask", "bias"):
@@ -50,7 +50,7 @@ def check(request: Fields) -> None:
     _head_scale(request, b)
     _selection(request, q)
     _gradients(request)
-    _words(request, b, q, k)
+    _tokens(request, b, q, k)
 
 
 def _sequences(request: Fields) -> tuple[int | None, int, int]:
@@ -70,15 +70,15 @@ def _sequences(request: Fields) -> tuple[int | None, int, int]:
 
 
 def _broadcasts(array: Array, wanted: tuple[int | None, ...]) -> bool:
-    """Whether every axis is as wanted or 1; None wants anything."""
+    """Whether every axis has the wanted length or 1; None stands for any length."""
     return array.ndim == len(wanted) and all(w is None or n in (1, w) for n, w in zip(array.shape, wanted, strict=True))
 
 
 def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
     accepted: list[tuple[int | None, ...]] = [(q, k), (b, q, k), (b, None, q, k)] if b is not None else [(q, k), (None, q, k)]
     if not any(_broadcasts(array, shape) for shape in accepted):
-        words = " or ".join("[" + ", ".join("heads" if n is None else str(n) for n in shape) + "]" for shape in accepted)
-        raise disagreement(f"/{name}", f"shape {words} (axes of 1 broadcast)", f"shape {list(array.shape)}")
+        shapes = " or ".join("[" + ", ".join("heads" if n is None else str(n) for n in shape) + "]" for shape in accepted)
+        raise disagreement(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
 
 
 def _lengths(request: Fields, b: int | None, q: int, k: int) -> None:
@@ -87,12 +87,12 @@ def _lengths(request: Fields, b: int | None, q: int, k: int) -> None:
         return
     accepted = [(), (q,)] if b is None else [(b,), (b, q)]
     if lens.shape not in accepted:
-        words = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
-        raise disagreement("/valid_lens", f"shape {words}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
-    real = there(lens)
+        shapes = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
+        raise disagreement("/valid_lens", f"shape {shapes}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
+    real = without_broadcast(lens)
     if (wrong := real > k).any():
         at = first_index(wrong)
-        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element(real, at))
+        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(real, at))
 
 
 def _positions(request: Fields, b: int | None, q: int, k: int) -> None:
@@ -102,7 +102,7 @@ def _positions(request: Fields, b: int | None, q: int, k: int) -> None:
         raise disagreement("/query_offset", wanted, f"a list of {len(offset)}")
     if offset is None and q != k and (request.causal or request.window is not None):
         field = "causal" if request.causal else "window"
-        expected = f'an offset (0, "end", …), since {field} is on and {q} queries meet {k} keys'
+        expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
         raise disagreement("/query_offset", expected, "nothing")
 
 
@@ -136,18 +136,18 @@ def _selection(request: Fields, q: int) -> None:
 def _gradients(request: Fields) -> None:
     raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
     if raw and request.output_gradient is None:
-        raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is asked for", "nothing")
+        raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is among the outputs", "nothing")
     if request.output_gradient is not None and not raw:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
-def _words(request: Fields, b: int | None, q: int, k: int) -> None:
+def _tokens(request: Fields, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
-    for name, words, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
-        rows = [] if words is None else [words] if not words or isinstance(words[0], str) else words
-        if rows and rows is words and (b is None or len(rows) != b):
+    for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
+        rows = [] if tokens is None else [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+        if rows and rows is tokens and (b is None or len(rows) != b):
             raise disagreement(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
         for row in rows:
             if len(row) != n:
-                raise disagreement(f"/tokens/{name}", f"{n} words, one per row of the {name}", str(len(row)))
+                raise disagreement(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))

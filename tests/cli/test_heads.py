@@ -68,7 +68,7 @@ def test_a_body_for_another_command_says_what_is_too_much(command: str, surplus:
     done = run_attend(command, "-", *TINY, *(["-o", str(tmp_path / "drawn.svg")] if command == "figure" else []), stdin=body)
 
     assert done.returncode == 1 and not done.stdout
-    assert f"expected no field of that name: it is for POST /attend/{path}, got a" in done.stderr.decode()
+    assert f"expected no field of that name, which belongs to POST /attend/{path}, got a" in done.stderr.decode()
     assert done.stderr.decode().strip().endswith(f"at /{surplus}")
 
 
@@ -86,4 +86,4 @@ def test_a_refusal_is_told_with_its_place() -> None:
     done = run_attend("heads", "-", *TINY, "--metrics", "induction_score", stdin=json.dumps({**BODY, "tokens": None}).encode())
 
     assert done.returncode == 1
-    assert "since induction_score is asked for, got none, at /tokens" in done.stderr.decode()
+    assert "since induction_score is among the metrics, got none, at /tokens" in done.stderr.decode()

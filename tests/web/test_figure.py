@@ -92,9 +92,9 @@ def test_nothing_acceptable_is_said(http, layers):
     ("figure", "at", "expected", "got"),
     [
         ({"kind": "head", "heads": [2]}, "/figure/heads/0", 'a head below 2 for layer "same"', "2"),
-        ({"kind": "head", "heads": [0, 1]}, "/figure/heads", "one head for a picture of the kind head", "2"),
+        ({"kind": "head", "heads": [0, 1]}, "/figure/heads", "one head for a picture of kind head", "2"),
         ({"heads": [1, 1]}, "/figure/heads/1", "each head once", "1 twice"),
-        ({"heads": []}, "/figure/heads", "at least 1 of them", "a list of 0"),
+        ({"heads": []}, "/figure/heads", "a list of at least 1", "a list of 0"),
         ({"kind": "concatenation", "heads": [0]}, "/figure/heads", "null, since the concatenation is of all heads", "a list of 1"),
         ({"item": 1}, "/figure/item", "an item below 1", "1"),
         ({"kind": "pie"}, "/figure/kind", 'one of "heads", "head", "mean", "std", "similarity" or "concatenation"', '"pie"'),

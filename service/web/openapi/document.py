@@ -1,4 +1,4 @@
-"""/openapi.json and /docs. The document is made from the routes and the pydantic models; the page loads its assets from this server."""
+"""GET /openapi.json, made from the routes and the pydantic models, and the page GET /docs, whose assets this server has."""
 
 from functools import cache
 from importlib.resources import files
@@ -25,8 +25,8 @@ HEADERS = {
 SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
 DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
 
-Letters in shapes: b batch, q queries, k keys, h heads, d width of a head. Tensors without a batch axis get a reply without one.
-Every refusal is a problem document that says what was expected, what came, and where."""
+In shapes, b is batch, q queries, k keys, h heads, d width of a head. Requests without a batch axis get replies without one.
+Every refusal is a problem document with what was expected, what was received, and where."""
 
 
 def install(app: FastAPI) -> None:
@@ -37,7 +37,7 @@ def install(app: FastAPI) -> None:
             app.openapi_schema = _document(app)
         return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of customising it
+    app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
 
     @app.get("/docs", include_in_schema=False)
     async def page(request: Request) -> Response:
@@ -69,7 +69,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
     requests = request_schemas(AnalysisRequest, FigureRequest, WordsRequest)
     schemas = {**requests, **protocol_schemas(), **document["components"]["schemas"]}
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own refusals, which never happen here
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's refusals, which this service does not send
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
     document["components"]["securitySchemes"] = SECURITY

@@ -1,4 +1,4 @@
-"""The examples of the OpenAPI document; a test posts each of them, and the README shows the same."""
+"""The examples of the OpenAPI document. A test posts each of them."""
 
 PUT_TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
 ATTEND = {

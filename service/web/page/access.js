@@ -1,5 +1,5 @@
-// The API key, for a server that asks for one: typed here, sent with every request, and kept by this tab alone until it is closed. Nothing
-// that is copied holds it. The field is shown once the server has asked.
+// The API key: stored in this tab until it is closed, sent with every request, and never part of copied text. The field is shown after a
+// 401 or 403.
 
 import { present } from "./wire.js";
 
@@ -7,7 +7,7 @@ const STORED = "key";
 const $ = (id) => document.getElementById(id);
 let key = "";
 
-/** Takes the key that this tab has kept, and each that is typed; `changed` is told of those. */
+/** Uses the stored key and every key that is typed; calls `changed` for the latter. */
 export function followKey(changed) {
   key = kept((storage) => storage.getItem(STORED)) ?? "";
   $("access").value = key;
@@ -23,15 +23,15 @@ export function followKey(changed) {
   $("access").addEventListener("keydown", (event) => event.key === "Enter" && (event.preventDefault(), take()));
 }
 
-/** Whether a key goes with the requests. */
+/** Whether requests have a key. */
 export function hasKey() {
   return key !== "";
 }
 
-/** Whether a refusal is about the key; it is then said at the field. */
+/** Whether a refusal is about the key; if so, shows it at the field. */
 export function denied(error) {
   if (error.status !== 401 && !(error.status === 403 && key)) return false;
-  const unknown = key ? "This server does not know the key." : "This server asks for a key. Whoever runs it makes one with attend keys add.";
+  const unknown = key ? "This server does not know the key." : "This server requires a key. Its operator makes one with attend keys add.";
   $("access-error").textContent = error.status === 401 ? unknown : `${error.problems.map(({ text }) => text).join("; ")}.`;
   $("access-field").hidden = false;
   $("access").setAttribute("aria-invalid", "true");
@@ -40,7 +40,7 @@ export function denied(error) {
   return true;
 }
 
-/** What `act` finds in the storage; undefined where the browser keeps none for this page. */
+/** The result of `act` on the session storage; undefined if the browser blocks it. */
 function kept(act) {
   try {
     return act(sessionStorage);

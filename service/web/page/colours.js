@@ -1,4 +1,4 @@
-// Numbers in 0..1 -> colours whose lightness alone carries the meaning, so that they read the same to colour-blind eyes and in grey.
+// Colours of numbers in 0..1. Lightness alone has the meaning, so they are readable in grey and by colour-blind people.
 
 const RAMPS = {
   light: [[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]],
@@ -10,23 +10,23 @@ const STEPS = 256;
 let scheme = "light";
 let table = ramp(RAMPS.light);
 
-/** Takes the colours of "light" or "dark" from here on. */
+/** Use the colours of "light" or "dark". */
 export function choose(name) {
   scheme = name;
   table = ramp(RAMPS[name]);
 }
 
-/** [r, g, b] of a number in 0..1; of an exact 0 a colour of its own. */
+/** [r, g, b] of a number in 0..1; exactly 0 has a separate colour. */
 export function colour(value) {
   return value === 0 ? NONE[scheme] : table[Math.min(STEPS - 1, Math.floor(value * STEPS))];
 }
 
-/** The same for CSS. */
+/** The colour in CSS. */
 export function css(value) {
   return `rgb(${colour(value).join(" ")})`;
 }
 
-/** What can be read on top of it. */
+/** The text colour with enough contrast on it. */
 export function inkOn(value) {
   const [r, g, b] = colour(value);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 120 ? "#0b1017" : "#ffffff";

@@ -1,22 +1,22 @@
-// Controls -> what to ask: a sentence by way of /words, or a pasted request with the controls' masks and layer over its own.
+// Makes the request from the controls: from a sentence and /words, or from a pasted request with the masks and layer of the controls.
 
 import * as form from "./form.js";
 import { fromWords, lengths, tokensOf, withMasks } from "./request.js";
 import { get, post, Refusal } from "./wire.js";
 
-const REMEMBERED = 32; // sentences whose vectors are kept
+const MAX_CACHED = 32; // replies of /words
 const PASTED = { "*": "request", "": "request" };
 const TYPED = { query: "text", tokens: "text", key: "keys", value: "keys" };
 
-const dictionary = new Map(); // what /words said, by what was asked
+const cache = new Map(); // body of a request to /words -> its reply
 export const specs = new Map(); // layer -> spec
 
-/** {request, tokens, note, cross}: the body for /attend; tokens(item, queries, keys) gives the axes' words; note is what /words said. */
+/** {request, tokens, note, cross}: the body for /attend; tokens(item, queries, keys) -> labels of the axes; note: the reply of /words. */
 export async function compose(blocked, signal) {
   return form.mode() === "request" ? composePasted(blocked) : await composeSentence(blocked, signal);
 }
 
-/** Field of each pointer that a refusal of what was composed may have; "*" is for all that have none of their own. */
+/** JSON pointer -> field of the form, for refusals of the request; "*" for all others. */
 export function fieldsOf(error) {
   return { ...(form.mode() === "request" ? PASTED : TYPED), ...error.fields };
 }
@@ -48,22 +48,22 @@ function composePasted(blocked) {
   try {
     body = JSON.parse(text);
   } catch {
-    // the service says what is wrong with it, and where
+    // the service says where the error is
   }
   if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
-  const { select, outputs, reply, ...rest } = body; // what it asks to have replied is not what is shown
+  const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
   const { queries, keys } = lengths(rest);
   const request = withMasks({ ...rest, layer: form.value("layer") }, form.masks(blocked), queries, keys);
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
 }
 
 async function readWords(text, layer, part, signal) {
-  const question = JSON.stringify({ text, layer, part });
-  if (!dictionary.has(question)) {
-    if (dictionary.size >= REMEMBERED) dictionary.clear();
-    dictionary.set(question, await (await post("words", question, { signal })).json());
+  const body = JSON.stringify({ text, layer, part });
+  if (!cache.has(body)) {
+    if (cache.size >= MAX_CACHED) cache.clear();
+    cache.set(body, await (await post("words", body, { signal })).json());
   }
-  return dictionary.get(question);
+  return cache.get(body);
 }
 
 async function specOf(name, signal) {

@@ -1,8 +1,8 @@
-// The controls: what they say, and the service's refusals beside the control they are about.
+// The form: values of the controls, and refusals of the service next to the control they are about.
 
 const $ = (id) => document.getElementById(id);
 const FIELDS = { layer: "layer", causal: "causal", window: "window", valid_lens: "length", query_offset: "offset", block_mask: "cells", attend_mask: "cells" };
-const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, where it is not one of the same name
+const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, if not one of the same name
 
 /** "sentence" or "request". */
 export function mode() {
@@ -23,14 +23,14 @@ export function showMode() {
   $("second").hidden = !$("cross").checked;
 }
 
-/** What the mask controls say. null: not set; a text that is no number goes to the service as it is, which will say what it expects. */
+/** The values of the mask controls; null if empty. Text that is no number is sent unchanged, for the service to refuse. */
 export function masks(blocked) {
   const [left, right] = [number("left"), number("right")];
   const window = left === null && right === null ? null : { left, right };
   return { causal: $("causal").checked, window, length: number("length"), offset: number("offset"), blocked };
 }
 
-/** Sets the controls to what a pasted request says. Lists, which they cannot show, are left to the request. */
+/** Sets the mask controls from a pasted request. Lists cannot be shown and stay in the request. */
 export function showMasks(request) {
   $("causal").checked = request.causal === true;
   $("left").value = request.window?.left ?? "";
@@ -43,14 +43,14 @@ export function showMasks(request) {
   }
 }
 
-/** A pasted request brings its masks and its layer to the controls. */
+/** Sets the controls from the pasted request. */
 export function showPasted() {
   try {
     const body = JSON.parse($("request").value);
     showMasks(body);
     showLayer(String(body.layer ?? "default"));
   } catch {
-    // no JSON yet: what is wrong with it, the service says when it is asked
+    // not JSON yet
   }
 }
 
@@ -61,7 +61,7 @@ function number(id) {
   return /^-?\d+$/.test(text) ? Number(text) : text;
 }
 
-/** Takes all refusals away. */
+/** Removes all refusals. */
 export function clearErrors() {
   for (const element of document.querySelectorAll(".error")) element.textContent = "";
   for (const element of document.querySelectorAll("[aria-invalid]")) {
@@ -71,12 +71,12 @@ export function clearErrors() {
   $("problem").hidden = true;
 }
 
-/** Says, or with no problems no longer says, what is wrong with something that leaves the controls as they are. */
+/** Shows problems at a field without marking a control as invalid; no problems clear it. */
 export function sayOf(field, problems) {
   $(`${field}-error`).textContent = problems.map(({ at, text }) => `${text}${at ? `, at ${at}` : ""}`).join("; ");
 }
 
-/** Puts each problem beside its field; `fields` maps further pointers to fields. What belongs to none is shown above the result. */
+/** Shows each problem at its field; `fields` maps further pointers to fields. The others are shown above the result. */
 export function showErrors(problems, fields) {
   const known = { ...FIELDS, ...fields };
   const rest = [];
@@ -90,11 +90,11 @@ export function showErrors(problems, fields) {
   $("problem").hidden = !rest.length;
 }
 
-/** `always` says the place even where it is the whole of a field: that of a text which holds many. */
+/** `always`: show the pointer even for a whole field, as in a text with many fields. */
 function sayAt(field, at, text, always) {
   const place = $(`${field}-error`);
   const [, , part, ...deeper] = at.split("/");
-  const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // one of several controls: no need to point there
+  const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
   place.textContent = [place.textContent, `${text}${at && (always || (part && !single)) ? `, at ${at}` : ""}.`].filter(Boolean).join(" ");
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) {
     $(id).setAttribute("aria-invalid", "true");
@@ -102,13 +102,13 @@ function sayAt(field, at, text, always) {
   }
 }
 
-/** Chooses a layer; one that is not among those offered too, since the service may still know it, or will say that it does not. */
+/** Selects a layer, and adds it if it is not in the list: the service may have it. */
 export function showLayer(name) {
   if (![...$("layer").options].some((option) => option.value === name)) $("layer").append(new Option(name, name));
   $("layer").value = name;
 }
 
-/** Fills the choice of layers: those held, and those of the real model, which are made when first asked for. */
+/** Fills the list of layers: those of the server, and those of the real model, which are loaded on first use. */
 export function showLayers(held, model, chosen) {
   const group = (label, names) => {
     const element = document.createElement("optgroup");

@@ -1,12 +1,12 @@
-// The row of thumbnails: the mean and every head. A click enlarges one, its box takes it in or out of the mean.
+// The row of thumbnails: the mean and every head. A click enlarges one; its checkbox includes it in the mean.
 
 import { paint } from "./colours.js";
 import { stretch } from "./pattern.js";
 
-const SIZE = 96; // pixels at most on either side; more weights than that are shown by the largest of each block
+const SIZE = 96; // pixels per side at most; each pixel of a larger matrix is the largest weight of a block
 
 export class Heads {
-  /** `enlarge(name)` and `toggle()` are told of what people do; a name is "mean" or a head's number. */
+  /** Calls `enlarge(name)` and `toggle()` on clicks; a name is "mean" or a head's number. */
   constructor(element, enlarge, toggle) {
     Object.assign(this, { element, enlarge, toggle, on: [], boxes: new Map(), count: 0 });
   }
@@ -44,7 +44,7 @@ export class Heads {
     }
   }
 
-  /** Makes the thumbnails, all heads on, where their number has changed. */
+  /** Makes the thumbnails, all heads on, if the number of heads has changed. */
   build(count) {
     if (this.count === count) return;
     this.count = count;

@@ -1,5 +1,5 @@
-// The large heat map. One canvas as large as its window onto the weights, drawn anew at each scroll: so that 512 by 512 is as smooth as
-// 10 by 10, and labels stay beside what they name. A map for the viewer in heatmap.js.
+// The large heat map, for the viewer in heatmap.js. One canvas of the size of the visible part is redrawn at each scroll, so that large
+// matrices scroll smoothly and labels stay visible.
 
 import { css, inkOn, paint } from "./colours.js";
 import { stretch } from "./pattern.js";
@@ -22,7 +22,7 @@ export class Matrix {
     new ResizeObserver(() => this.square && this.lay()).observe(element.parentElement);
   }
 
-  /** Takes a square of weights with the words of its axes. */
+  /** Shows a matrix of weights with the labels of its axes. */
   show(square, words, scale) {
     const sized = !this.square || this.square.queries !== square.queries || this.square.keys !== square.keys || this.words !== words;
     Object.assign(this, { square, words });
@@ -41,7 +41,7 @@ export class Matrix {
     return this.square ? [[this.square.queries, this.square.keys]] : [];
   }
 
-  /** A weight in four significant digits; an exact 0 as itself. */
+  /** A weight with four significant digits; exactly 0 is "0". */
   value({ q, k }) {
     const weight = this.square.at(q, k);
     return weight === 0 ? "0" : weight < 0.001 ? weight.toExponential(2) : weight.toFixed(4);
@@ -59,7 +59,7 @@ export class Matrix {
     this.element.scrollTop = middle * this.cell - this.element.clientHeight / 2;
   }
 
-  /** Cell size, gutters and sizes of everything, from the room there is. */
+  /** Computes the cell size and the sizes of labels and canvas from the available space. */
   lay() {
     const { queries, keys } = this.square;
     const measure = this.canvas.getContext("2d");
@@ -86,7 +86,7 @@ export class Matrix {
     return this.element.clientWidth;
   }
 
-  /** Pixels of a cell with which everything is seen at once, in whole pixels where there are some. */
+  /** The cell size at which the whole matrix is visible, in whole pixels if possible. */
   fitting(queries, keys) {
     const room = Math.min((this.room - this.left - 4) / keys, Math.max((TALLEST - this.tall) / queries, 1.2));
     return Math.min(LARGEST, room > 4 ? Math.floor(room) : Math.max(1, room));
@@ -104,14 +104,14 @@ export class Matrix {
     };
   }
 
-  /** Scrolls so that a cell is seen. */
+  /** Scrolls a cell into view. */
   reveal({ q, k }) {
     const show = (start, room, from) => (start < from ? start : start + this.cell > from + room ? start + this.cell - room : from);
     if (q !== null) this.element.scrollTop = show(q * this.cell, this.element.clientHeight - this.top, this.element.scrollTop);
     if (k !== null) this.element.scrollLeft = show(k * this.cell, this.element.clientWidth - this.left, this.element.scrollLeft);
   }
 
-  /** Where a cell is on the screen. */
+  /** The middle of a cell on the screen. */
   place({ q, k }) {
     const frame = this.element.getBoundingClientRect();
     const x = frame.left + this.left + (k + 0.5) * this.cell - this.element.scrollLeft;
@@ -142,7 +142,7 @@ export class Matrix {
     this.drawLabels(context, range, x, y);
   }
 
-  /** The rows and columns that are seen. */
+  /** The visible rows and columns. */
   range(x, y, width, height) {
     const { queries, keys } = this.square;
     const within = (from, room, count) => [Math.max(0, Math.floor(from / this.cell)), Math.min(count, Math.ceil((from + room) / this.cell))];
@@ -170,7 +170,7 @@ export class Matrix {
     for (let k = columns[0]; k <= columns[1]; k++) context.fillRect(k * cell - 0.5, rows[0] * cell, 1, (rows[1] - rows[0]) * cell);
   }
 
-  /** Fades what is not isolated, and frames what is. */
+  /** Fades all but the isolated row, column or cell, and frames a cell. */
   drawIsolated(context) {
     const { cell, isolated: { q = null, k = null } } = this;
     const [wide, high] = [this.square.keys * cell, this.square.queries * cell];

@@ -1,4 +1,4 @@
-// Head statistics: a table with a row for each head, from what POST /attend/analysis replies. Formulas are the service's business (/docs).
+// Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
 
 const COLUMNS = [ // name, title, digits, what it is
   ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
@@ -8,17 +8,17 @@ const COLUMNS = [ // name, title, digits, what it is
   ["previous_token_score", "Previous", 2, "share given to the word before"],
   ["first_key_mass", "First", 2, "share given to the first word"],
 ];
-export const LINKS = 30; // asked for, so that there is one between words after those from and to BERT's own signs
+export const LINKS = 30; // requested, so that some are between words after those with [CLS] and [SEP]
 const SPECIAL = new Set(["[CLS]", "[SEP]"]);
 
 export class Numbers {
-  /** `enlarge(head)` is told of clicks on a head. */
+  /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
     Object.assign(this, { section, enlarge, table: section.querySelector("table"), shown: "mean" });
     section.querySelector("dl").append(...COLUMNS.flatMap(([, title, , about]) => [cell("dt", title), cell("dd", about)]));
   }
 
-  /** Fills the table with `metrics`, of which [h] each, or [b, h] where there is a batch, of which `item` is taken. */
+  /** Fills the table with `metrics`, [h] each, or [b, h] with a batch, of which `item` is shown. */
   show(metrics, item, batched) {
     const of = (numbers) => (batched ? numbers?.[item] : numbers);
     const known = COLUMNS.filter(([name]) => Array.isArray(of(metrics[name])));
@@ -38,7 +38,7 @@ export class Numbers {
     this.mark(this.shown);
   }
 
-  /** Empties the table, for a reason that is to be shown in its place. */
+  /** Empties the table and shows a reason instead. */
   clear() {
     this.table.replaceChildren();
     this.section.hidden = false;
@@ -60,14 +60,14 @@ export class Numbers {
   }
 }
 
-/** A head's first link in words, of those between real words if there is one. */
+/** A head's first link as text, between real words if there is one. */
 function strongest(from, to, weights) {
   const known = weights.flatMap((weight, i) => (weight === null ? [] : [i]));
   const i = known.find((i) => !SPECIAL.has(from[i]) && !SPECIAL.has(to[i])) ?? known[0];
   return i === undefined ? "–" : `${from[i]} → ${to[i]} ${weights[i].toFixed(2)}`;
 }
 
-/** A number, and a bar behind it, as long as it is beside the other heads'. */
+/** A number, with a bar of its size relative to the other heads. */
 function bar(values, h, digits) {
   const value = values[h];
   const element = cell("td", value === null ? "–" : value.toFixed(digits));

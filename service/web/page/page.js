@@ -1,4 +1,4 @@
-// The page: controls -> request -> service -> views. Everything that others know of each other, they know from here.
+// The page: controls -> request -> service -> views. The other modules do not import each other's views; this one connects them.
 
 import { denied, followKey } from "./access.js";
 import { compose, fieldsOf, specs } from "./compose.js";
@@ -15,7 +15,7 @@ import { attend, get, post, Refusal } from "./wire.js";
 import { Words } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const PAUSE = 300; // ms after the last key before typing counts as done
+const PAUSE = 300; // ms after the last key until the request is sent
 
 const matrix = new Matrix($("matrix"));
 const pointing = new Pointing(matrix, $("tip"), $("live"), block);
@@ -25,7 +25,7 @@ const numbers = new Numbers($("numbers"), enlarge);
 
 const blocked = new Set(); // "q,k"
 let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
-let [running, waiting, advice] = [null, 0, null]; // advice: what to choose, or to install, for a pattern that means something
+let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
 
 async function run() {
   if (advice === null) return await load();
@@ -57,7 +57,7 @@ function refuse(error) {
   if (!(error instanceof Refusal)) throw error;
   $("result").classList.add("stale");
   if (denied(error)) return;
-  const ours = error.status === 0 || error.status === 429 || error.status >= 500; // nothing that a field could mend
+  const ours = error.status === 0 || error.status === 429 || error.status >= 500; // not the fault of a field
   form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
 }
 
@@ -69,7 +69,7 @@ function showItems() {
   $("item").value = String(item);
 }
 
-/** Takes the reply apart and draws everything. */
+/** Draws everything from the reply. */
 function show() {
   const item = Number($("item").value);
   pattern = new Pattern(reply.weights, reply.shape, item);
@@ -117,7 +117,7 @@ function describe() {
   $("note").hidden = !said;
 }
 
-/** Head statistics; a request that they are not defined for gets the service's words for why in their place. */
+/** Head statistics, or the service's reason why they are not defined for this request. */
 async function analyse(signal) {
   try {
     metrics = (await (await post("attend/analysis", { ...asked.request, analysis: { top_links: LINKS } }, { signal })).json()).metrics;
@@ -138,7 +138,7 @@ function enlarge(name) {
   drawShown();
 }
 
-/** Blocks a cell for all heads, or frees it, and asks again. */
+/** Blocks or unblocks a cell for all heads, and repeats the request. */
 function block({ q, k }) {
   const cell = `${q},${k}`;
   if (!blocked.delete(cell)) blocked.add(cell);
@@ -158,7 +158,7 @@ function unblock() {
   showBlocked();
 }
 
-/** The request as it is shown: with the heads that are on, where some are off. */
+/** The request with the selected heads, if not all are. */
 function taken() {
   const some = pattern && heads.chosen.length && heads.chosen.length < pattern.heads;
   return some ? { ...asked.request, select: { heads: heads.chosen } } : asked.request;
@@ -211,7 +211,7 @@ async function picture(format) {
   return `Downloaded ${name}`;
 }
 
-/** Switching to the request starts with the sentence's own, for something to begin with. */
+/** Switching to Request shows the request of the sentence. */
 function switchMode() {
   form.showMode();
   unblock();
@@ -222,7 +222,7 @@ function switchMode() {
   run();
 }
 
-/** Asks what layers and words there are, and then the first question; again, where the key has changed. */
+/** Loads the layers and the vocabulary, and sends the first request; again after the key has changed. */
 async function load() {
   clearTimeout(waiting);
   running?.abort();

@@ -1,6 +1,6 @@
-// One item's attention weights, and what the views ask of them: a head's square, the mean of some heads, the strongest links.
+// The attention weights of one batch item: matrices of heads, the mean of some heads, the strongest links.
 
-/** How much a colour scale stretches each weight: `scale` is "head" (to the largest), "row", or "one" (not at all). */
+/** The factor from a weight to a number in 0..1: `scale` is "head" (1 / largest), "row" (1 / largest of the row) or "one" (1). */
 export function stretch(square, scale) {
   if (scale === "one") return () => 1;
   if (scale === "head") {
@@ -28,7 +28,7 @@ export class Square {
     return this.data[q * this.keys + k];
   }
 
-  /** Weights of a query over the keys, or those that all queries give to a key. */
+  /** A row (the weights of a query) or a column (the weights on a key). */
   along(axis, index) {
     if (axis === "query") return this.data.subarray(index * this.keys, (index + 1) * this.keys);
     return Float32Array.from({ length: this.queries }, (_, q) => this.at(q, index));
@@ -43,7 +43,7 @@ export class Square {
     return order.slice(0, count).map((i) => [Math.floor(i / this.keys), i % this.keys, this.data[i]]);
   }
 
-  /** A weight that about `count` others reach: found by counting, since sorting all would be felt. */
+  /** A weight that about `count` others reach, from a histogram, which is faster than sorting. */
   threshold(count) {
     const bins = new Uint32Array(1024);
     for (const weight of this.data) bins[Math.min(1023, (weight * 1024) | 0)]++;
@@ -52,7 +52,7 @@ export class Square {
     return 0;
   }
 
-  /** The largest weight of each block, so that at most `size` remain on either side: what a thumbnail can show. */
+  /** The largest weight of each block, with at most `size` blocks per side, for thumbnails. */
   pooled(size) {
     const step = Math.ceil(Math.max(this.queries, this.keys) / size);
     if (step === 1) return this;
@@ -69,7 +69,7 @@ export class Square {
   }
 }
 
-/** What came back for one item of the batch: [heads, queries, keys]. */
+/** The weights [heads, queries, keys] of one batch item. */
 export class Pattern {
   constructor(weights, [, heads, queries, keys], item) {
     const size = queries * keys;
@@ -80,7 +80,7 @@ export class Pattern {
     });
   }
 
-  /** The mean of the heads whose numbers are given; zeros for none. */
+  /** The mean of these heads; zeros for none. */
   mean(chosen) {
     const sum = new Float32Array(this.queries * this.keys);
     for (const h of chosen) {

@@ -1,12 +1,12 @@
-// What is isolated: the word or cell that is pointed at, or the one that a click has locked. Keeps the heat map and the words together,
-// and says to screen readers what is reached.
+// The isolated word or cell: under the pointer, or locked by a click. Updates the heat map and the words together, and announces it to screen
+// readers.
 
 import { HeatMapViewer, NOTHING } from "./heatmap.js";
 
 const MOST_SAID = 3;
 
 export class Pointing extends HeatMapViewer {
-  /** `block({q, k})` is called with cells to block, or to free again. */
+  /** Calls `block({q, k})` to block or unblock a cell. */
   constructor(matrix, tip, live, block) {
     super(matrix.element, tip, matrix);
     Object.assign(this, { live, block, blocking: false, locked: NOTHING });
@@ -14,7 +14,7 @@ export class Pointing extends HeatMapViewer {
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
   }
 
-  /** Takes what is shown from now on; a lock stays where the words are the same. */
+  /** Shows another matrix; a lock stays if the words are the same. */
   show(square, words, name) {
     if (this.wording !== words) Object.assign(this, { locked: NOTHING, pointed: NOTHING, cursor: null });
     Object.assign(this, { square, wording: words, name });
@@ -42,7 +42,7 @@ export class Pointing extends HeatMapViewer {
     this.leave();
   }
 
-  /** Keys of the heat map beside those that move the cursor. */
+  /** Keys of the heat map other than those that move the cursor. */
   act(key) {
     const cell = this.cursor ?? { q: 0, k: 0 };
     const actions = {
@@ -70,7 +70,7 @@ export class Pointing extends HeatMapViewer {
     this.words.isolate(isolated, this.locked);
   }
 
-  /** A cell, or a word with what it is linked to most, in words. */
+  /** A text for a cell, or for a word and its strongest links. */
   aloud({ q, k }) {
     const { query, key } = this.wording;
     if (q !== null && k !== null) return `${this.name}: ${query[q]} to ${key[k]}, ${this.map.value({ q, k })}`;

@@ -1,9 +1,9 @@
-// What the controls say -> the body of POST /attend; and that body as something to paste elsewhere.
+// The body of POST /attend from the values of the controls, and that body as curl, Python or JSON.
 
 import { Refusal } from "./wire.js";
 
-export const KEY = "ATTEND_API_KEY"; // variable that the service's own commands read, too
-const READABLE = 1024; // cells of a mask up to which it is written as rows of 0 and 1
+export const KEY = "ATTEND_API_KEY"; // environment variable, the same as for the commands
+const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
 export function fromWords(layer, words) {
@@ -16,7 +16,7 @@ export function fromWords(layer, words) {
   return body;
 }
 
-/** The body with the masks of the controls instead of its own; a field that the controls cannot show stays as it came. */
+/** The body with the masks of the controls instead of its own; fields that the controls cannot show are unchanged. */
 export function withMasks(body, masks, queries, keys) {
   const request = { ...body };
   const say = (name, value) => {
@@ -31,7 +31,7 @@ export function withMasks(body, masks, queries, keys) {
   return request;
 }
 
-/** Rows of 0 and 1 (1 = blocked), or the same in base64 where they would be many; over a mask that was there, if it has such rows. */
+/** Rows of 0 and 1 (1 = blocked), or base64 for large masks; added to an existing mask of the same shape. */
 function blockMask(before, blocked, queries, keys) {
   const rows = Array.isArray(before) && before.length === queries && before[0]?.length === keys && typeof before[0][0] !== "object" ? before : null;
   if (before && !rows) throw new Refusal(422, "", "", [{ at: "/block_mask", text: "Expected a block_mask of [queries, keys] rows to add cells to, got another" }]);
@@ -41,7 +41,7 @@ function blockMask(before, blocked, queries, keys) {
   return { shape: [queries, keys], datatype: "UINT8", base64: btoa(bytes) };
 }
 
-/** The lengths of a request's axes, as far as its query and key tell: {batch, queries, keys}; batch is null without that axis. */
+/** {batch, queries, keys} from the shapes of query and key; batch is null without that axis. */
 export function lengths({ query, key }) {
   const shape = (tensor) => (Array.isArray(tensor) ? nestedShape(tensor) : (tensor?.shape ?? []));
   const [q, k] = [shape(query), shape(key ?? query)];
@@ -52,7 +52,7 @@ function nestedShape(list) {
   return Array.isArray(list) ? [list.length, ...nestedShape(list[0])] : [];
 }
 
-/** Words for the axes of one batch item: the request's tokens, or numbers. */
+/** Labels of the axes of one batch item: the request's tokens, or numbers. */
 export function tokensOf(request, item, queries, keys) {
   const given = (words) => (Array.isArray(words?.[0]) ? words[item] : words);
   const numbers = (count) => Array.from({ length: count }, (_, i) => String(i));
@@ -61,7 +61,7 @@ export function tokensOf(request, item, queries, keys) {
   return { query, key };
 }
 
-/** The request as "curl", "python" or "json" to paste; where a key is wanted, it is taken from a variable of the environment. */
+/** The request as "curl", "python" or "json" to paste; the API key, if needed, is read from an environment variable. */
 export function written(kind, request, url, keyed) {
   const json = JSON.stringify(request);
   if (kind === "json") return json;

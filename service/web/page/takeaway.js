@@ -1,4 +1,4 @@
-// What people take with them: the request as text for the clipboard, a picture as a file.
+// Export: the request as text in the clipboard, a figure as a file.
 
 import { hasKey } from "./access.js";
 import { KEY, written } from "./request.js";
@@ -6,7 +6,7 @@ import { post } from "./wire.js";
 
 const WORDS = { curl: "curl command", python: "Python program", json: "JSON body" };
 
-/** Puts the request on the clipboard, and into `box` for those whose browser does not let a page do that; gives what to tell. */
+/** Copies the request to the clipboard, and into `box` if the browser does not allow that; returns a message. */
 export async function copy(kind, request, box) {
   const text = written(kind, request, new URL(".", location.href).href, hasKey());
   box.value = text;
@@ -21,14 +21,14 @@ export async function copy(kind, request, box) {
   return `Copied the ${WORDS[kind]}${hasKey() && kind !== "json" ? `, which takes the key from ${KEY}` : ""}`;
 }
 
-/** Kind and heads of a picture: `kind` as chosen, "shown" for the head (or "mean") that is enlarged, of the heads that are on. */
+/** Kind and heads of a figure; the kind "shown" is the enlarged head or the mean. */
 export function figureOf(kind, shown, chosen) {
   if (kind === "shown" && shown !== "mean") return { kind: "head", heads: [shown] };
   const named = kind === "shown" ? "mean" : kind;
   return named === "concatenation" || !chosen.length ? { kind: named } : { kind: named, heads: chosen };
 }
 
-/** Asks the service for a picture and hands it to the browser as a file. Throws Refusal. */
+/** Downloads a figure from the service. Throws Refusal. */
 export async function download(request, figure, name) {
   const response = await post("attend/figure", { ...request, figure }, { accept: "*/*" });
   const link = document.createElement("a");

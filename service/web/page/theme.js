@@ -1,8 +1,8 @@
-// Light or dark: as the system says, or as chosen here and remembered.
+// Light or dark: from the system, or chosen here and stored.
 
 import { choose } from "./colours.js";
 
-/** Follows `select` and the system; `changed` is told after each change. */
+/** Follows `select` and the system; calls `changed` after each change. */
 export function follow(select, changed) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
@@ -20,7 +20,7 @@ export function follow(select, changed) {
   apply();
 }
 
-/** What `act` finds in the storage; undefined where the browser keeps none for this page. */
+/** The result of `act` on the storage; undefined if the browser blocks it. */
 function remembered(act) {
   try {
     return act(localStorage);

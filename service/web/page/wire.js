@@ -1,8 +1,8 @@
-// What goes over the wire: requests out as JSON, tensors back as safetensors, refusals as problem details. Knows nothing of the page.
+// HTTP: requests as JSON, replies as safetensors, refusals as problem details.
 
 const JSON_TYPE = "application/json";
 const TENSORS = "application/vnd.safetensors";
-let authorization = {}; // header of the key, where there is one
+let authorization = {}; // header with the API key, if there is one
 
 /** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
 export class Refusal extends Error {
@@ -13,12 +13,12 @@ export class Refusal extends Error {
   }
 }
 
-/** From here on every request goes with this key; "" for none. */
+/** Sets the API key of all requests; "" for none. */
 export function present(key) {
   authorization = key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** Sends `body` (an object, or text as it stands) and gives the response. Throws Refusal, or what fetch throws when aborted. */
+/** Sends `body`, an object or text, and returns the response. Throws Refusal, or AbortError. */
 export async function post(path, body, { accept = JSON_TYPE, signal } = {}) {
   const text = typeof body === "string" ? body : JSON.stringify(body);
   return await send(path, { method: "POST", body: text, headers: { "Content-Type": JSON_TYPE, Accept: accept }, signal });
@@ -45,7 +45,7 @@ export async function attend(request, signal) {
   };
 }
 
-/** safetensors: eight bytes of length, a JSON header, the tensors. Those of F32 are views of the buffer; others are left out. */
+/** safetensors: eight bytes of length, a JSON header, the tensors. Only F32 tensors are returned, as views of the buffer. */
 export function readTensors(buffer) {
   const size = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
@@ -58,7 +58,7 @@ export function readTensors(buffer) {
 }
 
 async function send(path, options) {
-  if (/[^\x20-\x7e]/.test(authorization.Authorization ?? "")) throw new Refusal(401, "unknown key", ""); // no header can hold it
+  if (/[^\x20-\x7e]/.test(authorization.Authorization ?? "")) throw new Refusal(401, "unknown key", ""); // not allowed in a header
   let response;
   try {
     response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });

@@ -1,17 +1,17 @@
-// The same weights among words: queries on the left, keys on the right, lines between. Each word is a button, so that whatever the heat
-// map shows can be had by keyboard and heard. One canvas as large as its window holds the lines.
+// Words of queries on the left, of keys on the right, and lines between them for the weights. Each word is a button, for keyboard and screen
+// readers. The lines are on one canvas of the size of the visible part.
 
 import { css, inkOn } from "./colours.js";
 import { stretch } from "./pattern.js";
 
 const ROW = 28; // pixels; page.css has the same
-const LINES = 4; // for each word, where none is isolated
-const LINES_OF_ONE = 64; // where one is
+const LINES = 4; // per word, if none is isolated
+const LINES_OF_ONE = 64; // of an isolated word
 
 export class Words {
-  /** `told` has point({q, k}), leave() and click({q, k}). */
-  constructor(element, told) {
-    Object.assign(this, { element, told, isolated: {}, locked: {}, square: null });
+  /** `handlers` has point({q, k}), leave() and click({q, k}). */
+  constructor(element, handlers) {
+    Object.assign(this, { element, handlers, isolated: {}, locked: {}, square: null });
     this.canvas = document.createElement("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
     this.sides = { q: this.side("q", "Queries"), k: this.side("k", "Keys") };
@@ -28,12 +28,12 @@ export class Words {
       const button = event.target.closest("button");
       return button && { q: null, k: null, [axis]: Number(button.dataset.index) };
     };
-    const point = (event) => cell(event) && this.told.point(cell(event), event);
+    const point = (event) => cell(event) && this.handlers.point(cell(event), event);
     list.addEventListener("pointerover", (event) => event.pointerType === "mouse" && point(event));
     list.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && point(event));
-    list.addEventListener("pointerleave", () => this.told.leave());
-    list.addEventListener("focusout", () => this.told.leave());
-    list.addEventListener("click", (event) => cell(event) && this.told.click(cell(event), event));
+    list.addEventListener("pointerleave", () => this.handlers.leave());
+    list.addEventListener("focusout", () => this.handlers.leave());
+    list.addEventListener("click", (event) => cell(event) && this.handlers.click(cell(event), event));
     return { list, words: null, buttons: [], touched: [] };
   }
 
@@ -78,12 +78,11 @@ export class Words {
     this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
     const links = this.lines(q, k);
     const most = links[0]?.[2] || 1;
-    const isAlone = q !== null || k !== null; // the lines of one word are told apart by its own strongest
+    const isAlone = q !== null || k !== null; // lines of one word are scaled to its strongest
     this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.stretch(query * this.square.keys + key));
   }
 
-  /** Colours one side's words by their weight, and writes the weight beside those that matter. Only words in sight are touched: a page of
-   * a thousand would be felt at each move of the pointer. */
+  /** Colours the words of one side by their weight, and shows weights of 0.005 and more. Only visible words are updated, for speed. */
   shade(side, weights, chosen, locked, index) {
     const [from, to] = this.inSight(side.buttons.length);
     for (const button of side.touched) this.dress(button, 0, "", false, false);
@@ -103,7 +102,7 @@ export class Words {
     button.setAttribute("aria-pressed", String(isLocked));
   }
 
-  /** The first word that is in sight, and the one after the last. */
+  /** The first visible word, and the one after the last. */
   inSight(count) {
     const { scrollTop, clientHeight } = this.element;
     return [Math.max(0, Math.floor(scrollTop / ROW) - 1), Math.min(count, Math.ceil((scrollTop + clientHeight) / ROW) + 1)];
@@ -116,7 +115,7 @@ export class Words {
     this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
     const [from, to] = this.inSight(Infinity);
     const seen = (i) => i >= from && i < to;
-    return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // those that lead out of sight are many, and tell nothing
+    return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // lines to hidden words are omitted
   }
 
   drawLines(links, strengthOf) {

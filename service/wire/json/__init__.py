@@ -1,1 +1,1 @@
-"""JSON bodies to arrays and back."""
+"""JSON bodies -> arrays, and arrays -> JSON."""

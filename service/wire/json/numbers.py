@@ -17,7 +17,7 @@ import simdjson
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
 from service.tensors import Array
-from service.wire.arrays import MAX_RANK, Kind, beyond_float64, held_exactly
+from service.wire.arrays import MAX_RANK, Kind, beyond_float64, converted
 from service.wire.json.strict import EMPTY_AXIS, array_of_integers, array_of_lists, line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import pointer
@@ -55,7 +55,7 @@ class NumberList:
             text = self.text[self.start : self.stop]
             array = _restored(_parse(_numbers_alone(text, kind)), text, kind)
             if array is not None and not beyond_float64(array, dtype):
-                return held_exactly(array, dtype, at)
+                return converted(array, dtype, at)
         return _LongList(self, kind, at, dtype).array()
 
     def plain(self, at: str) -> Any:
@@ -155,7 +155,7 @@ class _LongList:
             numbers = _restored(_parse_flat(alone), text, self.kind)
             if numbers is None or not len(numbers) or beyond_float64(numbers, self.dtype):
                 numbers = self._read_strictly(_blanked(text, brackets), start)
-            self.numbers.append(held_exactly(numbers, self.dtype, ""))
+            self.numbers.append(converted(numbers, self.dtype, ""))
         except RequestError as refusal:
             if EMPTY.search(text):
                 raise InvalidRequest.where(self.at, EMPTY_AXIS, "an empty list") from None

@@ -15,7 +15,7 @@ import numpy as np
 
 from service.errors import InvalidRequest, RequestError, TooLarge
 from service.tensors import DATATYPES, Array
-from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, held_exactly
+from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, converted
 from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
 from service.wire.json.strict import array_of_integers, array_of_lists, line_and_column, parse_strictly
 from service.wire.limits import WireLimits
@@ -234,7 +234,7 @@ def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", got)
     if isinstance(data, list):
         exact = beyond_float64(array, dtype)
-        array = array_of_integers(data, kind, dtype, at) if exact else held_exactly(array, dtype, at)
+        array = array_of_integers(data, kind, dtype, at) if exact else converted(array, dtype, at)
     return array.reshape(shape)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
 from service.tensors import BY_NUMPY, Array
-from service.wire.arrays import MAX_RANK, Kind, held_by
+from service.wire.arrays import MAX_RANK, Kind, range_text
 from service.wire.problems import pointer, shown
 
 DIGITS = 309  # the longest integer that a float64 holds, and its sign
@@ -127,7 +127,7 @@ def array_of_integers(value: list[Any], kind: Kind, dtype: np.dtype[Any], at: st
         for i in index:
             item = item[i]
         if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
-            raise InvalidRequest.where(at + pointer(index), held_by(BY_NUMPY[dtype]), shown(item))
+            raise InvalidRequest.where(at + pointer(index), range_text(BY_NUMPY[dtype]), shown(item))
         array[index] = int(item)
     return array
 

@@ -1,8 +1,7 @@
-"""POST /attend/analysis: the body of /attend and what is to be measured; the table of metrics, with the shape of each in the reply.
+"""The body and the reply of POST /attend/analysis, and the table of metrics with the shape of each. `attention/metrics/` has the formulas.
 
-How a metric is computed is no business of this room: `attention/analysis/` has the formulas. A number that is not defined (a share of no
-mass, an induction score without a repeated word, a query that is padding) is null in JSON, and NaN in the binary forms, which have no null.
-What overflowed is no such thing: `reply.nonfinite` says whether it is an error, which it is by default, or becomes null as well.
+An undefined number (a share of no mass, an induction score without a repeated word, a query that is padding) is null in JSON, and NaN in
+binary forms. Overflow is not undefined: `reply.nonfinite` decides whether it is an error, which is the default, or null.
 """
 
 from typing import Annotated, Any, Literal, Self, get_args
@@ -10,9 +9,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.spec import disagreement
-from service.wire.arrays import Sequences
 from service.wire.problems import shown
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, each_once
+from service.wire.schemas.tensors import Sequences
 
 Metric = Literal[
     "entropy",
@@ -65,9 +64,9 @@ SHAPES: dict[str, dict[str, str]] = {str(name): {"": "bh"} for name in METRICS} 
     "mean_ablation": {"relative_change": "bh", "cosine": "bh"},
     "pruning_order": {"heads": "bh", "errors": "bh"},
 }
-INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; where there is none they hold -1, which JSON shows as null
+INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
 POSITIONAL: tuple[Metric, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
-WORDED: tuple[Metric, ...] = ("duplicate_token_score", "induction_score")
+TOKEN_METRICS: tuple[Metric, ...] = ("duplicate_token_score", "induction_score")
 DEFAULT: tuple[Metric, ...] = (
     "entropy",
     "normalised_entropy",
@@ -81,53 +80,55 @@ DEFAULT: tuple[Metric, ...] = (
     "previous_token_score",
 )
 REFUSED = {  # fields of /attend
-    "dropout": "no dropout, since metrics tell of the weights before it",
-    "output_gradient": "a `direction` in its place",
+    "dropout": "no dropout, since metrics are of the weights before it",
+    "output_gradient": "`direction` in its place",
 }
 
 
 def _lens(value: Any) -> Any:
     for number in value if isinstance(value, list) else [value]:
         if type(number) is not int or number < 0:
-            raise disagreement("", "how many queries count, or a list of such numbers", shown(number))
+            raise disagreement("", "a number of queries, or a list of them", shown(number))
     return value
 
 
 class AnalysisOptions(Document):
-    """What the metrics may be told."""
+    """Options of the metrics."""
 
     local_window: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = Field(
-        default=2, description="Keys at most this far away are local."
+        default=2, description="Largest distance of a key that counts as local."
     )
-    top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Strongest links per head.")
-    mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="What keys_for_mass counts the keys of.")
+    top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Number of strongest links of each head.")
+    mass: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of a row's weight that keys_for_mass counts the keys of."
+    )
     query_lens: Annotated[Index | list[Index], BeforeValidator(_lens)] | None = Field(
         default=None,
-        description="[b]: only the first n queries count. If null: in self-attention the positions that are real as keys, otherwise all.",
+        description="[b]. Only the first n queries count. If null, in self-attention those that are real keys, otherwise all.",
     )
 
 
 def _without_refused(schema: dict[str, Any]) -> None:
-    """Leaves the fields out of the JSON schema that are refused unless they are null."""
+    """Removes the fields that are refused from the JSON schema."""
     for name in REFUSED:
         del schema["properties"][name]
 
 
 class AnalysisRequest(AttendRequest):
-    """A request of POST /attend, and the metrics wanted. `outputs`, `select` and what they ask for are not replied here."""
+    """The body of POST /attend, and the metrics to compute. `outputs` and `select` have no effect here."""
 
     model_config = ConfigDict(json_schema_extra=_without_refused)
     metrics: list[Metric] | None = Field(
         default=None,
         min_length=1,
-        description="If null, the cheap ones that the request gives enough for; see the table of the reply.",
+        description="Metrics to compute, listed with the reply. If null, the cheap ones for which the request has what they need.",
         json_schema_extra=each_once,
     )
     analysis: AnalysisOptions = Field(default_factory=AnalysisOptions)
     direction: Sequences | None = Field(
         default=None,
-        description="[b, q, output_dim]: contribution and gradient_importance are those to <direction, output>; without it to half the "
-        "squared norm of the output.",
+        description="[b, q, output_dim]. contribution and gradient_importance refer to <direction, output>; without it, to half "
+        "the squared norm of the output.",
     )
 
     @model_validator(mode="after")
@@ -138,8 +139,8 @@ class AnalysisRequest(AttendRequest):
         for i, name in enumerate(self.metrics or ()):
             if name in (self.metrics or ())[:i]:
                 raise disagreement(f"/metrics/{i}", "each metric once", f'"{name}" twice')
-            if name in WORDED and not self.worded:
-                raise disagreement("/tokens", f"the words of queries and keys, since {name} is asked for", "none")
+            if name in TOKEN_METRICS and not self.has_tokens:
+                raise disagreement("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
         self._query_lens()
         return self
 
@@ -148,37 +149,36 @@ class AnalysisRequest(AttendRequest):
         if lens is None:
             return
         if isinstance(lens, list) != self.batched or (isinstance(lens, list) and len(lens) != b):
-            raise disagreement("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", "another shape")
+            raise disagreement("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", "another number of them")
         for n in lens if isinstance(lens, list) else [lens]:
             if n > q:
                 raise disagreement("/analysis/query_lens", f"at most {q}, the number of queries", str(n))
 
     @property
-    def worded(self) -> bool:
-        """Whether every query and every key has a word."""
+    def has_tokens(self) -> bool:
+        """Whether every query and every key has a token."""
         return self.tokens is not None and self.tokens.query is not None and (self.tokens.key is not None or self.key is None)
 
-    def says_positions(self, positional: bool) -> bool:
-        """Whether it is known at which key a query stands: in self-attention, and where something in the request or the layer says so."""
+    def has_positions(self, positional: bool) -> bool:
+        """Whether the position of queries among the keys is known: in self-attention, or from the request or the layer."""
         return self.key is None or self.query_offset is not None or self.causal or self.window is not None or positional
 
     def wanted(self, positional: bool) -> tuple[Metric, ...]:
-        """The metrics asked for; of the default ones, those that the request gives enough for."""
+        """The metrics to compute: those of the request, or the default ones for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)
-        return tuple(name for name in DEFAULT if name not in POSITIONAL or self.says_positions(positional))
+        return tuple(name for name in DEFAULT if name not in POSITIONAL or self.has_positions(positional))
 
 
 class AnalysisReply(Document):
-    """Numbers per head, under the names asked for, b dropped where the request has none.
+    """The metrics under their names, without the axis b where the request has none.
 
-    Rows without a key count nowhere, nor does padding: a position that lengths and key masks close, in self-attention as a query too.
-    With attention sinks a row is read as shares of what the sinks leave. Means over queries are over those for which the number is defined.
+    Rows without a key are not counted, nor is padding: positions closed by lengths and key masks, in self-attention also as queries. With
+    attention sinks, weights are shares of what the sinks leave. Means over queries are over those for which the number is defined.
 
-    What overflows is an error, unless `reply.nonfinite` says otherwise. null is what is not defined, never 0: a number about rows is null
-    where none of them counts, one about two heads where none counts for both, one about keys (`value_norms`, `subspace_disagreement`) where
-    there is nothing but padding. Numbers about the output (from `contribution` on) are of the rows that count for any head, so a head that
-    has none beside others that have some adds 0 to it.
+    Overflow is an error, unless `reply.nonfinite` allows it. Undefined numbers are null, never 0: a number about rows if no row is counted,
+    about two heads if no row is counted for both, about keys (`value_norms`, `subspace_disagreement`) if all are padding. Numbers about the
+    output (from `contribution` on) are of the rows that are counted for any head; a head without such rows adds 0 to them.
 
     | metric | shape | what it is |
     |---|---|---|
@@ -189,11 +189,11 @@ class AnalysisReply(Document):
     | `self_share`, `local_share`, `global_share` | [b,h] | mass on the query's own position, up to `local_window` beside it, beyond |
     | `mean_distance` | [b,h] | mean distance from query to key, weighted by attention |
     | `first_key_mass` | [b,h] | mass on the first key that is not padding |
-    | `keys_for_mass` | [b,h] | how many keys hold `mass` (0.9) of a row's weight |
+    | `keys_for_mass` | [b,h] | number of keys that have `mass` (0.9) of a row's weight |
     | `previous_token_score` | [b,h] | mass on the position before the query's |
-    | `duplicate_token_score`, `induction_score` | [b,h] | mass on earlier positions of the same word; on the positions after those |
+    | `duplicate_token_score`, `induction_score` | [b,h] | mass on earlier positions of the same token; on the positions after those |
     | `cosine_similarity`, `jensen_shannon` | [b,h,h] | between the heads' weights; the divergence in nats, mean over queries |
-    | `position_disagreement`, `subspace_disagreement`, `output_disagreement` | [b] | minus the mean likeness: higher is more diverse |
+    | `position_disagreement`, `subspace_disagreement`, `output_disagreement` | [b] | minus the mean similarity: higher is more diverse |
     | `deviation_across_heads` | [b,q] | standard deviation of a weight across heads, mean over keys |
     | `single_head` | `entropy`, `confidence`, `relative_change`, `cosine` [b], `similarity` [b,h] | one head over the layer's full width |
     | `value_norms`, `value_norm_weights` | [b,h,k], [b,h,q,k] | norm of each key's value after the output projection; times its weight |
@@ -203,5 +203,5 @@ class AnalysisReply(Document):
     """
 
     layer: LayerReference
-    fully_masked_rows: int = Field(description="Rows (batch, head, query) that had no key to attend to; no metric counts them.")
+    fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to. No metric counts them.")
     metrics: dict[str, Any]

@@ -1,7 +1,6 @@
-"""The JSON documents of the service's own endpoints, as pydantic models: the contract, and the source of the OpenAPI document.
+"""The JSON documents of the service's own endpoints, as pydantic models. The OpenAPI document is made from them.
 
-What a field may be on its own stands here; what fields must agree on stands in `shapes.py`. A request that validates can only still be
-wrong about the layer it names, which `serving/binding.py` checks.
+Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,12 +11,13 @@ from pydantic.json_schema import models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
-from service.wire.arrays import (
+from service.wire.arrays import Kind
+from service.wire.problems import HALF, is_unicode, shown
+from service.wire.schemas.tensors import (
     REFERENCE,
     Bias,
     HeadScale,
     KeyMask,
-    Kind,
     Lengths,
     Mask,
     Sequences,
@@ -25,12 +25,11 @@ from service.wire.arrays import (
     tensor_kinds,
     with_definitions,
 )
-from service.wire.problems import HALF, is_unicode, shown
 
-WEIGHTS = "Canonical name -> tensor; null draws them by init and seed, which say nothing where weights are given: both become null."
+WEIGHTS = "Canonical name -> tensor. If null, the weights are drawn by `init` and `seed`; if given, `init` and `seed` become null."
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
-ELSEWHERE = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # what a body that was sent there may still hold
+OTHER_ENDPOINTS = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # field -> the endpoint that accepts it
 
 Output = Literal[
     "output",
@@ -53,7 +52,7 @@ def _default_outputs() -> list[Output]:
 
 
 def each_once(schema: dict[str, Any]) -> None:
-    """Says in the JSON schema of a list, or of a list or null, that nothing may stand in it twice."""
+    """Adds to the JSON schema of a list, or of a list or null, that its items are unique."""
     next(form for form in schema.get("anyOf", [schema]) if form.get("type") == "array")["uniqueItems"] = True
 
 
@@ -68,20 +67,20 @@ def _offset(value: Any) -> Any:
     return value
 
 
-def _words(value: Any) -> Any:
+def _tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise disagreement("", "a list of words, or one such list per batch item", "something else")
+            raise disagreement("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
-            if not is_unicode(word):  # no reply and no picture could hold it
-                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "words of Unicode text", HALF)
+            if not is_unicode(word):  # replies and pictures cannot hold it
+                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
     return value
 
 
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
-Words = Annotated[list[str] | list[list[str]], BeforeValidator(_words)]
+Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
 
@@ -98,77 +97,99 @@ class Document(BaseModel):
 
 
 class Dropout(Document):
-    """A weight is kept where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divided by 1 - p. Those
-    replied are after it."""
+    """Keeps a weight where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divides it by 1 - p. The reply
+    has the weights after dropout."""
 
     p: Annotated[float, Field(ge=0, lt=1, strict=True)]
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
 
 
 class Select(Document):
-    """Which attention weights are wanted: 0-based, in this order. `average` is over the selected heads."""
+    """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: list[Index] | None = Field(default=None, min_length=1)
-    queries: list[Index] | None = Field(default=None, min_length=1)
-    average: Strict = False
+    heads: list[Index] | None = Field(default=None, min_length=1, description="Heads to return; all if null.")
+    queries: list[Index] | None = Field(default=None, min_length=1, description="Queries to return; all if null.")
+    average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
     top_k: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        default=None, description="Reply the largest weights of each row and their keys, ties to the lower key."
+        default=None, description="Return only the largest weights of each row, and their keys. Of equal weights the lower key comes first."
     )
 
 
 class ReplyOptions(Document):
     """How the reply is written."""
 
-    form: Literal["nested", "flat", "base64"] = "nested"
-    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="The layer's if null.")
-    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(default=None, description="Rounds numbers in JSON.")
+    form: Literal["nested", "flat", "base64"] = Field(
+        default="nested",
+        description="Tensors as nested lists, as {shape, datatype, data}, or as {shape, datatype, base64} of their little-endian bytes.",
+    )
+    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(
+        default=None, description="Datatype of the numbers; the layer's if null."
+    )
+    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(
+        default=None, description="Decimals to which numbers in JSON are rounded; not rounded if null."
+    )
     nonfinite: Literal["error", "null", "string"] = Field(
-        default="error", description="What NaN and overflow become; -inf in scores and log_sum_exp is a value."
+        default="error",
+        description="How NaN and overflow are returned: refused, as null, or as a string. -inf in scores and log_sum_exp is allowed.",
     )
 
 
 class Tokens(Document):
-    """Words for the axes: one list, or one per batch item."""
+    """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: Words | None = None
-    key: Words | None = None
+    query: Words | None = Field(default=None, description="A token for each query.")
+    key: Words | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
 
 
 class AttendRequest(Document):
-    """Queries, keys, values and masks for one layer. b batch, q queries, k keys, h heads; without b everything drops it."""
+    """Queries, keys, values and masks for one layer.
+
+    b batch, q queries, k keys, h heads. Where the query has no b, no other tensor has.
+    """
 
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.")
-    query: Sequences = Field(description="[b, q, query_dim] or [q, query_dim].")
-    key: Sequences | None = Field(default=None, description="[b, k, key_dim]; the query if left out.")
-    value: Sequences | None = Field(default=None, description="[b, k, value_dim]; the key if left out.")
-    attend_mask: Mask | None = Field(default=None, description="1 = may attend. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast.")
-    block_mask: Mask | None = Field(default=None, description="1 = blocked. Shapes as attend_mask.")
-    attend_keys: KeyMask | None = Field(default=None, description="[b,k], 1 = may be attended.")
-    block_keys: KeyMask | None = Field(default=None, description="[b,k], 1 = blocked.")
-    valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]: only the first n keys are real.")
-    bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks. Shapes as attend_mask.')
+    query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
+    key: Sequences | None = Field(default=None, description="[b, k, key_dim]. The query if left out.")
+    value: Sequences | None = Field(default=None, description="[b, k, value_dim]. The key if left out.")
+    attend_mask: Mask | None = Field(
+        default=None, description="1 = the query may attend to the key. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast."
+    )
+    block_mask: Mask | None = Field(default=None, description="1 = the query may not attend to the key. Shapes as attend_mask.")
+    attend_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = queries may attend to the key.")
+    block_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = no query may attend to the key.")
+    valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]. Only the first n keys may be attended to.")
+    bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
         default=None,
-        description='Query i stands at key position i + offset; [b] for one per item, "end": the last real key.',
+        description='Query i is at key position i + offset. A list has one for each item; "end" puts the last query at the last real key.',
     )
-    causal: Strict = Field(default=False, description="Key j is seen by query i if j <= i + offset.")
-    window: Window | None = None
-    fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="What a row without keys becomes.")
-    head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h], multiplies each head's output.")
-    dropout: Dropout | None = None
-    scale: Finite | None = Field(default=None, description="The layer's if null.")
-    softcap: Annotated[Finite, Field(ge=0)] | None = Field(default=None, description="The layer's if null; 0 switches it off.")
+    causal: Strict = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
+    window: Window | None = Field(default=None, description="Window of keys around each query's position.")
+    fully_masked: Literal["zero", "uniform", "error"] = Field(
+        default="zero", description="The result of a row without keys: weights of 0, equal weights, or a refusal."
+    )
+    head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h]. Factor on each head's output.")
+    dropout: Dropout | None = Field(default=None, description="Dropout of attention weights; none if null.")
+    scale: Finite | None = Field(default=None, description="Factor on query·key; the layer's if null.")
+    softcap: Annotated[Finite, Field(ge=0)] | None = Field(
+        default=None, description="c in c·tanh(scores/c); the layer's if null, none if 0."
+    )
     outputs: list[Output] = Field(
         default_factory=_default_outputs,
         min_length=1,
-        description="output and attention_weights if left out.",
+        description="Tensors to return; output and attention_weights if left out.",
         json_schema_extra=each_once,
     )
-    output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]: the outputs may then name gradients.")
-    select: Select | None = None
+    output_gradient: Sequences | None = Field(
+        default=None,
+        description="[b, q, output_dim]. Gradient of the output, required by the outputs query_gradient, key_gradient and value_gradient.",
+    )
+    select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
-    reproducible: Strict = Field(default=False, description="Bit for bit the same on one machine; runs alone.")
-    tokens: Tokens | None = None
+    reproducible: Strict = Field(
+        default=False, description="Return the same bits for the same request on the same machine, whatever else is computed."
+    )
+    tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="before")
     @classmethod
@@ -177,9 +198,9 @@ class AttendRequest(Document):
             return data
         if "mask" in data:
             raise disagreement("/mask", WHICH_MASK, '"mask"')
-        for name, path in ELSEWHERE.items():
+        for name, path in OTHER_ENDPOINTS.items():
             if name in data and name not in cls.model_fields:
-                raise disagreement(f"/{name}", f"no field of that name: it is for POST {path}", shown(data[name]))
+                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", shown(data[name]))
         return data
 
     @model_validator(mode="after")
@@ -193,7 +214,7 @@ class AttendRequest(Document):
 
 
 class PutLayer(Document):
-    """A layer to make: seeded by its spec, or with explicit weights under their canonical names."""
+    """A layer: its spec, and its weights unless they are to be drawn."""
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
@@ -202,7 +223,7 @@ class PutLayer(Document):
     @model_validator(mode="before")
     @classmethod
     def _drawn(cls, data: Any) -> Any:
-        """An init of null says that weights were given; where none are, it is left out."""
+        """An init of null says that weights were given. Where none are, it is the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
@@ -215,20 +236,18 @@ class LayerReference(Document):
 
 
 class AttendReply(Document):
-    """What was asked for, under the names of `outputs`; shapes are documented with each output."""
+    """The requested outputs under their names. Their shapes are in docs/requests.md."""
 
     model_config = ConfigDict(extra="allow")
     layer: LayerReference
-    fully_masked_rows: int = Field(description="Rows (batch, head, query) that had no key to attend to.")
+    fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
 
 
 class LayerDocument(Document):
-    """A layer that is held, or one that has been unloaded."""
+    """A layer, and whether it is loaded."""
 
     name: str
-    state: Literal["ready", "unloaded"] = Field(
-        default="ready", description="An unloaded layer is kept, answers no calls, and can be loaded again."
-    )
+    state: Literal["ready", "unloaded"] = Field(default="ready", description="An unloaded layer computes nothing until it is loaded again.")
     spec: LayerSpec
     fingerprint: str
     parameters: int
@@ -252,19 +271,19 @@ class Refusal(Document):
 
 
 class Plan(Document):
-    """What POST /attend would do with this body."""
+    """What POST /attend would do with this body: outputs, predicted cost, and whether it is admitted."""
 
     layer: LayerReference
     outputs: dict[str, PlannedTensor]
     operations: int = Field(description="Predicted floating-point operations.")
     memory_bytes: int = Field(description="Predicted peak memory of the computation.")
     reply_bytes: int = Field(description="Size of the reply: exact for base64 tensors, an estimate for numbers in text.")
-    admitted: bool
-    refusals: list[Refusal] = Field(description="Why it would not be admitted.")
+    admitted: bool = Field(description="Whether the limits of this server admit the request.")
+    refusals: list[Refusal] = Field(description="Why it is not admitted.")
 
 
 class ProblemDocument(BaseModel):
-    """RFC 9457 problem details."""
+    """A refusal, as RFC 9457 problem details."""
 
     type: str = "about:blank"
     title: str
@@ -275,7 +294,7 @@ class ProblemDocument(BaseModel):
 
 
 def request_schemas(*more: type[BaseModel]) -> dict[str, Any]:
-    """Name -> JSON schema of the documents that routes read or write themselves, for the OpenAPI document."""
+    """Name -> JSON schema of the documents that routes read or write without FastAPI, for the OpenAPI document."""
     models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument, *more)]
     _, definitions = models_json_schema(models, ref_template=REFERENCE)
     return with_definitions(definitions["$defs"])

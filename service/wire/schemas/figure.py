@@ -1,4 +1,4 @@
-"""The body of POST /attend/figure: that of /attend, and what the picture is to be. The contract of its fields, and nothing of drawing."""
+"""The body of POST /attend/figure: that of POST /attend, and the options of the picture."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,28 +16,36 @@ class Figure(Document):
         description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: cosines "
         "between the heads' weights; `concatenation`: the heads' outputs side by side, and after the output projection.",
     )
-    format: Literal["png", "svg", "html"] | None = Field(default=None, description="By `Accept` if null.")
-    theme: Literal["light", "dark"] = "light"
-    colours: Literal["viridis", "cividis"] = "viridis"
-    title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='One that says what is shown if null; "": none.')
+    format: Literal["png", "svg", "html"] | None = Field(default=None, description="Format of the picture; by `Accept` if null.")
+    theme: Literal["light", "dark"] = Field(default="light", description="Background of the picture.")
+    colours: Literal["viridis", "cividis"] = Field(default="viridis", description="Colour map of the cells.")
+    title: Annotated[str, Field(max_length=1000)] | None = Field(
+        default=None, description='Title of the picture. If null it describes the picture; "" leaves it out.'
+    )
     heads: list[Index] | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="All if null; for `head` exactly one, the first if null.",
+        description="Heads to draw, all if null. For the kind `head` exactly one, the first if null.",
         json_schema_extra=each_once,
     )
-    item: Index = Field(default=0, description="Which item of the batch.")
+    item: Index = Field(default=0, description="Index of the batch item to draw.")
     pool: Literal["mean", "max"] | None = Field(
-        default=None, description="How pairs become a cell where a sequence has too many for a cell each; the mean if null."
+        default=None, description="How pairs of query and key are pooled where there are too many for a cell each; the mean if null."
     )
-    values: Strict | None = Field(default=None, description="Numbers in the cells; where they fit if null.")
-    scale: Literal["linear", "log"] = Field(default="linear", description="`log` shows small weights too; not for values of either sign.")
+    values: Strict | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
+    scale: Literal["linear", "log"] = Field(
+        default="linear", description="Scale of the colours. `log` shows small weights; it needs values of one sign."
+    )
     maximum: Annotated[Finite, Field(gt=0)] | None = Field(
-        default=None, description="The value that the last colour stands for; if null the largest, for `similarity` 1."
+        default=None, description="Value of the last colour; the largest one if null, or 1 for `similarity`."
     )
-    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="In CSS pixels; as needed if null.")
-    dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(default=144, description="Of a PNG: 96 make a pixel of a CSS pixel.")
+    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(
+        default=None, description="Width in CSS pixels; as needed if null."
+    )
+    dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(
+        default=144, description="Resolution of a PNG. At 96 a CSS pixel is one pixel."
+    )
 
     @field_validator("heads")
     @classmethod
@@ -50,7 +58,7 @@ class Figure(Document):
     @model_validator(mode="after")
     def _one_head(self) -> Self:
         if self.kind == "head" and self.heads is not None and len(self.heads) != 1:
-            raise disagreement("/heads", "one head for a picture of the kind head", str(len(self.heads)))
+            raise disagreement("/heads", "one head for a picture of kind head", str(len(self.heads)))
         if self.kind == "concatenation" and self.scale == "log":
             raise disagreement("/scale", "linear for numbers of either sign", '"log"')
         if self.kind == "concatenation" and self.heads is not None:
@@ -59,7 +67,7 @@ class Figure(Document):
 
 
 class FigureRequest(AttendRequest):
-    """The body of POST /attend and `figure`. `outputs`, `select` and `reply` say what /attend replies, and nothing here."""
+    """The body of POST /attend, and `figure`. `outputs`, `select` and `reply` have no effect here."""
 
     figure: Figure = Field(default_factory=Figure)
 
@@ -72,8 +80,8 @@ class FigureRequest(AttendRequest):
             raise disagreement("/query", "at least one query and one key to draw", "none")
         return self
 
-    def words(self, side: Literal["query", "key"]) -> tuple[str, ...]:
-        """The item's words on one side; a key that is the query has the query's. None: an empty tuple."""
+    def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:
+        """The item's tokens of queries or keys, none if there are none. A key that is left out has the query's."""
         if self.tokens is None:
             return ()
         rows = getattr(self.tokens, side)

@@ -1,6 +1,6 @@
-"""The documents of /words: text in, tokens and a vector for each out, in a form that can be put into a request to /attend as it is.
+"""The documents of /words: a text -> tokens and a vector for each, which POST /attend takes as query, key or value.
 
-How words become vectors is the business of `serving/embeddings.py`, which layer they are for that of `serving/text.py`.
+`serving/embeddings.py` computes the vectors; `serving/text.py` chooses the layer.
 """
 
 import binascii
@@ -9,24 +9,24 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from service.tensors import Array, datatype_of, raw
-from service.wire.arrays import Base64Tensor
 from service.wire.schemas.attend import LAYER_NAME, Document, LayerReference
+from service.wire.schemas.tensors import Base64Tensor
 
-LONGEST = 65536  # characters; a sentence to look at has some hundreds
+LONGEST = 65536  # characters
 
 Part = Literal["query", "key", "value"]
 
 
 class WordsRequest(Document):
-    """A sentence, the layer it is to be put through, and as what."""
+    """A text, and the layer and input that its vectors are for."""
 
     text: Annotated[str, Field(max_length=LONGEST)] = Field(description="At least one word.", json_schema_extra={"pattern": r"\S"})
-    layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer whose input the vectors are to be.")
-    part: Part = Field(default="query", description="What they are to be; a layer may have keys and values of other widths.")
+    layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
+    part: Part = Field(default="query", description="Which input of the layer the vectors are for. Its width is theirs.")
 
 
 class Words(Document):
-    """Tokens, and their vectors as the layer takes them."""
+    """Tokens, and a vector for each."""
 
     layer: LayerReference
     tokens: list[str]
@@ -43,6 +43,6 @@ class Vocabulary(Document):
 
 
 def base64_tensor(array: Array) -> Base64Tensor:
-    """The array in the wire's own form."""
+    """The array as shape, datatype and base64."""
     text = binascii.b2a_base64(raw(array), newline=False).decode()
     return Base64Tensor(shape=list(array.shape), datatype=datatype_of(array).name, base64=text)

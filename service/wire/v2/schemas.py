@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from service.tensors import DATATYPES
-from service.wire.arrays import LONGEST_AXIS, MAX_RANK, REFERENCE
+from service.wire.arrays import MAX_RANK
 from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.tensors import LONGEST_AXIS, REFERENCE
 from service.wire.v2.header import INPUTS as MOST_INPUTS
 from service.wire.v2.parameters import INPUTS, NESTED, OPTIONS, OUTPUTS, PARTS
 

@@ -72,7 +72,7 @@ def test_the_page_asks_for_a_key_and_says_what_is_wrong_with_one(visit: Visit, g
     """None, one that nobody has, one of the wrong scope, one that no header can hold; then the right one."""
     page = visit.page
     visit.open()
-    assert "asks for a key" in error(visit)
+    assert "requires a key" in error(visit)
     assert page.locator("#access").get_attribute("aria-invalid") == "true" and page.locator("#access").get_attribute("type") == "password"
     assert page.locator("#heads button").count() == 0 and page.locator("#problem").is_hidden()
 
@@ -112,7 +112,7 @@ def test_the_key_stays_in_the_tab(visit: Visit, guarded: Guarded) -> None:
     assert not any(guarded.secret in url for url in visit.fetched)
     beside = page.context.new_page()
     beside.goto(guarded.server.url + "/")
-    beside.locator("#access-error", has_text="asks for a key").wait_for()
+    beside.locator("#access-error", has_text="requires a key").wait_for()
 
 
 def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guarded) -> None:

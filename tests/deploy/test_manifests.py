@@ -9,7 +9,7 @@ import yaml
 
 from service.settings import PREFIX, Settings, read_settings
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCUMENTS = {path.relative_to(DEPLOY).as_posix(): yaml.safe_load(path.read_text()) for path in sorted(DEPLOY.rglob("*.yaml"))}
 FOREIGN = {"ServiceMonitor", "InferenceService"}  # kinds of operators, which Kubernetes' schemas do not know
 CORE = [name for name, document in DOCUMENTS.items() if document["kind"] not in FOREIGN]

@@ -14,7 +14,7 @@ import pytest
 from support.server import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-SAMPLES = Path(__file__).parent.parent / "deploy" / "gateways"
+SAMPLES = Path(__file__).parents[2] / "deploy" / "gateways"
 IDLE = 1.0  # seconds after which a gateway lets go of an idle connection, and 1.25 times which the server does
 QUERY = {"query": [[0.5] * 64]}
 

@@ -13,7 +13,7 @@ from service import errors
 from service.web.errors import status_of
 from service.web.grpc.codes import code_of
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def rules() -> list[str]:

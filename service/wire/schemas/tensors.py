@@ -1,0 +1,163 @@
+"""Tensors as fields of pydantic models: what each field accepts, and how the OpenAPI document describes it.
+
+Decoders give arrays of any dtype, Python callers may give nested lists. A field that validates is an array whose dtype suits its kind.
+`shapes.py` checks the shapes of fields against each other. Whether numbers are finite is checked when they are cast to the layer's dtype.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from service.spec import disagreement
+from service.tensors import BY_NUMPY, DATATYPES, Array
+from service.wire.arrays import Kind, element_text, first_index, without_broadcast
+from service.wire.problems import shown
+
+LARGEST_COUNT = 2**53
+LONGEST_AXIS = 2**31 - 1
+NAME = "x-name"  # in a JSON schema: title and description of the definition that it becomes
+ITEMS: dict[Kind, dict[str, Any]] = {
+    "number": {"type": "number"},
+    "bias": {
+        "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
+        NAME: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
+    },
+    "mask": {"enum": [0, 1, True, False]},
+    "count": {"type": "integer", "minimum": 0, "maximum": LARGEST_COUNT},
+}
+DESCRIPTIONS: dict[Kind, str] = {"number": "numbers", "bias": 'numbers or "-inf"', "mask": "0, 1, true or false", "count": "whole numbers"}
+REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
+NULL = {"type": "null"}
+
+
+class Base64Tensor(BaseModel):
+    """A tensor as its shape and the base64 of its little-endian bytes in row-major order."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: list[int]
+    datatype: str = Field(description="Name in the Open Inference Protocol, such as FP32.")
+    base64: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Annotation: a numpy array of one of `ranks` with elements of `kind`; `name` is its name in the OpenAPI document."""
+
+    name: str
+    kind: Kind
+    ranks: tuple[int, ...]
+
+    def __call__(self, value: Any) -> Array:
+        array = self._array(value)
+        if array.ndim not in self.ranks:
+            wanted = " or ".join(map(str, self.ranks))
+            raise disagreement("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
+        return array if self.kind in ("number", "bias") else self._integral(array)
+
+    def _array(self, value: Any) -> Array:
+        if isinstance(value, str | bool | dict) or value is None:
+            raise disagreement("", "a tensor", shown(value))
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError):
+            raise disagreement("", "a tensor", "ragged rows") from None
+        row = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        if row is None or (row.kind == "bool" and self.kind in ("number", "bias")):
+            raise disagreement("", "numbers", f"elements of type {array.dtype}")
+        return array
+
+    def _integral(self, array: Array) -> Array:
+        if 0 in array.strides and array.size > 1:  # a tensor given by its shape alone is broadcast, and may be huge
+            return np.broadcast_to(self._integral(without_broadcast(array).copy()), array.shape)
+        if array.dtype == np.bool_:
+            if self.kind == "count":
+                raise disagreement("", "whole numbers", "booleans")
+            return array
+        if self.kind == "mask":
+            mask: Array = array != 0
+            if (wrong := mask & (array != 1)).any():
+                at = first_index(wrong)
+                raise disagreement(at, "0, 1, true or false", element_text(array, at))
+            return mask
+        if (wrong := ~(array >= 0) | (array > LARGEST_COUNT) | (array != np.floor(array))).any():
+            at = first_index(wrong)
+            raise disagreement(at, "a number of keys: a whole number of at least 0", element_text(array, at))
+        return array.astype(np.int64)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        ranks = " or ".join(map(str, self.ranks))
+        return {
+            "anyOf": self._forms(),
+            NAME: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
+        }
+
+    def _forms(self) -> list[dict[str, Any]]:
+        """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
+        lists = [_lists(self.kind, rank) for rank in self.ranks]
+        axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
+        axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
+        names = [row.name for row in DATATYPES.values() if row.kind != "bool" or self.kind == "mask"]
+        datatype = {"enum": names, "description": "Datatype, by its name in the Open Inference Protocol."}
+        flat = {"type": "array", "items": ITEMS[self.kind]}
+        data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
+        data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
+        text = {
+            "type": "string",
+            "contentEncoding": "base64",
+            "description": "Little-endian bytes of the row-major values.",
+        }
+        numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
+        return [*lists, numbers, _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")]
+
+
+def _lists(kind: Kind, rank: int) -> dict[str, Any]:
+    """The schema of nested lists of that rank. An empty list is not allowed, since its shape is unknown."""
+    return ITEMS[kind] if not rank else {"type": "array", "items": _lists(kind, rank - 1), "minItems": 1}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
+    """The schemas with one definition for each type of tensor, which the others reference."""
+    found: dict[str, Any] = {}
+
+    def referring(node: Any) -> Any:
+        if isinstance(node, list):
+            return [referring(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if NAME not in node:
+            return {key: referring(value) for key, value in node.items()}
+        name = node[NAME]["title"]
+        found[name] = {**node[NAME], "anyOf": referring(node["anyOf"])}
+        description = {"description": node["description"]} if "description" in node else {}
+        return {"$ref": REFERENCE.format(model=name), **description}
+
+    return {**referring(schemas), **found}
+
+
+def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
+    """Field name -> kind, for the fields of `model` that are tensors."""
+
+    def annotations(item: Any) -> list[Any]:
+        return [item, *(a for inner in get_args(item) for a in annotations(inner))] if get_origin(item) is not dict else []
+
+    found = {n: [*f.metadata, *annotations(f.annotation)] for n, f in model.model_fields.items()}
+    return {name: item.kind for name, items in found.items() for item in items if isinstance(item, Tensor)}
+
+
+Sequences = Annotated[Array, Tensor("Sequences", "number", (2, 3))]  # [b, n, width] or [n, width]
+Mask = Annotated[Array, Tensor("Mask", "mask", (2, 3, 4))]
+KeyMask = Annotated[Array, Tensor("KeyMask", "mask", (1, 2))]
+Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
+Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
+HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
+Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]
