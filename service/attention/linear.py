@@ -5,7 +5,7 @@ call in a batch gets the result it gets alone, within 1e-6 of the largest value 
 batch-invariant where a row's product is alike however many rows there are, and calls to a layer with other weights run alone. That holds
 whichever product is taken and on any processor; only a reproducible call is promised the same bits.
 
-torch's float32 `F.linear` goes to MKL or OpenBLAS, and is hardly ever batch-invariant for long sums. oneDNN's product with a weight laid out for it,
+torch's float32 `F.linear` goes to MKL or OpenBLAS, and is hardly ever so for long sums. oneDNN's product with a weight laid out for it,
 the operation that torch's own compiler emits, mostly is, and on most processors it is the faster one. It is an internal operation: where
 a release lacks it, or a processor is slow at it, the product is `F.linear`.
 """
