@@ -405,9 +405,9 @@ def break_folder(path: Path) -> Path:
 def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""
     break_folder(tmp_path)
-    flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json", "--drain-seconds", "0"]
     command = [sys.executable, "-m", "service", "serve", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
     found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
     assert done.returncode == 1
     assert "Is a directory" in events(found, "not ready")[0]["error"]

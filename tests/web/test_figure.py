@@ -261,6 +261,7 @@ def test_a_safetensors_body_gives_the_same_picture(http, layers):
     assert answer.content == picture(http, {"format": "svg"}, query=query.tolist()).content
 
 
+@pytest.mark.slow
 def test_a_long_sequence_is_pooled_and_says_so(start):
     """2 x 8192 x 8192 weights would be 512 MB, as doubles twice that; the server's peak stays far below."""
     server = start("--d-model", "4", "--num-heads", "2")
