@@ -2,9 +2,9 @@
 
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
-`_attend` chooses how a call is computed: `short` in four operations where there are few rows and no masks; `sdpa` by torch's fused kernels
-where neither weights nor scores are wanted; `eager` everything else. Calls of one batch share the products of the projections and are
-attended one by one. `nn.MultiheadAttention` is not used: some of its paths ignore masks, and its fully masked rows depend on flags.
+`_forward` chooses how calls are computed: `short`, in NumPy, where there are few rows and no masks; `sdpa`, by torch's fused kernels, where
+neither weights nor scores are wanted; `eager` everything else. Calls of one batch share the products of the projections and are attended
+one by one. `nn.MultiheadAttention` is not used: some of its paths ignore masks, and its fully masked rows depend on flags.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ class MultiHeadAttention:
     def _attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """The tensors between the projections, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …].
 
-        This is the one place that chooses how attention is computed.
+        By `sdpa` where that computes what is wanted, else by `eager`.
         """
         fully_masked = self.fully_masked(call)
         wanted = call.outputs & SCORED | ({"head_outputs"} if PER_HEAD & call.outputs else set())

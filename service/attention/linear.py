@@ -1,11 +1,11 @@
 """The product of a projection, and whether its rows may be computed together with those of other calls.
 
 A library may sum a row in another order when there are more rows, and on another processor in yet another one. Serving promises that a
-call computed with others gets what it gets alone, within 1e-6 of the largest value in float32 (law 7). So every product is tried: a weight
-is steady where a row comes out alike however many rows there are, and calls to a layer whose weights are not steady run alone. That holds
-whichever product is taken and on any processor; no bits are promised of a call that is not reproducible.
+call in a batch gets the result it gets alone, within 1e-6 of the largest value in float32 (law 7). So every product is tried: a weight is
+batch-invariant where a row's product is alike however many rows there are, and calls to a layer with other weights run alone. That holds
+whichever product is taken and on any processor; only a reproducible call is promised the same bits.
 
-torch's float32 `F.linear` goes to MKL or OpenBLAS, and is hardly ever steady for long sums. oneDNN's product with a weight laid out for it,
+torch's float32 `F.linear` goes to MKL or OpenBLAS, and is hardly ever so for long sums. oneDNN's product with a weight laid out for it,
 the operation that torch's own compiler emits, mostly is, and on most processors it is the faster one. It is an internal operation: where
 a release lacks it, or a processor is slow at it, the product is `F.linear`.
 """
@@ -28,7 +28,7 @@ ROWS = 8  # at least
 PATIENCE = 4.0  # this many times the other's time is as much as oneDNN's may take: what is hopeless, not what a busy machine makes of it
 
 _taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is
-_steady: dict[tuple[torch.Size, bool], bool] = {}  # weight's shape, and whether the product is oneDNN's -> whether its rows are alike
+_batch_invariant: dict[tuple[torch.Size, bool], bool] = {}  # (weight's shape, whether by oneDNN) -> whether its products are
 
 
 class Linear:
@@ -64,9 +64,9 @@ def is_batch_invariant(weight: Tensor) -> bool:
     if _is_long(weight) and not takes_onednn(weight):
         return False
     tried = weight.shape, takes_onednn(weight)
-    if tried not in _steady:
-        _steady[tried] = _difference(*tried) <= TOLERANCE
-    return _steady[tried]
+    if tried not in _batch_invariant:
+        _batch_invariant[tried] = _difference(*tried) <= TOLERANCE
+    return _batch_invariant[tried]
 
 
 def measure(weight: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Who may attend to whom: every kind of mask as one question, asked for a block of query rows at a time.
+"""Which keys each query may attend to: all masks of a call, combined for one block of query rows at a time. True means "may attend".
 
-Lengths, causality and windows leave each row an interval of keys and never take [q, k] memory; pair masks, key masks and a bias of -inf
-leave any set. True always means "may attend". Knows nothing of scores.
+Lengths, causality and windows leave each row an interval of keys and take no [q, k] memory. Attend masks, key masks and a bias of -inf
+leave an arbitrary set.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """All masks of one call; None blocks nothing. b, h, q, k as in the call, an axis of 1 stands for all of it."""
+    """All masks of one call; None masks nothing. b, h, q and k are those of the call; an axis of 1 is broadcast."""
 
     positions: Tensor  # [b|1, q]: where query i stands among the keys, i + offset
     num_keys: int
@@ -53,7 +53,7 @@ class Masks:
 
     @property
     def _own_keys_seen(self) -> bool:
-        """Whether every query stands at a key that it may see, by causality and windows alone."""
+        """Whether every query has the key at its own position, by causality and windows alone."""
         plain = self.aligned and self.lengths is None and not self.sets
         return plain and min(0 if self.left is None else self.left, 0 if self.right is None else self.right) >= 0
 

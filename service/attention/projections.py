@@ -1,7 +1,6 @@
-"""The projections of a layer: its weights, laid out for few products; heads split, normed and turned. Everything before and after the
-attention itself. Knows no mask but the positions that RoPE needs.
+"""The projections of a layer, before and after attention: products with its weights, heads split, normed and rotated.
 
-A projection takes every row by itself, so calls of any lengths can share its product: reading the weights is most of what few rows cost.
+A projection computes every row by itself, so calls of any lengths can share its product: reading the weights is most of what few rows cost.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k
 
 
 class Projections:
-    """A layer's weights on one device, by canonical name, and what they do. Immutable, but for what `tune` finds out."""
+    """A layer's weights on one device, by canonical name, and their products. Immutable, except that `tune` chooses the products."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
@@ -28,12 +27,10 @@ class Projections:
             self._pack("key", "value", packed_in="query+key+value")
         elif spec.projections and spec.key_dim == spec.value_dim:
             self._pack("key", "value")
-        self.are_batch_invariant = (
-            self._are_batch_invariant()
-        )  # whether a row's projections are the same whatever rows are projected beside it
+        self.are_batch_invariant = self._are_batch_invariant()  # whether calls may share the products: see linear.py
 
     def _pack(self, *names: str, packed_in: str = "") -> bool:
-        """Lays the weights of projections that may share an input side by side, so that one product serves them all.
+        """Concatenate the weights of projections that may share an input, so that one product computes them all.
 
         The single weights become views of the packed one; nothing is held twice. False, and nothing done, where only some have a bias.
         """
@@ -50,7 +47,7 @@ class Projections:
         return True
 
     def tune(self) -> None:
-        """Chooses the products for this layer's weights. Slow the first time a shape is seen; not while another call computes."""
+        """Choose the products for this layer's weights by measurement: slow for a new shape, and not while another call computes."""
         for name in self._names:
             measure(self.weights[f"{name}.weight"])
         self._products.clear()

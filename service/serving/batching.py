@@ -1,9 +1,8 @@
-"""Which waiting calls go to the device together, how they are stacked into one, and how its result is split again. Pure: no clock, no
-event loop, no thread; time is a number that the caller passes.
+"""Forms batches of waiting calls, stacks calls into one, and splits its result. Pure: no clock, no event loop, no thread.
 
-Calls are stacked along the batch axis when everything else about them is equal: layer, shapes, options, which masks there are. A stacked
-call is an ordinary call, so the layer knows nothing of this. Short calls that differ in any of it, but for the layer, go together as well:
-side by side, each stack a call, their rows sharing the products of the projections.
+Calls are stacked along the batch axis when everything else about them is equal: layer, shapes, options, kinds of masks. A stacked call is
+an ordinary call. Short calls to one layer that differ in any of these share a batch, too: each stack is a call of its own, and their rows
+share the products of the projections.
 """
 
 import math
@@ -19,7 +18,7 @@ from service.attention.call import Call, Result
 from service.attention.layer import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import HeldLayer
-from service.serving.occupancy import OWN, Flow
+from service.serving.occupancy import INTERNAL, Flow
 
 SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
 ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
@@ -28,7 +27,7 @@ STACKED_MASKS = ("positions", "attend_mask", "attend_keys", "lengths", "bias")
 
 
 class BatchKey(NamedTuple):
-    """What calls have to have in common to go together."""
+    """Calls with equal batch keys may share a batch."""
 
     stacked: Any  # equal for calls that can be stacked into one; None for one that cannot
     packed: Any  # equal for calls whose rows can share a product; None for one whose cannot
@@ -39,8 +38,11 @@ ALONE = BatchKey(None, None)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A bound call that waits. `gone` says that its caller no longer cares, `done` that it has its answer already (its deadline came);
-    `arrived` and `deadline` are readings of one clock."""
+    """A bound call in the queue.
+
+    `gone` tells whether its caller has disconnected, `done` whether it is settled already, as at its deadline. `arrived` and `deadline` are
+    times of the scheduler's clock.
+    """
 
     layer: HeldLayer
     call: Call
@@ -50,21 +52,20 @@ class Entry:
     gone: Callable[[], bool] = lambda: False
     done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
-    flow: Flow = OWN
+    flow: Flow = INTERNAL
     operation: Operation | None = None  # what runs in place of the layer's forward pass
-    _kin: Any = field(init=False, default=...)
+    _batch_key: BatchKey | None = field(init=False, default=None)
 
     @property
     def batch_key(self) -> BatchKey:
-        """Found when there is company to compare it with, or to wait for: most calls have none."""
-        if self._kin is ...:
-            self._kin = ALONE if self.operation is not None else batch_key_of(self.layer, self.call)
-        batch_key: BatchKey = self._kin
-        return batch_key
+        """Computed when there is another call to compare it with: most calls are alone in the queue."""
+        if self._batch_key is None:
+            self._batch_key = ALONE if self.operation is not None else batch_key_of(self.layer, self.call)
+        return self._batch_key
 
     @property
     def may_share(self) -> bool:
-        """Whether there are calls that this one could be computed with."""
+        """Whether the call may share a batch with any other."""
         return self.batch_key != ALONE
 
     @property
@@ -132,11 +133,10 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
 
 
 def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
-    """What decides with whom a call goes together.
+    """The batch key of a call.
 
-    A seeded dropout's stream has the call's own shape, so such a call is not stacked. And products of many rows are summed in another
-    order than a call's own: where the scores are of such size that softmax would turn that rounding into more than the answers may differ
-    by, the call runs alone.
+    A seeded dropout's stream has the call's own shape, so such a call is not stacked. Products of many rows are summed in another order
+    than those of few: a call runs alone where its scores are so large that softmax would amplify that rounding beyond law 7.
     """
     alone = call.reproducible or call.output_gradient is not None
     if alone or not layer.attention.projections.are_batch_invariant or _magnifies(layer, call):
@@ -146,7 +146,7 @@ def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
 
 
 def _form(call: Call) -> tuple[Any, ...]:
-    """All that a stacked call can hold once only."""
+    """Everything that stacked calls must have in common."""
     masks = call.masks
     return (
         call.query.shape[1:],
@@ -168,7 +168,7 @@ def _form(call: Call) -> tuple[Any, ...]:
 
 
 def _magnifies(layer: HeldLayer, call: Call) -> bool:
-    """Whether the scores may be so large that softmax makes more of their rounding than law 7 allows."""
+    """Whether the scores may be so large that softmax amplifies their rounding beyond law 7."""
     if layer.spec.dtype == "float64":
         return False
     spread = layer.gain * abs(call.scale)

@@ -1,6 +1,6 @@
-"""A batch -> what every call of it gets: stacked, computed on the device, split. Knows no queue and no event loop.
+"""Executes one batch: stack, compute on the device, split. Knows no queue and no event loop.
 
-An exception anywhere on that way reaches every call of the batch. Out of memory splits the batch and tries the halves.
+An exception anywhere reaches every call of the batch. A batch that runs out of memory is computed in halves.
 """
 
 import errno
@@ -22,7 +22,7 @@ NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map s
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """What the calls of one batch share: how many batch items they had together, and whether it has been counted yet."""
+    """The number of items that the calls of one batch have together, and whether they are counted in the statistics."""
 
     items: int
     counted: bool = False
@@ -30,7 +30,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result, the seconds it waited and took, how many calls it was computed with, and that in which they were."""
+    """A result, the seconds it waited and took, the number of calls in its batch, and the batch's execution."""
 
     result: Result
     queue: float
@@ -43,9 +43,9 @@ Settled = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
 def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
-    """Every entry with its outcome or what went wrong. Never raises: whatever fails reaches every call of the batch.
+    """Every entry with its outcome or error. Never raises: a failure reaches every call of the batch.
 
-    `splitting` is told of each batch that did not fit into memory and is tried in halves.
+    `splitting` is called for each batch that ran out of memory and is computed in halves.
     """
     started = clock()
     try:
@@ -63,7 +63,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
 
 
 def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
-    """Every entry with its own, those of one stack after another."""
+    """Every entry with its result, stack after stack."""
     stacked = list(stacks(batch))
     results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked], batch[0].operation)
     pairs: list[tuple[Entry, Result]] = []
@@ -113,14 +113,14 @@ def _on_cpu(result: Result) -> Result:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was wanted that was not there, of the processor or of the device."""
+    """Whether memory ran out, of the host or of the device."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def failure(error: Exception) -> AttendError:
-    """What is told of an error to every call of its batch."""
+    """The error that every call of the batch gets."""
     if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
     fault = ServiceFault("computing failed")

@@ -1,4 +1,4 @@
-"""What waits, in all and of each flow, and whether more may. Pure arithmetic."""
+"""Bounds the predicted cost of the calls in the queue, in all and of each flow. Pure arithmetic."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,16 +10,16 @@ from service.serving.cost import Cost
 class Flow(NamedTuple):
     """The calls of one caller of one size class."""
 
-    caller: str  # empty for the service's own calls
+    caller: str  # empty for calls of the service itself
     size: int
 
 
-OWN = Flow("", 0)  # of the service's own light calls
+INTERNAL = Flow("", 0)  # light calls of the service itself, such as probes
 
 
 @dataclass(slots=True)
-class Held:
-    """What waits of one flow, or of all."""
+class Waiting:
+    """The calls of one flow, or of all, that wait."""
 
     calls: int = 0
     operations: int = 0
@@ -41,12 +41,12 @@ class Occupancy:
 
     def __init__(self, operations: int, memory_bytes: int) -> None:
         self.operations, self.memory_bytes = operations, memory_bytes
-        self.total = Held()
-        self.flows: dict[Flow, Held] = {}
+        self.total = Waiting()
+        self.flows: dict[Flow, Waiting] = {}
 
     def add(self, flow: Flow, cost: Cost) -> None:
         self.total.add(cost, 1)
-        self.flows.setdefault(flow, Held()).add(cost, 1)
+        self.flows.setdefault(flow, Waiting()).add(cost, 1)
 
     def remove(self, flow: Flow, cost: Cost) -> None:
         self.total.add(cost, -1)
@@ -64,7 +64,7 @@ class Occupancy:
         total, held = self.total, self.flows.get(flow)
         if not total.calls:
             return None
-        own = Held() if held is None else held
+        own = Waiting() if held is None else held
         bounds = (
             ("max_queue_operations", "operations", self.operations, total.operations, own.operations, cost.operations),
             ("max_queue_bytes", "bytes", self.memory_bytes, total.memory_bytes, own.memory_bytes, cost.memory_bytes),

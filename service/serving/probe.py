@@ -1,4 +1,4 @@
-"""Calls that ask nothing: they warm a layer, tell how fast the device is, and whether it computes at all. Knows no bytes and no HTTP."""
+"""Synthetic zero-input calls, used for warm-up, throughput calibration and liveness checks."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operatio
 
 
 class Probe:
-    """What a scheduler's device shows of itself."""
+    """Warms layers and checks the device of a scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -76,6 +76,6 @@ class Probe:
 
 
 def _zeros(layer: HeldLayer, length: int) -> AttendRequest:
-    """A request for that layer that asks nothing, of so many queries and keys."""
+    """A request of zeros for that layer, with so many queries and keys."""
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
     return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

@@ -1,12 +1,11 @@
-"""The asyncio shell round `batches` and `fair_queue`: bounded queues in front of one device, and the thread on which it computes.
+"""Bounded fair queues in front of one device, and the thread on which it computes: the asyncio part around `batching` and `fair_queue`.
 
     submit -> waiting -> take -> stack -> compute -> split -> settle
 
-A flow is the calls of one caller of one size class; flows share the device fairly. On a CPU, light calls have a queue of their own and are
-computed on the event loop, also while the device's thread computes others. What is there when the device is free is the batch; nothing
-waits for more calls unless a delay is set. A future is settled only if it is
-not done; a call whose caller has gone is dropped before it costs anything. Whatever fails reaches every call of its batch, and the loop
-goes on.
+A flow is the calls of one caller in one size class; flows share the device fairly. On a CPU, light calls have their own queue and are
+computed on the event loop, also while the device's thread computes others. A batch is formed from what is queued when the device becomes
+free; nothing waits for more calls unless a delay is set. A future is settled only if it is not done; a call whose caller has gone is
+dropped before it costs anything. A failure reaches every call of its batch, and the loop goes on.
 """
 
 import asyncio
@@ -147,7 +146,7 @@ class Scheduler:
                 timer.cancel()
 
     async def moves(self, seconds: float) -> bool:
-        """Whether anything comes back from the device within that time."""
+        """Whether the device finishes anything within that time."""
         self._finished.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._finished.wait(), seconds)
@@ -155,11 +154,11 @@ class Scheduler:
         return False
 
     def learn(self, operations: int, seconds: float) -> None:
-        """Takes the device's speed from one call as it is; what follows only corrects it."""
+        """Set the device's speed from one measured call; later calls correct it."""
         self._throughput.learn(operations, seconds)
 
     async def aside(self, work: Callable[[], None]) -> None:
-        """Runs something else on the device's thread, between batches: nothing computes beside it."""
+        """Run other work on the device's thread between batches, so that no call is computed at the same time."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._asides.append((work, future))
@@ -175,7 +174,7 @@ class Scheduler:
         return self._light if light and self._on_cpu and not self.limits.delay else self._heavy
 
     def _admit(self, entry: Entry) -> None:
-        """A full queue is an answer. An empty one takes any call that passed admission."""
+        """Raise Overloaded where the queue is full. An empty queue takes any call that passed admission."""
         flow, cost = entry.flow, entry.cost
         if self._occupancy.has_room(flow, cost):
             return
@@ -188,7 +187,7 @@ class Scheduler:
             raise Overloaded(self.retry_after, problems=[refusal])
 
     def _remove(self, queue: FairQueue[Entry], entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
-        """These entries wait no more; those that are `served` are among them."""
+        """Remove entries from a queue; those of them that are `served` are charged to their flows."""
         for entry in entries:
             self._occupancy.remove(entry.flow, entry.cost)
         queue.serve(served)
@@ -196,10 +195,9 @@ class Scheduler:
             queue.remove([entry for entry in entries if entry not in served] if served else entries)
 
     def _next(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
-        """Plans what can be done now: an aside, or batches, once the loop has taken in whatever else has arrived by then.
+        """Plan the next step: other work, or batches in the next turn of the event loop, when the calls that arrive until then are queued.
 
-        Where both wait for the device they take turns, so that neither waits for ever. The delay is for a call that finds the device idle
-        and may share its batch.
+        Where both wait for the device they take turns. The delay is for a call that finds the device idle and may share its batch.
         """
         if self._apart or self._planned:
             return
@@ -225,7 +223,7 @@ class Scheduler:
         self._next(loop)
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts a batch on the device if it is free, and computes one of light calls here, whether it is free or not."""
+        """Start a batch on the device if it is free, and compute one of light calls on the event loop in any case."""
         self._planned = False
         if self._apart:  # what ends it plans again
             return
@@ -241,7 +239,7 @@ class Scheduler:
         self._next(loop)
 
     def _serve(self, loop: asyncio.AbstractEventLoop, queue: FairQueue[Entry], limits: BatchLimits) -> None:
-        """Takes a batch and computes it."""
+        """Form a batch from a queue and compute it."""
         everyone = list(queue)
         affected: Sequence[Entry] = everyone
         try:
@@ -256,12 +254,12 @@ class Scheduler:
             if batch:
                 self.metrics.batched(len(batch))
                 self._start(loop, batch, queue is self._light)
-        except Exception as error:  # whatever it is, nobody may wait for ever
+        except Exception as error:  # no call may wait for ever, whatever failed
             self._remove(queue, everyone)
             self._finish(loop, [(entry, failure(error)) for entry in affected])
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry], light: bool) -> None:
-        """Computes a batch: one of light calls here, if it is small, any other on the device's thread."""
+        """Compute a batch: a small one of light calls on the event loop, any other on the device's thread."""
         operations = sum(entry.cost.operations for entry in batch)
         if light and operations <= INLINE_OPERATIONS:
             self._finish(loop, compute(batch, self.clock, self.metrics.split))
@@ -275,7 +273,7 @@ class Scheduler:
         self._finished.set()
 
     def _drop(self, abandoned: Sequence[Entry]) -> None:
-        """Lets go of calls that nobody waits for; their coroutines, if they still do, end as well."""
+        """Settle calls whose callers have gone."""
         for entry in abandoned:
             entry.settle(CallerGone())
         if abandoned:
@@ -286,7 +284,7 @@ class Scheduler:
         self._finish(loop, settled)
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
-        """Settles calls. Light calls that the event loop computes beside a busy device say nothing of that device."""
+        """Settle calls. Light calls computed on the event loop beside a busy device do not show that the device works."""
         if not self._busy and any(isinstance(outcome, Outcome) for _, outcome in settled):
             self._moved()
         measured: Execution | None = None
@@ -301,7 +299,7 @@ class Scheduler:
 
 
 def _work(entry: Entry) -> float:
-    """The share of the device that a call is charged with."""
+    """The work that a call is charged with, in operations."""
     return entry.cost.operations + OVERHEAD
 
 

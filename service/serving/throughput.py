@@ -1,4 +1,4 @@
-"""How long calls take, estimated from what calls of their size took before. Pure: seconds are numbers that the caller measures."""
+"""Estimates how long calls take, from earlier calls of their size. Pure: the caller measures the seconds."""
 
 from bisect import bisect_left
 
@@ -21,7 +21,7 @@ class Throughput:
         self._means: dict[int, float] = {}
 
     def learn(self, operations: int, seconds: float) -> None:
-        """Forget everything and start from this one call."""
+        """Replace all estimates by that of this one call."""
         self._means = {size_class(operations): max(seconds, MOMENT / 10) / operations}
 
     def observe(self, size: int, operations: int, seconds: float) -> None:

@@ -19,7 +19,7 @@ from service.attention.short import OUTPUTS
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been measured yet, and nothing that is stays so."""
     monkeypatch.setattr(linear, "_taken", {})
-    monkeypatch.setattr(linear, "_steady", {})
+    monkeypatch.setattr(linear, "_batch_invariant", {})
 
 
 @pytest.fixture

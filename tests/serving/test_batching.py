@@ -421,7 +421,7 @@ def test_a_layer_whose_rows_depend_on_those_beside_them_keeps_its_calls_apart(di
     monkeypatch.setattr(linear, "_difference", lambda *_: difference)
     for fast in (True, False):
         monkeypatch.setattr(linear, "_taken", {})
-        monkeypatch.setattr(linear, "_steady", {})
+        monkeypatch.setattr(linear, "_batch_invariant", {})
         monkeypatch.setattr(linear, "_is_fast", lambda weight, fast=fast: fast)
         layer = REGISTRY.make("wide", spec)
         for tuned in (False, True):
@@ -736,7 +736,7 @@ def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width:
     torch.set_num_threads(number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "_taken", {})
-        patch.setattr(linear, "_steady", {})
+        patch.setattr(linear, "_batch_invariant", {})
         patch.setattr(linear, "_is_fast", lambda weight: product != "torch's" and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
         if product == "one that depends on its rows":
             patch.setattr(linear, "_lay_out", lambda weight: weight)
