@@ -38,16 +38,17 @@ class Attend:
 
 
 async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
-    """Sends a reply, a large one piece by piece."""
+    """Sends a reply, a large one piece by piece. Each piece is freed once it is sent: freeing gigabytes at once would stall the event loop."""
     record.phases, record.about = reply.phases, reply.about
     size = sum(map(len, reply.pieces))
     pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]
+    pieces.reverse()
     timing = (b"server-timing", reply.phases.server_timing().encode())
     headers = [*reply.headers, (b"content-length", b"%d" % size), timing]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for piece in pieces[:-1]:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": pieces[-1]})
+    while pieces:
+        piece = pieces.pop()
+        await send({"type": "http.response.body", "body": piece, "more_body": bool(pieces)})
 
 
 def demand_started(service: Service) -> None:

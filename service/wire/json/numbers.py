@@ -65,31 +65,30 @@ class NumberList:
         return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
 
 
-def _parser() -> Any:
-    """This thread's parser; a new one if the traceback of an error still refers to what the last parse returned."""
-    parser = getattr(_threads, "parser", None) or simdjson.Parser()
+def _parsed(text: bytes) -> Any:
+    """The text, parsed by this thread's parser, which must not be used again while anything that it returned exists. The traceback of an
+    error may refer to such a value: then a new parser takes its place."""
     try:
-        parser.parse(b"{}")
-    except RuntimeError:
-        parser = simdjson.Parser()
-    _threads.parser = parser
-    return parser
+        return _threads.parser.parse(text)
+    except (AttributeError, RuntimeError):
+        _threads.parser = simdjson.Parser()
+        return _threads.parser.parse(text)
 
 
 def _parse(text: bytes) -> Array | None:
     """A list of any depth as float64; None unless it is regular."""
     try:
-        document = _parser().parse(text)
+        rows = document = _parsed(text)
         shape: list[int] = []
-        rows = document
+        lists, items = 0, 1  # in the axes so far
         while isinstance(rows, simdjson.Array) and len(shape) <= MAX_RANK:
             shape.append(len(rows))
-            rows = rows[0] if len(rows) else None
-        lists = sum(math.prod(shape[:axis]) for axis in range(len(shape)))
-        if len(shape) > MAX_RANK or 0 in shape or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
+            lists, items = lists + items, items * len(rows)
+            rows = rows[0] if items else None
+        if len(shape) > MAX_RANK or not items or np.count_nonzero(np.frombuffer(text, np.uint8) == OPEN) != lists:
             return None
         numbers = np.frombuffer(document.as_buffer(of_type="d"), np.float64)
-        return numbers.reshape(shape) if numbers.size == math.prod(shape) and _rows_agree(document, shape) else None
+        return numbers.reshape(shape) if numbers.size == items and _rows_agree(document, shape) else None
     except (TypeError, ValueError, RuntimeError):  # elements that are not numbers, integers of more than 64 bits, malformed text
         return None
 
@@ -272,7 +271,7 @@ class _LongList:
 def _parse_flat(text: bytes) -> Array | None:
     """A list of numbers alone as float64; None if it has anything else. It must not have other brackets."""
     try:
-        return np.frombuffer(_parser().parse(text).as_buffer(of_type="d"), np.float64)
+        return np.frombuffer(_parsed(text).as_buffer(of_type="d"), np.float64)
     except (TypeError, ValueError, RuntimeError):
         return None
 
