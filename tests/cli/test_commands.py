@@ -17,7 +17,7 @@ from service import __version__
 from service.settings import Settings
 
 COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
-BELOW = ["layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
+BELOW = ["layers list", "layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
@@ -40,7 +40,7 @@ def test_help_says_of_every_setting_what_its_description_says():
 def test_help_names_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
     assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
-    assert "Exit codes: 0 done; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
+    assert "Exit codes: 0 success; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
     for group in ("layers", "keys"):
         listed = re.findall(r"^│ (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode(), re.MULTILINE)
         assert [f"{group} {name}" for name in listed] == [command for command in BELOW if command.startswith(group)]

@@ -118,7 +118,7 @@ def test_few_streams_of_one_caller(impatient: Impatient) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             next(refused)
         assert caught.value.code() is EXHAUSTED
-        assert ("retry-after", "1") in [tuple(pair) for pair in caught.value.trailing_metadata()]
+        assert dict(caught.value.trailing_metadata())["retry-after"] in ("1", "2")  # one second, and up to half of it more, drawn
         for one in coming:
             one.put(None)
 

@@ -70,6 +70,7 @@ class LayerLoader:
         change = 0
         async with self._exclusive(deadline), self._changing:
             spec, weights = await self._run_in_thread(read)
+            self.registry.admit(name, spec)
             demand_storable_spec(spec, self.largest)
             layer = await self._make(name, spec, weights)
             await self._run_in_thread(demand_storable, layer, self.largest)
