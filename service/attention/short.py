@@ -1,4 +1,4 @@
-"""Short calls of self-attention without masks, in NumPy: whole calls, from the projections to the output.
+"""Short calls without masks, in NumPy: whole calls, from the projections to the output.
 
 The arithmetic of such a call takes some microseconds. A dozen NumPy functions around it, which the server has just used to read the
 request, take less time than torch's operations, whose code has left the processor's caches since the last request. Every item is computed
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from service.attention.call import Call, Result
 from service.attention.linear import NARROW
 from service.attention.projections import Projections
 from service.attention.selection import chosen, selection
-from service.spec import LayerSpec
+from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
 ROWS = 64  # of one item: in longer calls arithmetic outweighs the steps around it
@@ -32,7 +33,7 @@ class Short:
         self.spec, self._projections, weights = projections.spec, projections, projections.weights
         self._matrices = {
             name: (np.ascontiguousarray(weights[f"{name}.weight"].numpy().T), weights[f"{name}.bias"].numpy())
-            for name in ("query+key+value", "output")
+            for name in ("query+key+value", *PROJECTIONS)
         }
         self._ones = np.ones((ROWS, 1), self._matrices["output"][0].dtype)
         self._rows = min(ROWS, math.isqrt(SCORES // self.spec.num_heads), math.isqrt(PRODUCT // self.spec.head_dim))
@@ -48,12 +49,11 @@ class Short:
         return bool(is_cpu and spec.projections and usual and len(widths) == 1 and biases and not more)
 
     def suits(self, call: Call) -> bool:
-        """Whether the call is short self-attention without masks that wants nothing but output and weights."""
+        """Whether the call is short, has as many keys as queries, no masks, and wants nothing but output and weights."""
         masks, query = call.masks, call.query
         return not (
-            query is not call.key
-            or query is not call.value
-            or not 0 < query.shape[1] <= self._rows
+            not 0 < query.shape[1] <= self._rows
+            or query.shape[1] != call.key.shape[1]
             or not query.shape[0]
             or not call.outputs <= OUTPUTS
             or call.softcap
@@ -65,36 +65,43 @@ class Short:
         )
 
     def __call__(self, calls: Sequence[Call]) -> list[Result]:
-        """The result of each call."""
-        inputs = [call.query.numpy().reshape(-1, self.spec.d_model) for call in calls]
+        """The result of each call. They are alike in whether keys are their queries and values their keys."""
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows in the numbers, as torch's would
-            packed = self._product(inputs[0] if len(inputs) == 1 else np.concatenate(inputs), "query+key+value")
-            merged = np.empty((len(packed), self.spec.d_model), packed.dtype)
-            weights, start = [], 0
-            for call, rows in zip(calls, inputs, strict=True):
-                here = slice(start, start := start + len(rows))
-                weights.append(self._attend(call, packed[here], merged[here]))
+            projected = self._project(calls)
+            merged = np.empty((len(projected[0]), self.spec.d_model), projected[0].dtype)
+            weights, places, start = [], [], 0
+            for call in calls:
+                place = slice(start, start := start + call.query.shape[0] * call.query.shape[1])
+                weights.append(self._attend(call, [x[place] for x in projected], merged[place]))
+                places.append(place)
             output = self._product(merged, "output")
-        results, start = [], 0
-        for call, rows, of_call in zip(calls, inputs, weights, strict=True):
+        results = []
+        for call, place, of_call in zip(calls, places, weights, strict=True):
             tensors = {}
             if "output" in call.outputs:
-                tensors["output"] = torch.from_numpy(output[start : start + len(rows)].reshape(call.query.shape))
+                tensors["output"] = torch.from_numpy(output[place].reshape(call.query.shape))
             if "attention_weights" in call.outputs:
                 tensors |= selection(chosen(torch.from_numpy(of_call), call), call)
             results.append(Result(tensors))
-            start += len(rows)
         return results
 
-    def _attend(self, call: Call, packed: Array, merged: Array) -> Array:
-        """The attention weights [b, h, n, n], from the call's projections [b * n, 3 * h * d].
+    def _project(self, calls: Sequence[Call]) -> list[Array]:
+        """Query, key and value [rows of all calls, h * d]: one product where the inputs are the same, else one for each."""
+        names, first = PROJECTIONS[:3], calls[0]
+        if first.query is first.key is first.value:
+            packed, width = self._product(_rows([call.query for call in calls]), "query+key+value"), self.spec.d_model
+            return [packed[:, :width], packed[:, width : 2 * width], packed[:, 2 * width :]]
+        return [self._product(_rows([getattr(call, name) for call in calls]), name) for name in names]
+
+    def _attend(self, call: Call, projected: Sequence[Array], merged: Array) -> Array:
+        """The attention weights [b, h, n, n], from the call's query, key and value [b * n, h * d].
 
         The weighted values are written to `merged`, [b * n, h * d].
         """
         batch, length, _ = call.query.shape
         shape = batch, length, self.spec.num_heads, self.spec.head_dim
-        query, key, value = packed.reshape(batch, length, 3, *shape[2:]).transpose(2, 0, 3, 1, 4)
-        scores = np.matmul(query, key.swapaxes(-1, -2))
+        query, key, value = (x.reshape(shape).swapaxes(1, 2) for x in projected)  # [b, h, n, d]
+        scores = np.matmul(query, key.swapaxes(2, 3))
         scores *= call.scale
         if not -SAFE <= np.minimum.reduce(scores, axis=None) <= np.maximum.reduce(scores, axis=None) <= SAFE:
             scores -= scores.max(-1, keepdims=True)
@@ -111,3 +118,9 @@ class Short:
         product: Array = rows @ weight
         product += bias
         return product
+
+
+def _rows(tensors: Sequence[Tensor]) -> Array:
+    """Tensors [b, n, d_model] as rows, one after another."""
+    arrays = [tensor.numpy().reshape(-1, tensor.shape[2]) for tensor in tensors]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -40,12 +40,17 @@ def distance(layer: MultiHeadAttention, plain: MultiHeadAttention, *calls: Call)
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, ROWS)), min_size=1, max_size=7),
     dtype=st.sampled_from(["float32", "float64"]),
     outputs=st.sampled_from([OUTPUTS, frozenset({"output"}), frozenset({"attention_weights"})]),
+    inputs=st.integers(1, 3),
 )
 def test_the_numbers_are_those_of_the_general_path(
-    heads: int, width: int, shapes: list[tuple[int, int]], dtype: str, outputs: frozenset[str]
+    heads: int, width: int, shapes: list[tuple[int, int]], dtype: str, outputs: frozenset[str], inputs: int
 ) -> None:
+    """With one input for query, key and value, one for key and value, or three."""
     layer, plain = make(d_model=heads * width, num_heads=heads, dtype=dtype, seed=len(shapes), init="torch_mha")
     calls = [call_of(layer, *shape, seed=i, outputs=outputs) for i, shape in enumerate(shapes)]
+    if inputs > 1:
+        keys = [call.query.flip(1) for call in calls]
+        calls = [replace(call, key=key, value=key if inputs == 2 else key + 1) for call, key in zip(calls, keys, strict=True)]
     assert all(is_short(layer, call) for call in calls)
     assert distance(layer, plain, *calls) <= TOLERANCE[dtype]
 
@@ -91,8 +96,7 @@ def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) ->
         {"head_scale": torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1)},
         {"reproducible": True},
         {"outputs": frozenset({"output", "scores"})},
-        {"key": torch.ones(2, 7, 6)},
-        {"value": torch.ones(2, 7, 6)},
+        {"key": torch.ones(2, 5, 6), "value": torch.ones(2, 5, 6), "masks": rows_masks(5)},
     ],
     ids=lambda more: next(iter(more)),
 )
