@@ -38,7 +38,7 @@ class Attend:
 
 
 async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
-    """Sends a reply, a large one piece by piece. Each piece is freed once it is sent: freeing gigabytes at once would stall the event loop."""
+    """Sends a reply, a large one piece by piece. Each is freed once it is sent: to free all at once stalls the event loop."""
     record.phases, record.about = reply.phases, reply.about
     size = sum(map(len, reply.pieces))
     pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]

@@ -5,7 +5,6 @@ cut at commas: numpy finds a piece's brackets, simdjson parses the piece with bl
 brackets are compared with those that an array has.
 """
 
-import math
 import re
 import threading
 from dataclasses import dataclass
