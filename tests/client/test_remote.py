@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.data_loader import Attended
 from torch import nn
 
 from service.client import Client
@@ -412,24 +413,10 @@ def test_a_model_is_copied_pickled_and_saved(client):
         other[0].self_attn.client.close()
 
 
-class Attended(torch.utils.data.Dataset):
-    """Items that are computed by the service, in whichever process asks for them."""
-
-    def __init__(self, remote):
-        self.remote = remote
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        x = torch.full((2, WIDTH), float(i), dtype=torch.float64)
-        return self.remote(x, x, x)[0]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # which is what is tested
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_in_the_workers_of_a_data_loader(client, start):
-    items = Attended(RemoteMultiheadAttention(client, "float64"))
+    items = Attended(RemoteMultiheadAttention(client, "float64"), WIDTH)
     expected = torch.stack([items[i] for i in range(6)])  # over a connection that is open when workers begin
     loader = torch.utils.data.DataLoader(items, batch_size=3, num_workers=2, multiprocessing_context=start)
     torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=1e-12, atol=1e-12)

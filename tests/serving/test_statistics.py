@@ -4,30 +4,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from support.layer_statistics import PHASES, count, count_and_leave, started
 
 from service.serving.executor import Execution
-from service.serving.metrics import Phases
 from service.serving.statistics import SIZES, LayerStatistics
-
-PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
-
-
-def started(folder: Path | None = None, now: float = 1.5) -> LayerStatistics:
-    """Statistics of two layers, without calls."""
-    statistics = LayerStatistics(folder, lambda: now)
-    statistics.hold("a")
-    statistics.hold("b")
-    return statistics
-
-
-def count(statistics: LayerStatistics) -> None:
-    """A call by itself, two of a batch of three whose third caller left, one that failed, and one to another layer."""
-    statistics.answered("a", PHASES, 3, Execution(3), 10)
-    batch = Execution(8)
-    statistics.answered("a", PHASES, 5, batch, 10)
-    statistics.answered("a", PHASES, 1, batch, 10)
-    statistics.failed("a", 2.0)
-    statistics.answered("b", PHASES, 1, Execution(1), 7)
 
 
 def series(statistics: LayerStatistics) -> dict[tuple[str, str], float]:
@@ -93,12 +73,8 @@ def test_layers_that_come_and_go_leave_nothing(shared: bool, tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == shared
 
 
-def _count_and_leave(folder: Path) -> None:
-    count(started(folder))
-
-
 def test_counts_of_an_ended_process_stay_until_the_layer_is_removed(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_count_and_leave, args=(tmp_path,))
+    process = multiprocessing.get_context("spawn").Process(target=count_and_leave, args=(tmp_path,))
     process.start()
     process.join()
     statistics = started(tmp_path)

@@ -1,0 +1,32 @@
+"""Calls that statistics count. A spawned process runs `count_and_leave`, and cannot import test modules."""
+
+from pathlib import Path
+
+from service.serving.executor import Execution
+from service.serving.metrics import Phases
+from service.serving.statistics import LayerStatistics
+
+PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
+
+
+def started(folder: Path | None = None, now: float = 1.5) -> LayerStatistics:
+    """Statistics of two layers, without calls."""
+    statistics = LayerStatistics(folder, lambda: now)
+    statistics.hold("a")
+    statistics.hold("b")
+    return statistics
+
+
+def count(statistics: LayerStatistics) -> None:
+    """A call by itself, two of a batch of three whose third caller left, one that failed, and one to another layer."""
+    statistics.answered("a", PHASES, 3, Execution(3), 10)
+    batch = Execution(8)
+    statistics.answered("a", PHASES, 5, batch, 10)
+    statistics.answered("a", PHASES, 1, batch, 10)
+    statistics.failed("a", 2.0)
+    statistics.answered("b", PHASES, 1, Execution(1), 7)
+
+
+def count_and_leave(folder: Path) -> None:
+    """Counts in the folder, and leaves it to other processes."""
+    count(started(folder))
