@@ -1,4 +1,4 @@
-"""Labels: made printable, measured, cut and wrapped to a width. Nothing in them is markup or mathematics.
+"""Makes labels printable, measures them, and cuts or wraps them to a width. Labels are never markup or mathematics.
 
 Widths are those of DejaVu Sans, which comes with matplotlib, so that the layout is the same on every machine.
 """
