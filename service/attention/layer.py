@@ -164,5 +164,5 @@ class Operation(Protocol):
         ...
 
     def to(self, device: torch.device) -> Self:
-        """The operation with its own tensors on `device`."""
+        """The operation with its tensors on `device`."""
         ...

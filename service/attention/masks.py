@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """All masks of one call; None masks nothing. b, h, q and k are those of the call; an axis of 1 is broadcast."""
+    """All masks of one call; None blocks nothing. Axes are those of the call; an axis of 1 is broadcast."""
 
     positions: Tensor  # [b|1, q]: key position of query i, i + offset
     num_keys: int

@@ -22,7 +22,7 @@ MAX_WORDS = 2048
 
 
 class NoModel(Exception):
-    """The checkpoint or its tokenizer is not installed; the message says what to install."""
+    """The checkpoint or its tokenizer is not installed; the message names the missing packages."""
 
 
 @dataclass(frozen=True, slots=True)

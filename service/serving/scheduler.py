@@ -128,7 +128,7 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
-        abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # named: a future is cancelled when its caller disconnects
+        abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # the caller no longer waits
         answered = lambda: future.done() and not future.cancelled()  # noqa: E731
         flow = Flow(caller, size_class(cost.operations))
         entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future), flow, operation)

@@ -46,7 +46,7 @@ def width(text: str, size: float, bold: bool = False) -> float:
 
 
 def cut(text: str, size: float, room: float, bold: bool = False) -> str:
-    """The text, or its beginning and an ellipsis where it is wider than `room`."""
+    """The text, or its beginning and an ellipsis if it is wider than `room`."""
     if width(text, size, bold) <= room:
         return text
     kept = bisect_right(range(len(text)), room, key=lambda n: width(text[:n] + ELLIPSIS, size, bold)) - 1

@@ -36,7 +36,7 @@ class CosineSimilarity:
 
 
 class JensenShannon:
-    """The Jensen-Shannon divergence between heads, in nats and averaged over queries: from 0 to ln 2 (Clark et al. 2019, who sum it)."""
+    """The Jensen-Shannon divergence between heads, in nats and averaged over queries: from 0 to ln 2 (Clark et al. 2019, with a sum)."""
 
     def __init__(self) -> None:
         self._sum = self._rows = torch.zeros(())
