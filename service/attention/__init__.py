@@ -1,1 +1,1 @@
-"""FLOOR 2: arrays -> arrays. Knows queries, keys, masks and weights; knows no request, no JSON, no queue."""
+"""FLOOR 2: computes attention, its metrics and figures from arrays. Independent of requests, JSON and queues."""

@@ -1,4 +1,4 @@
-"""What a layer computes from, and what it returns. The shapes of a Call fit its layer: nothing here checks them."""
+"""`Call`, the input of a layer, and `Result`, its output. The creator of a Call must ensure that its shapes fit the layer."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,7 +14,7 @@ WeightBlock = tuple[slice, Tensor, Tensor | None]  # query rows, weights [b, h, 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Tensors are on the layer's device and in its dtype. Self-attention has `key is query`, and `value is key` where value is the key."""
+    """One call to a layer; tensors have the layer's dtype. In self-attention `key is query`; `value is key` if both are the same input."""
 
     query: Tensor  # [b, q, query_dim]
     key: Tensor  # [b, k, key_dim]
@@ -26,21 +26,21 @@ class Call:
     fully_masked: FullyMasked = "zero"
     head_scale: Tensor | None = None  # [b|1, h, 1, 1]
     dropout: tuple[float, int] | None = None  # p, seed
-    heads: tuple[int, ...] | None = None  # the selection of attention weights ...
+    heads: tuple[int, ...] | None = None  # selected attention weights; None: all
     queries: tuple[int, ...] | None = None
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
-    part: bool = False  # of a call cut along its keys; its log_sum_exp, by which parts are combined, is float64
-    output_gradient: Tensor | None = None  # [b, q, output_dim], where gradients are among the outputs
+    part: bool = False  # whether this is one part of a call cut along its keys; log_sum_exp, used to combine parts, is then float64
+    output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
 
     @property
     def selects(self) -> bool:
-        """Whether only some heads or queries of the attention weights are wanted."""
+        """Whether only some heads or queries of the attention weights are requested."""
         return self.heads is not None or self.queries is not None
 
     def to(self, device: torch.device) -> "Call":
-        """The call with its tensors on `device`; itself where they are there."""
+        """The call with its tensors on `device`; the same object if they already are."""
         if self.query.device == device:
             return self
         query = self.query.to(device)
@@ -57,9 +57,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`tensors` holds what `Call.outputs` named; the weights as `attention_weights`, or as `keys` and `values` under `top_k`.
+    """`tensors` maps the names in `Call.outputs` to tensors; with `top_k`, `keys` and `values` replace `attention_weights`.
 
-    `fully_masked`, bool [batch, heads, queries], marks the rows without a key to attend to; None where there are none.
+    `fully_masked`, bool [b, h, q], marks the rows without a key to attend to; None if there are none.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -4,8 +4,8 @@
     A = softmax(S)                        a masked key has exactly no influence
     O = A V                               [batch, heads, rows, value_head_dim]
 
-A block has at most BLOCK scores, so a tensor of [queries, keys] is held only where a call wants one. An attention sink is one more score
-beside each row, which takes its share of the softmax and has no value.
+A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
+score in the softmax of each row; it has no value vector.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,19 +23,19 @@ from service.attention.selection import selection
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
 
-BLOCK = 1 << 20  # scores of one block of query rows: 4 MB in float32, which caches hold
+BLOCK = 1 << 20  # most scores in one block of query rows: 4 MB in float32, which fits into caches
 DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
 PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 
 
 class RowBlock(NamedTuple):
-    """Some query rows with all their keys."""
+    """A block of query rows with all keys."""
 
     rows: slice
     visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
     scores: Tensor  # [b, h, rows, k]
-    shift: Tensor | None  # float64 [b|1, h, rows]: what the scores lack, the same for all keys of a row
-    attention_weights: Callable[[], Tensor]  # computes the softmax of the scores after dropout, [b, h, rows, k]
+    shift: Tensor | None  # float64 [b|1, h, rows]: to be added to all scores of a row; None: 0
+    attention_weights: Callable[[], Tensor]  # computes softmax and dropout, [b, h, rows, k]
 
 
 class Eager:
@@ -45,12 +45,12 @@ class Eager:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
-        self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the addend of a product with beta=0, never read
+        self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
     def __call__(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None, wanted: Iterable[str]
     ) -> dict[str, Tensor]:
-        """The wanted ones of `scores`, `log_sum_exp`, `head_outputs` and the attention weights, in their selected form.
+        """Compute those of `scores`, `log_sum_exp`, `head_outputs` and `attention_weights` (as from `selection`) that are in `wanted`.
 
         `query` is [b, h, q, d], `key` and `value` [b, kv heads, k, …], `fully_masked` [b, h, q].
         """
@@ -75,10 +75,10 @@ class Eager:
     def row_blocks(
         self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
     ) -> Iterator[RowBlock]:
-        """The query rows of the call block by block; `blocks` says which rows each one has.
+        """Compute the query rows of the call block by block; `blocks` are the rows of each block.
 
-        Query, key and masks have only the heads and queries of `call.heads` and `call.queries`, where these are given. A block's tensors
-        may be discarded before the next one, so all blocks together need no more memory than the largest.
+        If `call.heads` or `call.queries` is given, query, key and masks must have only these heads and queries. A caller that drops each
+        block before the next needs memory for one block only.
         """
         batch, heads, num_queries, _ = query.shape
         sinks, keep = self._sinks(call.heads), _dropout(call, self.spec.num_heads)
@@ -90,9 +90,9 @@ class Eager:
             yield RowBlock(rows, visible, scores, shift, partial(_weights, call, scores, shift, sinks, masked, keep, rows))
 
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
-        """[b, h, rows, k] from the query of these rows. With ALiBi, without `_alibi_shift`.
+        """Scores [b, h, rows, k] of the query rows, without `_alibi_shift`.
 
-        Query heads that share a key head are further rows of the same product, so keys are never repeated.
+        Query heads that share a key head are computed as additional rows of one product, so keys are not copied.
         """
         batch, heads, num_rows, head_dim = query.shape
         kv_heads, num_keys = key.shape[1:3]
@@ -106,8 +106,8 @@ class Eager:
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
     def bias(self, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
-        """The sum of all that is added to the scores, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi without `_alibi_shift`, T5's
-        relative bias; None where nothing is. `heads` are the heads it is computed for, None for all.
+        """The sum of the biases, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi without `_alibi_shift`, and T5's relative bias; None if
+        there are none. `heads` selects heads of the layer's biases; None: all.
         """
         parts = [masks.bias_at(rows, keys)]
         if self.spec.alibi:
@@ -121,14 +121,14 @@ class Eager:
         return total
 
     def _sinks(self, heads: Sequence[int] | None) -> Tensor | None:
-        """[heads, 1]: the sinks' scores; None where the layer has none."""
+        """The sinks' scores [heads, 1]; None if the layer has none."""
         return _of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
 
     def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
-        """float64 [b|1, heads, rows]: ALiBi of the key nearest to each query; None where it is 0 for all.
+        """ALiBi of the key nearest to each query, float64 [b|1, heads, rows]; None if all are 0.
 
-        A query far outside the keys has a large bias common to all of them. Softmax ignores it, and adding it to float32 scores would cost
-        their digits.
+        For a query far outside the keys this is a large bias common to all keys. Softmax ignores it, but adding it to float32 scores would
+        round them, so it is kept separate.
         """
         if not self.spec.alibi:
             return None
@@ -139,13 +139,13 @@ class Eager:
 def softmax(
     scores: Tensor, sinks: Tensor | None = None, fully_masked: Tensor | None = None, shift: Tensor | None = None, fill: float = 0
 ) -> Tensor:
-    """[b, h, rows, k] from scores of that shape, which stand for scores + shift; sinks are [heads, 1].
+    """Softmax over the last axis of scores + shift, for scores [b, h, rows, k], shift [b|1, h, rows] and sinks [heads, 1].
 
-    Fully masked rows, bool [b, h, rows], are filled with `fill`. A row with keys whose scores all overflow is NaN.
+    The weights of fully masked rows, bool [b, h, rows], are `fill`. A row with keys whose scores all overflow is NaN.
     """
     if fully_masked is not None:
         fully_masked = fully_masked[..., None]
-        scores = scores.masked_fill(fully_masked, 0)  # a row of -inf has no softmax, and no derivative
+        scores = scores.masked_fill(fully_masked, 0)  # softmax of a row of -inf, and its derivative, would be NaN
     if sinks is None:
         weights = torch.softmax(scores, -1)
     else:
@@ -156,9 +156,7 @@ def softmax(
 
 
 def log_sum_exp(scores: Tensor, sinks: Tensor | None, shift: Tensor | None = None) -> Tensor:
-    """[b, h, rows]: ln Σ exp of each row and its sink; -inf for a fully masked row, with or without a sink. float64 where there is a
-    shift.
-    """
+    """ln Σ exp over each row and its sink, [b, h, rows]; -inf for fully masked rows, even with a sink. float64 if a shift is given."""
     total = torch.logsumexp(scores, -1)
     if shift is not None:
         total = total + shift
@@ -166,7 +164,7 @@ def log_sum_exp(scores: Tensor, sinks: Tensor | None, shift: Tensor | None = Non
 
 
 def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
-    """Weights times values, [b, h, rows, d]. A weight of 0 excludes its value, even NaN and infinity."""
+    """Weights [b, h, rows, k] times values [b, kv heads, k, d]: [b, h, rows, d]. A weight of 0 excludes even NaN and infinity."""
     batch, heads, rows, keys = weights.shape
     kv_heads = value.shape[1]
     shared = weights.reshape(batch * kv_heads, heads // kv_heads * rows, keys)  # heads that share values, as more rows
@@ -181,10 +179,10 @@ def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
 
 
 class DropoutStream:
-    """Which weights a seeded dropout keeps: those whose element of the stream is at least p.
+    """Seeded dropout: keeps the weights whose random number is at least p.
 
-    The stream is `numpy.random.RandomState(seed).random_sample((b, h, q, k))` over the call's own shape, so anyone can reproduce it. It is
-    drawn again for each block of rows, so a long call never holds [b, h, q, k] of it.
+    The numbers are `numpy.random.RandomState(seed).random_sample((b, h, q, k))` for the shape of the call, so that clients can reproduce
+    them. Each block of rows is drawn again from a saved state, so [b, h, q, k] is never stored.
     """
 
     def __init__(self, p: float, seed: int, shape: tuple[int, int, int, int]) -> None:
@@ -217,7 +215,7 @@ Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
 
 
 def _dropout(call: Call, num_heads: int) -> Keep | None:
-    """The dropout of the call's heads and queries; None where there is none."""
+    """Dropout for the call's selected heads and queries; None without dropout."""
     if call.dropout is None:
         return None
     shape = (call.query.shape[0], num_heads, call.query.shape[1], call.key.shape[1])
@@ -238,19 +236,19 @@ def _of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
 
 
 def rows_per_block(scores_per_row: int) -> int:
-    """How many query rows make a block."""
+    """Number of query rows in a block."""
     return max(1, BLOCK // max(1, scores_per_row))
 
 
 def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:
-    """The rows of each block; one empty block where there are no rows."""
+    """The rows of each block; one empty block if there are no rows."""
     step = rows_per_block(scores_per_row)
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 
 
 class Assembly:
-    """Tensors assembled from row blocks. A single block is kept as it is; of several, each is copied into its place."""
+    """Assembles tensors from blocks of rows. A block with all rows is stored without a copy."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

@@ -2,9 +2,9 @@
 
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
-`_forward` chooses how calls are computed: `short`, in NumPy, where there are few rows and no masks; `sdpa`, by torch's fused kernels, where
-neither weights nor scores are wanted; `eager` everything else. Calls of one batch share the products of the projections and are attended
-one by one. `nn.MultiheadAttention` is not used: some of its paths ignore masks, and its fully masked rows depend on flags.
+`_forward` chooses the implementation: `short`, in NumPy, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
+scores are requested; `eager` for everything else. Calls of one batch are projected by one matrix product and attended one by one.
+`nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ SELECTED = frozenset({"keys", "values"})  # the tensors of attention weights und
 
 
 class MultiHeadAttention:
-    """A layer's weights on one device. Immutable; calls may run in any thread, one at a time."""
+    """One layer on one device. Immutable except for `tune`; calls may run in any thread, but only one at a time."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
@@ -41,25 +41,25 @@ class MultiHeadAttention:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """By canonical name; some are views of others."""
+        """The weights by canonical name, including packed ones, of which others are views."""
         return self.projections.weights
 
     @torch.inference_mode()
     def tune(self) -> None:
-        """Choose the products for this layer's weights by measurement: slow for a new shape, and not while another call computes."""
+        """Choose the matrix products for this layer's weights by measurement. Slow for new shapes; must not run during a call."""
         self.projections.tune()
 
     @torch.inference_mode()
     def forward(self, call: Call) -> Result:
-        """The tensors that `call.outputs` names, in the layer's dtype; scores and weights of half layers in float32."""
+        """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""
         result = self._forward([call])[0]
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     @torch.inference_mode()
     def forward_batch(self, calls: Sequence[Call]) -> list[Result]:
-        """The result of each call. Their lengths, masks and outputs may differ.
+        """Compute several calls, whose lengths, masks and outputs may differ.
 
-        They are alike in whether keys are their queries and values their keys; none is reproducible or wants gradients.
+        All calls must agree in `key is query` and `value is key`, and none may be reproducible or request gradients.
         """
         return self._forward(calls)
 
@@ -80,9 +80,9 @@ class MultiHeadAttention:
         return results
 
     def _attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The tensors between the projections, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …].
+        """Compute all outputs but `output`, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …].
 
-        By `sdpa` where that computes what is wanted, else by `eager`.
+        Uses `sdpa` if it can compute the requested outputs, else `eager`.
         """
         fully_masked = self.fully_masked(call)
         wanted = call.outputs & SCORED | ({"head_outputs"} if PER_HEAD & call.outputs else set())
@@ -101,12 +101,12 @@ class MultiHeadAttention:
         return self._merged(call, tensors), fully_masked
 
     def _selected_weights(self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> dict[str, Tensor]:
-        """The weights of the selected heads and queries, computed for these alone."""
+        """The attention weights of the selected heads and queries; the others are not computed."""
         call, query, key, fully_masked = narrowed(call, query, key, fully_masked)
         return self.eager(call, query, key, value, fully_masked, {"attention_weights"})
 
     def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with their head outputs, where there are any, scaled by `head_scale` and `concatenated`, [b, q, h * d]."""
+        """Multiply `head_outputs` by `head_scale`, and add `concatenated` [b, q, h * d]. Without head outputs, no change."""
         if (head_outputs := tensors.get("head_outputs")) is not None:
             if call.head_scale is not None:
                 tensors["head_outputs"] = head_outputs = head_outputs * call.head_scale
@@ -114,7 +114,7 @@ class MultiHeadAttention:
         return tensors
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
-        """The gradients of <output_gradient, output> by query, key and value, each taken as an input of its own, by torch's autograd."""
+        """The requested gradients of <output_gradient, output> by query, key and value as three separate inputs, with torch's autograd."""
         assert call.output_gradient is not None
         with torch.inference_mode(False), torch.enable_grad():
             inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
@@ -125,44 +125,44 @@ class MultiHeadAttention:
         return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.outputs}
 
     def fully_masked(self, call: Call) -> Tensor | None:
-        """bool [b, h, q]: the rows without a key to attend to; None where there are none."""
+        """bool [b, h, q]: the rows without a key to attend to; None if there are none."""
         (batch, num_queries), num_keys, heads = call.query.shape[:2], call.key.shape[1], self.spec.num_heads
         rows = call.masks.fully_masked(rows_per_block(batch * heads * num_keys))
         return None if rows is None or not rows.any() else rows.expand(batch, heads, num_queries)
 
     def project(self, call: Call) -> Projected:
-        """Query [b, h, q, head_dim], key and value [b, kv heads, k, …], normed and rotated."""
+        """Project, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
         set_precision(self.spec.matmul_precision)
         return self.projections.project([call])[0]
 
     def project_back(self, concatenated: Tensor, call: Call) -> Tensor:
-        """[b, q, h * value_head_dim] -> [b, q, output_dim]."""
+        """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]."""
         return self.projections.project_back([concatenated], call.reproducible)[0]
 
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
-        """`head_outputs` and `concatenated`, and `output` where the call wants it, from head outputs [b, h, q, d]."""
+        """`head_outputs`, `concatenated` and, if requested, `output`, from head outputs [b, h, q, d]."""
         tensors = self._merged(call, {"head_outputs": head_outputs})
         return tensors | {"output": self.project_back(tensors["concatenated"], call)} if "output" in call.outputs else tensors
 
     def attention_weights(
         self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
     ) -> Iterator[WeightBlock]:
-        """The weights of the selected heads and queries after dropout, block by block, and the keys that each row may attend to.
+        """Yield the weights of the selected heads and queries after dropout, block by block, and the keys that each row may attend to.
 
-        `query` and `key` are those of `project`, `fully_masked` that of the method, or all of one call with other heads. `blocks` says
-        which rows each block has. All blocks together need no more memory than the largest.
+        `query` and `key` are from `project`, `fully_masked` from the method of that name, all for the same heads. `blocks` are the rows of
+        each block. A caller that drops each block before the next needs memory for one block only.
         """
         for block in self.eager.row_blocks(*narrowed(call, query, key, fully_masked), blocks):
             yield block.rows, block.attention_weights(), block.visible
 
 
 class Operation(Protocol):
-    """A computation on a layer and a call that runs in place of the layer's own forward pass, such as metrics or the data of a figure."""
+    """A computation on a layer and a call that replaces the layer's forward pass, such as metrics or the data of a figure."""
 
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
-        """The operation's tensors by name, each [batch, …] unless the operation says otherwise."""
+        """Compute the operation's tensors; each is [b, …] unless the operation says otherwise."""
         ...
 
     def to(self, device: torch.device) -> Self:
-        """The operation with its own tensors on `device`."""
+        """The operation with its tensors on `device`."""
         ...

@@ -1,7 +1,7 @@
-"""Which keys each query may attend to: all masks of a call, combined for one block of query rows at a time. True means "may attend".
+"""Combines the masks of a call, for one block of query rows at a time. True means "may attend".
 
-Lengths, causality and windows leave each row an interval of keys and take no [q, k] memory. Attend masks, key masks and a bias of -inf
-leave an arbitrary set.
+Lengths, causality and windows restrict a row to an interval of keys, which needs no [q, k] memory. Attend masks, key masks and biases of
+-inf restrict it to an arbitrary set of keys.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """All masks of one call; None masks nothing. b, h, q and k are those of the call; an axis of 1 is broadcast."""
+    """All masks of one call; None blocks nothing. Axes are those of the call; an axis of 1 is broadcast."""
 
-    positions: Tensor  # [b|1, q]: where query i stands among the keys, i + offset
+    positions: Tensor  # [b|1, q]: key position of query i, i + offset
     num_keys: int
     attend_mask: Tensor | None = None  # bool [b|1, h|1, q|1, k|1]
     attend_keys: Tensor | None = None  # bool [b|1, k|1]
     lengths: Tensor | None = None  # int64 [b, q|1]: only the first n keys are real
     bias: Tensor | None = None  # [b|1, h|1, q|1, k|1], added to the scores; -inf blocks
-    bias_blocks: bool = False  # whether the bias holds a -inf
+    bias_blocks: bool = False  # whether the bias contains -inf
     left: int | None = None  # keys from position - left ...
     right: int | None = None  # ... to position + right; 0 is causal
-    aligned: bool = False  # q = k and query i stands at key i
+    aligned: bool = False  # q = k, and query i has the position of key i
 
     @property
     def intervals(self) -> bool:
-        """Whether anything leaves a row an interval of keys."""
+        """Whether lengths, causality or a window restrict rows to intervals of keys."""
         return self.lengths is not None or self.left is not None or self.right is not None
 
     @property
     def sets(self) -> bool:
-        """Whether anything leaves a row an arbitrary set of keys."""
+        """Whether masks or a bias restrict rows to arbitrary sets of keys."""
         return self.attend_mask is not None or self.attend_keys is not None or self.bias_blocks
 
     @property
@@ -42,30 +42,30 @@ class Masks:
         return self.intervals or self.sets
 
     def clamped_positions(self, rows: slice) -> Tensor:
-        """[b|1, rows]: the place among the keys that is nearest to each query's position."""
+        """The index of the key nearest to each query's position, [b|1, rows]."""
         return self.positions[:, rows].clamp(0, max(0, self.num_keys - 1))
 
     @property
     def plainly_causal(self) -> bool:
-        """Whether all there is is the lower triangle of a square, which fused kernels know without a mask."""
+        """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
         rest = self.sets or self.bias is not None or self.lengths is not None or self.left is not None
         return self.aligned and self.right == 0 and not rest
 
     @property
     def _own_keys_seen(self) -> bool:
-        """Whether every query has the key at its own position, by causality and windows alone."""
+        """Whether causality and windows, with no other mask, leave every query the key at its own position."""
         plain = self.aligned and self.lengths is None and not self.sets
         return plain and min(0 if self.left is None else self.left, 0 if self.right is None else self.right) >= 0
 
     def same_keys(self) -> slice | None:
-        """The keys that every row sees, where all see the same first ones and nothing else is asked: they need no mask, only a cut."""
+        """The visible keys as a slice, if equal lengths in all rows are the only mask and there is no bias; else None."""
         if self.lengths is None or self.sets or self.bias is not None or self.left is not None or self.right is not None:
             return None
         shortest, longest = (int(n) for n in self.lengths.aminmax()) if self.lengths.numel() else (0, 0)
         return slice(0, longest) if 0 < shortest == longest else None
 
     def interval(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """First and last key of each row, both included, each [b|1, rows]; the row is empty where last < first."""
+        """First and last key of each row, inclusive, each [b|1, rows]; a row is empty if last < first."""
         at = self.positions[:, rows]
         first = torch.zeros_like(at) if self.left is None else (at - self.left).clamp(min=0)
         last = torch.full_like(at, self.num_keys - 1) if self.right is None else (at + self.right).clamp(max=self.num_keys - 1)
@@ -75,7 +75,7 @@ class Masks:
         return first, last
 
     def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
-        """bool [b|1, h|1, rows|1, keys|1] for these rows and keys; None if nothing blocks anything."""
+        """bool [b|1, h|1, rows|1, keys|1]: the pairs that may attend; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
         seen = self._sets(rows, keys)
         if not self.intervals:
@@ -105,7 +105,7 @@ class Masks:
         return None if self.bias is None else _cut(self.bias, rows, keys)
 
     def fully_masked(self, block: int) -> Tensor | None:
-        """bool [b|1, h|1, q]: rows that no key is left for; None if there can be none. Takes [block, k] memory at most."""
+        """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. Needs [block, k] memory at most."""
         q = self.positions.shape[1]
         if self.num_keys and (not self.blocks or self._own_keys_seen):
             return None
@@ -121,7 +121,7 @@ class Masks:
         return torch.cat(parts, -1) if parts else None
 
     def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
-        """The same masks for some of the heads and queries, in the order given."""
+        """The masks of some heads and queries, in the given order; None: all."""
         heads_at = None if heads is None else torch.tensor(heads, device=self.positions.device)
         rows_at = None if queries is None else torch.tensor(queries, device=self.positions.device)
 
@@ -148,7 +148,7 @@ def _cut(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 def open_keys(masks: Masks, batch: int) -> Tensor:
-    """bool [b, k]: the keys that lengths and key masks leave open to any query; the others are padding."""
+    """bool [b, k]: the keys that lengths and key masks do not block for every query. The others are padding."""
     real = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
     j = torch.arange(masks.num_keys, device=masks.positions.device)
     if masks.attend_keys is not None:
@@ -159,6 +159,6 @@ def open_keys(masks: Masks, batch: int) -> Tensor:
 
 
 def last_keys(masks: Masks, batch: int) -> Tensor:
-    """[b]: 1 + the highest key that lengths and key masks leave open, 0 if none; where `query_offset: "end"` puts the last query."""
+    """[b]: 1 + the index of the last key that is not padding, 0 if none. `query_offset: "end"` aligns the last query with that key."""
     j = torch.arange(masks.num_keys, device=masks.positions.device)
     return torch.where(open_keys(masks, batch), j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)

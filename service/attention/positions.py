@@ -1,6 +1,6 @@
-"""Where a query stands among the keys, as the layer feels it: rotary embedding, and biases by distance. Pure functions of positions.
+"""Rotary position embedding, ALiBi and T5's relative bias.
 
-A query's position is i + offset, a key's is j.
+The position of query i is i + offset, that of key j is j.
 """
 
 import math
@@ -12,11 +12,11 @@ from service.spec import RelativeBias, Rope
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """x [b, heads, n, head_dim] at positions [b|1, n], its first `dims` turned pair by pair (Su et al. 2021, equation 34).
+    """Rotate pairs of the first `dims` numbers of x [b, heads, n, head_dim] by positions [b|1, n] (Su et al. 2021, equation 34).
 
     Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J. Angles are computed in
     float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000). Cosines, sines and the
-    products with x are then float32, or float64 where x is.
+    products with x are then float32, or float64 if x is.
     """
     dims = rope.dims or x.shape[-1]
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -34,14 +34,14 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def _frequencies(rope: Rope, dims: int) -> Tensor:
-    """theta^(-2i/dims) for each pair, float64 [dims/2], changed as `scaling` says."""
+    """theta^(-2i/dims) for each pair, scaled as `rope.scaling` says: float64 [dims/2]."""
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
     frequencies = 1.0 / torch.tensor(rope.theta, dtype=torch.float64) ** exponents
     if (scaling := rope.scaling) is not None:
         slowed = frequencies / scaling.factor
         if scaling.type == "linear":
             frequencies = slowed
-        else:  # Llama 3: long waves are slowed, short ones kept, those between blended
+        else:  # Llama 3: divides low frequencies by `factor`, keeps high ones, interpolates between
             waves = 2 * math.pi / frequencies
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             share = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
@@ -50,7 +50,7 @@ def _frequencies(rope: Rope, dims: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """m_h of Press et al. 2022: 2^(-8h/n) for a power of two; else those of the next lower one, then every other of the next higher."""
+    """m_h of Press et al. 2022: 2^(-8h/n) for a power of two; else those of the power below n, then every other one of twice that power."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
@@ -81,7 +81,7 @@ def _buckets(distance: Tensor, spec: RelativeBias) -> Tensor:
     else:
         distance = (-distance).clamp(min=0)
     exact = buckets // 2
-    # in float32, as everywhere this is computed: at the bucket edges another precision would choose the neighbour
+    # float32, as in T5: at the edges of buckets, another precision would choose the neighbouring bucket
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
     return offset + torch.where(distance < exact, distance, far)

@@ -1,6 +1,6 @@
-"""The projections of a layer, before and after attention: products with its weights, heads split, normed and rotated.
+"""The projections of a layer: linear maps, splitting into heads, norms and RoPE before attention, and the output projection after it.
 
-A projection computes every row by itself, so calls of any lengths can share its product: reading the weights is most of what few rows cost.
+Rows are independent, so calls of any lengths can share one matrix product. For few rows, most of its time is reading the weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,21 +18,21 @@ Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k
 
 
 class Projections:
-    """A layer's weights on one device, by canonical name, and their products. Immutable, except that `tune` chooses the products."""
+    """The weights of a layer on one device, by canonical name, and their products. Immutable except for `tune`."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
-        self._products: dict[str, Linear] = {}  # by name, made when first needed: each may hold its weight once more
+        self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
         if spec.projections and spec.d_model == spec.key_dim == spec.value_dim and self._pack("query", "key", "value"):
             self._pack("key", "value", packed_in="query+key+value")
         elif spec.projections and spec.key_dim == spec.value_dim:
             self._pack("key", "value")
-        self.are_batch_invariant = self._are_batch_invariant()  # whether calls may share the products: see linear.py
+        self.are_batch_invariant = self._are_batch_invariant()  # whether calls may share products, see linear.py
 
     def _pack(self, *names: str, packed_in: str = "") -> bool:
-        """Concatenate the weights of projections that may share an input, so that one product computes them all.
+        """Concatenate the weights of projections that may share an input, so that one product computes all of them.
 
-        The single weights become views of the packed one; nothing is held twice. False, and nothing done, where only some have a bias.
+        The single weights become views of the packed one. Does nothing and returns False if only some of them have a bias.
         """
         if len({self.spec.has_bias(name) for name in names}) > 1:
             return False
@@ -47,7 +47,7 @@ class Projections:
         return True
 
     def tune(self) -> None:
-        """Choose the products for this layer's weights by measurement: slow for a new shape, and not while another call computes."""
+        """Choose the matrix products for this layer's weights by measurement. Slow for new shapes; must not run during a call."""
         for name in self._names:
             measure(self.weights[f"{name}.weight"])
         self._products.clear()
@@ -58,14 +58,14 @@ class Projections:
 
     @property
     def _names(self) -> Iterable[str]:
-        """Of the products there may be."""
+        """Names of the projections, single and packed, that have a weight."""
         names = (*PROJECTIONS, "key+value", "query+key+value") if self.spec.projections else ()
         return (name for name in names if f"{name}.weight" in self.weights)
 
     def project(self, calls: Sequence[Call]) -> list[Projected]:
-        """Of each call query [batch, heads, q, head_dim], key and value [batch, kv heads, k, …]: projected, split, normed, turned by RoPE.
+        """Project, split into heads, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …] of each call.
 
-        The calls are alike in whether their keys are their queries and their values their keys; a reproducible one comes alone.
+        All calls must agree in `key is query` and `value is key`; a reproducible call must be the only one.
         """
         projected = self._split_heads(calls)
         if self.spec.qk_norm is not None:
@@ -80,7 +80,7 @@ class Projections:
         return rotate(query, call.masks.positions, rope), rotate(key, places, rope), value
 
     def _split_heads(self, calls: Sequence[Call]) -> list[Projected]:
-        """Projected and split into heads, [batch, heads, n, …]: one product where inputs are the same and weights side by side."""
+        """Project and split into heads, [b, heads, n, …]. One product if query, key and value are one input with packed weights."""
         spec, kv_heads = self.spec, self.spec.num_kv_heads
         shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim)
         if calls[0].query is calls[0].key is calls[0].value and "query+key+value.weight" in self.weights:
@@ -91,7 +91,7 @@ class Projections:
         return [tuple(x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(xs, shapes, strict=True)) for xs in projected]
 
     def _projected(self, calls: Sequence[Call]) -> Iterable[tuple[Tensor, ...]]:
-        """Query, key and value side by side, [batch, n, heads * …]; one product for keys and values where their inputs are the same."""
+        """Projected query, key and value, [b, n, heads * …]; one product for keys and values if they are one input."""
         queries, keys, values = ([getattr(call, name) for call in calls] for name in PROJECTIONS[:3])
         fixed = calls[0].reproducible
         if calls[0].value is calls[0].key and "key+value.weight" in self.weights:
@@ -111,11 +111,11 @@ class Projections:
         return (x * self.weights[weight].to(accumulate)).to(self.dtype)
 
     def project_back(self, concatenated: Sequence[Tensor], fixed: bool) -> Sequence[Tensor]:
-        """Each [batch, queries, heads * value_head_dim] -> [batch, queries, output_dim]; as it is where nothing is projected."""
+        """The output projection of each, [b, q, h * value_head_dim] -> [b, q, output_dim]; unchanged if the layer has no projections."""
         return self._linear(concatenated, "output", fixed) if self.spec.projections else concatenated
 
     def _linear(self, xs: Sequence[Tensor], name: str, fixed: bool) -> Sequence[Tensor]:
-        """Each [batch, n, in] -> [batch, n, out], the rows of all in one product."""
+        """Project each [b, n, in] -> [b, n, out], with all rows in one product."""
         if len(xs) == 1:
             return [self.product(xs[0], name, fixed)]
         made = self.product(torch.cat([x.flatten(0, 1) for x in xs]), name, fixed)
@@ -123,7 +123,7 @@ class Projections:
         return [part.view(*x.shape[:2], made.shape[-1]) for part, x in zip(parts, xs, strict=True)]
 
     def product(self, x: Tensor, name: str, fixed: bool = False) -> Tensor:
-        """[..., in] -> [..., out] by the projection of that name, or by several side by side; `fixed` by torch's own product."""
+        """Apply a projection, or packed ones: [..., in] -> [..., out]. `fixed`: with `F.linear`."""
         if (product := self._products.get(name)) is None:
             product = self._products[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return product(x, fixed)

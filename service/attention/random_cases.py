@@ -1,7 +1,7 @@
-"""Random calls for oracles: a layer and a request that fits it, drawn from everything that a spec and a request may say.
+"""Draws random layers and requests for comparison with an oracle, over all features of specs and requests.
 
-It knows shapes and rules, and computes no attention. Sizes are different wherever the contract lets them differ, and mostly primes, so
-that no two axes can be swapped unnoticed. A case follows from its generator alone, so that a failure is repeated by its seed.
+Sizes of axes differ wherever they may, and are mostly primes, so that swapped axes cannot go unnoticed. A case depends only on its
+generator, so its seed reproduces a failure.
 """
 
 from collections.abc import Collection
@@ -39,10 +39,10 @@ class Case:
 
     spec: LayerSpec
     request: dict[str, Any]
-    weights: dict[str, Array] | None = None  # all of them, by canonical name; None: those that the spec's seed draws
+    weights: dict[str, Array] | None = None  # all weights by canonical name; None: drawn from the spec's seed
 
     def body(self) -> dict[str, Any]:
-        """The request as the body of POST /attend without `layer`: nested lists, with "-inf" spelled as JSON can carry it."""
+        """The request as the body of POST /attend without `layer`: nested lists, with -inf as the string "-inf"."""
         return {name: _plain(x.tolist()) if isinstance(x, np.ndarray) else x for name, x in self.request.items()}
 
 
@@ -57,10 +57,11 @@ def random_case(
 ) -> Case:
     """A spec, its weights, and a request that fits it.
 
-    `features` may occur, each with probability `rate` unless it does not fit what else occurs, and "query_offset" also wherever it must be
-    given; without "key" every call is self-attention. Without LAYER_FEATURES layers are seeded and plain. `init`, `dtype` (else float64 or
-    float32) and `batched` are drawn where they are left open.
-    Tensors are values of the layer's dtype, so that no oracle has to round them. ValueError: a feature that does not exist.
+    Each of `features` is drawn with probability `rate`, and dropped if it does not fit the others; "query_offset" is also drawn whenever it
+    is required. Without "key", every call is self-attention. Without LAYER_FEATURES, layers are seeded and plain. `init`, `dtype` (float64
+    or float32) and `batched` are drawn if None. Tensors are values of the layer's dtype, so oracles need not round them.
+
+    Raises ValueError for an unknown feature.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"expected features among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}")
@@ -83,7 +84,7 @@ def random_case(
 
 def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    share = rng.choice([0.1, 0.3, 0.8])  # of what is blocked; the last leaves many rows without a key
+    share = rng.choice([0.1, 0.3, 0.8])  # probability that a pair is blocked; 0.8 leaves many rows without a key
     for feature, suffix, shape in (("mask", "mask", _mask_shape(rng, sizes)), ("key_mask", "keys", sizes.lead(sizes.keys))):
         if feature in drawn:
             blocked = rng.random(shape) < share
@@ -100,14 +101,14 @@ def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) 
 
 
 def _mask_shape(rng: np.random.Generator, sizes: Sizes) -> tuple[int, ...]:
-    """[q, k], [b, q, k] or [b, h, q, k], each axis now and then 1; without a batch [q, k] or [h, q, k]."""
+    """[q, k], [b, q, k] or [b, h, q, k], each axis 1 with probability 0.2; without a batch [q, k] or [h, q, k]."""
     pair = (sizes.queries, sizes.keys)
     shape = (pair, sizes.lead(*pair), sizes.lead(sizes.heads, *pair))[rng.integers(3)]
     return tuple(1 if rng.random() < 0.2 else n for n in shape)
 
 
 def _draw_positions(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], positional: bool) -> dict[str, Any]:
-    """`positional`: the layer itself depends on positions."""
+    """Causality, window and query offset. `positional`: the layer depends on positions."""
     fields: dict[str, Any] = {}
     if "causal" in drawn:
         fields["causal"] = True

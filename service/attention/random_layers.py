@@ -1,7 +1,7 @@
-"""Random layers for `cases.py`: sizes that no two axes share, a spec of these sizes, and weights of which each one matters.
+"""Draws random layers for `random_cases.py`: sizes that differ for all axes, a spec of these sizes, and non-trivial weights.
 
-What is drawn together must make a layer: `settle` drops what does not fit, so that nothing has to be drawn twice. `matmul_precision` is
-never drawn, since it changes how closely a layer may be held to the reference, and not what is right.
+`settle` drops features that do not fit each other, so that nothing has to be drawn twice. `matmul_precision` is never drawn, since it would
+only change the tolerance.
 """
 
 from collections.abc import Collection
@@ -26,7 +26,7 @@ LAYER_FEATURES = (
     "relative_bias",
     "qk_norm",
     "sinks",
-    "weights",  # explicit ones, where seeded ones would do
+    "weights",  # explicit ones, even if they could be seeded
 )
 
 
@@ -48,15 +48,15 @@ class Sizes:
 
 
 def settle(drawn: Collection[str], init: str) -> set[str]:
-    """The features that can stand together, of those drawn."""
+    """The drawn features without those that do not fit the others."""
     settled = set(drawn)
     if "key" not in settled:
         settled.discard("value")
-    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in settled):  # square matrices alone
+    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in settled):  # only square matrices
         settled -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     if init == "torch_mha" or init.startswith("numpy_"):
         settled.discard("biases")
-    if "projections" in settled:  # then widths follow from heads, and a key or value that is left out must be as wide as what it is
+    if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
         settled -= set() if "value" in settled else {"value_head_dim"}
@@ -64,11 +64,11 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
 
 
 def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool | None) -> Sizes:
-    """All different, but where they are one size by themselves. A tenth of the calls has a single query, as a decoding step has."""
+    """Draw sizes that are all different, except those that must be equal. A tenth of the calls has one query, as in a decoding step."""
     grouped, own_values, rotated = ("num_kv_heads" in drawn, "value_head_dim" in drawn, "rope" in drawn)
     while True:
         batch, head_dim, value_head_dim = map(int, rng.choice([2, 3, 5, 7], 3))
-        head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # 4, 6 and 8 can be rotated as a whole
+        head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # an even head_dim can be rotated completely
         kv_heads = int(rng.choice([1, 2, 3] if grouped else [2, 3, 4, 5, 7]))
         heads = kv_heads * int(rng.choice([2, 3, 4])) if grouped else kv_heads
         queries, keys = map(int, rng.choice([2, 3, 5, 7, 11, 13], 2))
@@ -88,7 +88,7 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     settings = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "value_head_dim": sizes.value_head_dim}
     settings |= {"output_dim": int(rng.choice([37, 41])), "projections": False, "alibi": True, "sinks": True}
     fields |= {name: setting for name, setting in settings.items() if name in drawn}
-    if not init.startswith("numpy_") and "projections" not in drawn:  # those draw square matrices and have no bias
+    if not init.startswith("numpy_") and "projections" not in drawn:  # the numpy schemes have square matrices and no bias
         fields["bias"] = {name: bool(rng.random() < 0.5) for name in PROJECTIONS} if "biases" in drawn else bool(rng.random() < 0.7)
         if "key" in drawn:
             fields["key_dim"] = fields["value_dim"] = int(rng.choice([17, 19]))
@@ -111,7 +111,7 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
             "max_distance": exact + int(rng.integers(1, 12)),
         }
     if "qk_norm" in drawn:
-        kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # of two numbers the layer norm leaves the signs alone
+        kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # the layer norm of two numbers is only their signs
         fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()}
     return LayerSpec.model_validate(fields)
 
@@ -122,7 +122,7 @@ def draw_window(rng: np.random.Generator) -> dict[str, int | None]:
 
 
 def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
-    """A head rotated as a whole says so or leaves it out. Contexts are short, so that llama3 changes some frequencies and not others."""
+    """Settings of RoPE. `dims` may be omitted if equal to head_dim. Short training contexts let llama3 scale some frequencies only."""
     dims = int(rng.choice(range(2, head_dim + 1, 2)))
     rope: dict[str, Any] = {"theta": rng.choice([10.0, 10000.0, 500000.0]).item(), "interleaved": bool(rng.random() < 0.5)}
     if dims < head_dim or rng.random() < 0.5:
@@ -136,9 +136,9 @@ def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
 
 
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
-    """Every weight of a layer with weights that no seed draws so that they matter, or that has none; else None, and the seed draws them.
+    """All weights of a layer; None if its seed draws all of them. Layers with norms, sinks or relative bias always get explicit weights.
 
-    Norms are not 1, and biases, sinks and relative biases not 0. They are values of the layer's dtype.
+    Norms are not 1; biases, sinks and relative biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
@@ -156,7 +156,7 @@ def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collecti
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """Values of the layer's dtype, in a dtype that numpy has of its own."""
+    """Round to the layer's dtype; half precision is stored as float32."""
     if x.dtype.kind != "f":
         return x
     values = x.astype(BY_TORCH[dtype].numpy)

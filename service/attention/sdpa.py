@@ -1,6 +1,6 @@
-"""Head outputs by torch's scaled_dot_product_attention, which never holds [queries, keys]: for calls that want neither weights nor scores.
+"""Computes head outputs with torch's scaled_dot_product_attention, for calls that request neither weights nor scores.
 
-Masks are made for one block of query rows at a time, so that memory stays linear in the length.
+It does not store [queries, keys]. Masks are made for one block of query rows at a time, so memory is linear in the length.
 """
 
 from functools import partial
@@ -15,10 +15,10 @@ from service.attention.masks import Masks
 
 
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:
-    """[batch, heads, queries, head_dim]; None where torch's kernels cannot compute exactly what the call wants.
+    """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly.
 
-    They have no sinks, no softcap and no seeded dropout. They mask by adding -inf to scores, so a NaN or an overflow under a mask reaches
-    the result, where it is found.
+    They support no sinks, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or overflow in a masked key reaches the
+    outputs; masked outputs that are not finite are therefore rejected.
     """
     uniform = fully_masked is not None and call.fully_masked == "uniform"
     if eager.spec.sinks or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:
@@ -28,7 +28,7 @@ def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fu
 
 
 def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor:
-    """One block of query rows at a time, without the keys that none of its rows may attend to."""
+    """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
     if not (spec.alibi or spec.relative_bias):
@@ -50,7 +50,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
 
 
 def _visible_keys(masks: Masks, rows: slice) -> slice:
-    """The shortest range of keys that holds all those these rows may attend to by lengths, causality and windows; at least one key."""
+    """The shortest range with all keys that lengths, causality and windows leave to these rows; at least one key."""
     if not masks.intervals:
         return slice(0, masks.num_keys)
     first, last = masks.interval(rows)

@@ -1,4 +1,4 @@
-"""Which attention weights a call gets: those of some heads and queries, their mean over heads, or the largest of each row."""
+"""Selects the attention weights to return: some heads and queries, the mean over heads, or the largest of each row."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from service.attention.call import Call
 
 
 def narrowed(call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """The call, query [b, heads, queries, d], key [b, heads, k, d] and fully masked rows [b, heads, queries] of its selected heads and
-    queries alone; the arguments, which have all heads and queries, where nothing is selected.
+    """Restrict a call, its query [b, h, q, d], key [b, kv heads, k, d] and fully masked rows [b, h, q] to its selected heads and queries.
 
-    The rows of the new masks count from the first selected query. `heads` and `queries` of the new call say which they were.
+    The new key has one head for each selected query head. Rows of the new masks are selected queries; `heads` and `queries` of the new call
+    are their original indices. Without a selection, the arguments are returned.
     """
     if not call.selects:
         return call, query, key, fully_masked
@@ -29,7 +29,7 @@ def narrowed(call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None
 
 
 def chosen(weights: Tensor, call: Call) -> Tensor:
-    """The weights of the selected heads and queries, from [b, heads, queries, k] of all."""
+    """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
     for axis, places in ((1, call.heads), (2, call.queries)):
         if places is not None:
             weights = weights.index_select(axis, torch.tensor(places, device=weights.device))
@@ -37,7 +37,7 @@ def chosen(weights: Tensor, call: Call) -> Tensor:
 
 
 def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
-    """`attention_weights`, the mean over heads if the call wants that; under `top_k` the largest `values` of each row and their `keys`."""
+    """`attention_weights`, averaged over heads if requested; with `top_k`, the largest `values` of each row and their `keys`."""
     if call.average:
         weights = weights.mean(1)
     if call.top_k is None:
@@ -49,8 +49,8 @@ def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
 def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest numbers along the last axis and their indices, [..., n], largest first; ties go to the lower index.
 
-    torch.topk leaves ties to chance, and a stable sort of everything is slow. So rows in which numbers are tied, up to the first that is
-    left out, are looked at again: all above the n-th largest are taken, and of those equal to it the first.
+    torch.topk returns ties in any order, and a stable sort of all numbers is slow. So only rows with ties among the n + 1 largest are
+    computed again: all numbers above the n-th largest, and the first of those equal to it.
     """
     if 2 * n >= values.shape[-1]:
         largest, indices = torch.sort(values, dim=-1, descending=True, stable=True)
@@ -59,7 +59,7 @@ def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     tied = (largest[..., 1:] == largest[..., :-1]).any(-1)
     largest, indices = largest[..., :n], indices[..., :n]
     if n and tied.any():
-        rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk takes NaN for the largest, too
+        rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk treats NaN as the largest, too
         least = rows.topk(n, -1).values[:, -1:]
         above, equal = rows > least, rows == least
         taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))

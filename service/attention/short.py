@@ -1,8 +1,8 @@
-"""Short calls without masks, in NumPy: whole calls, from the projections to the output.
+"""Computes short calls without masks in NumPy, including the projections.
 
-The arithmetic of such a call takes some microseconds. A dozen NumPy functions around it, which the server has just used to read the
-request, take less time than torch's operations, whose code has left the processor's caches since the last request. Every item is computed
-by itself, so calls of any lengths may share the products of the projections, and nothing is padded.
+The arithmetic of such a call takes microseconds. NumPy has less overhead here than torch: decoding has just used NumPy's code, while
+torch's has left the processor's caches since the last request. Calls are attended separately, so calls of any lengths may share the
+products of the projections, without padding.
 """
 
 import math
@@ -19,15 +19,15 @@ from service.attention.selection import chosen, selection
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
-ROWS = 64  # of one item: in longer calls arithmetic outweighs the steps around it
-PRODUCT = 1 << 18  # multiplications of one product: beyond, OpenBLAS starts threads, which the server has not planned for
-SCORES = 1 << 15  # [heads, queries, keys] of one item
-SAFE = 60.0  # scores whose exponentials float32 can sum without subtracting the row's maximum first
+ROWS = 64  # most queries; in longer calls arithmetic outweighs overhead
+PRODUCT = 1 << 18  # most multiplications in a product: for more, OpenBLAS starts threads beyond the planned number
+SCORES = 1 << 15  # most scores [h, q, k] of one item
+SAFE = 60.0  # |scores| up to this need no subtraction of the row's maximum before exp in float32
 OUTPUTS = frozenset({"output", "attention_weights"})
 
 
 class Short:
-    """Short calls to one layer. Immutable."""
+    """Computes short calls to one layer. Immutable."""
 
     def __init__(self, projections: Projections) -> None:
         self.spec, self._projections, weights = projections.spec, projections, projections.weights
@@ -40,7 +40,7 @@ class Short:
 
     @staticmethod
     def suits_layer(spec: LayerSpec, device: torch.device) -> bool:
-        """Whether the layer is a narrow one of the usual kind on a CPU: as many heads everywhere, biases, and nothing else."""
+        """Whether the layer is narrow, on a CPU, with equal widths and numbers of heads, all biases, and no other features."""
         usual = spec.num_heads * spec.head_dim == spec.d_model <= NARROW and spec.num_kv_heads == spec.num_heads
         widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, spec.value_head_dim * spec.num_heads}
         biases = all(spec.has_bias(name) for name in ("query", "key", "value", "output"))
@@ -49,7 +49,7 @@ class Short:
         return bool(is_cpu and spec.projections and usual and len(widths) == 1 and biases and not more)
 
     def suits(self, call: Call) -> bool:
-        """Whether the call is short, has as many keys as queries, no masks, and wants nothing but output and weights."""
+        """Whether the call is short, has as many keys as queries, no masks or modifiers, and requests only output and weights."""
         masks, query = call.masks, call.query
         return not (
             not 0 < query.shape[1] <= self._rows
@@ -65,8 +65,8 @@ class Short:
         )
 
     def __call__(self, calls: Sequence[Call]) -> list[Result]:
-        """The result of each call. They are alike in whether keys are their queries and values their keys."""
-        with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows in the numbers, as torch's would
+        """Compute the calls, which must agree in `key is query` and `value is key`."""
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow gives infinity or NaN without a warning, as in torch
             projected = self._project(calls)
             merged = np.empty((len(projected[0]), self.spec.d_model), projected[0].dtype)
             weights, places, start = [], [], 0
@@ -86,7 +86,7 @@ class Short:
         return results
 
     def _project(self, calls: Sequence[Call]) -> list[Array]:
-        """Query, key and value [rows of all calls, h * d]: one product where the inputs are the same, else one for each."""
+        """Projected query, key and value [rows of all calls, h * d]; one product if they are one input, else three."""
         names, first = PROJECTIONS[:3], calls[0]
         if first.query is first.key is first.value:
             packed, width = self._product(_rows([call.query for call in calls]), "query+key+value"), self.spec.d_model
@@ -94,9 +94,9 @@ class Short:
         return [self._product(_rows([getattr(call, name) for call in calls]), name) for name in names]
 
     def _attend(self, call: Call, projected: Sequence[Array], merged: Array) -> Array:
-        """The attention weights [b, h, n, n], from the call's query, key and value [b * n, h * d].
+        """Compute the attention weights [b, h, n, n] from query, key and value [b * n, h * d].
 
-        The weighted values are written to `merged`, [b * n, h * d].
+        Writes the weighted values to `merged` [b * n, h * d].
         """
         batch, length, _ = call.query.shape
         shape = batch, length, self.spec.num_heads, self.spec.head_dim
@@ -106,12 +106,12 @@ class Short:
         if not -SAFE <= np.minimum.reduce(scores, axis=None) <= np.maximum.reduce(scores, axis=None) <= SAFE:
             scores -= scores.max(-1, keepdims=True)
         weights: Array = np.exp(scores, out=scores)
-        weights /= weights @ self._ones[:length]  # a sum over the last axis, in a third of np.sum's time for short rows
+        weights /= weights @ self._ones[:length]  # sums over the last axis; np.sum takes three times as long for short rows
         np.matmul(weights, value, out=merged.reshape(shape).swapaxes(1, 2))
         return weights
 
     def _product(self, rows: Array, name: str) -> Array:
-        """[rows, in] -> [rows, out] by a projection."""
+        """Apply a projection: [rows, in] -> [rows, out]."""
         weight, bias = self._matrices[name]
         if rows.size * weight.shape[1] > PRODUCT:
             return self._projections.product(torch.from_numpy(rows), name).numpy()
@@ -121,6 +121,6 @@ class Short:
 
 
 def _rows(tensors: Sequence[Tensor]) -> Array:
-    """Tensors [b, n, d_model] as rows, one after another."""
+    """Concatenate tensors [b, n, d_model] to [rows, d_model]."""
     arrays = [tensor.numpy().reshape(-1, tensor.shape[2]) for tensor in tensors]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,7 +1,7 @@
-"""Seeded weights: a spec -> arrays under their canonical names. Always on the CPU, and never through a global random state.
+"""Draws the seeded weights of a spec on the CPU, without changing a global random state.
 
-Five schemes, one function each. The NumPy ones draw from `RandomState`, whose streams NumPy guarantees to stay; the torch ones redo, with
-a generator of their own, the draws of torch's modules in their order, and are as stable as torch's.
+Five schemes, one function each. The NumPy schemes draw from `RandomState`, whose streams NumPy guarantees not to change. The torch schemes
+repeat the draws of torch's modules, in their order, with a separate generator; their stability is that of torch.
 """
 
 import math
@@ -22,7 +22,7 @@ DRAWN = {f"{name}.weight" for name in PROJECTIONS}
 def draw_weights(spec: LayerSpec) -> Weights:
     """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights.
 
-    Raises InvalidRequest where the spec has no init: its weights are to come from elsewhere.
+    Raises InvalidRequest if the spec has no init.
     """
     if spec.init is None:
         raise InvalidRequest.where("/spec/init", "a way to draw the weights, since none are given", "null")
@@ -30,13 +30,13 @@ def draw_weights(spec: LayerSpec) -> Weights:
 
 
 def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
-    """The weights of a spec, and no others, as a layer holds them."""
+    """The weights of the spec, and no others, C-contiguous in its dtype."""
     dtype = BY_TORCH[spec.dtype].numpy
     return {name: np.ascontiguousarray(weights[name], dtype=dtype) for name in spec.weight_shapes()}
 
 
 def _constants(spec: LayerSpec) -> Weights:
-    """What no scheme draws: biases 0 (unless it does), norms 1, sinks and relative bias 0."""
+    """Default values of the weights that are not drawn: norms 1; biases, sinks and relative bias 0."""
     shapes = spec.weight_shapes().items()
     return {name: np.full(shape, float("norm" in name), np.float32) for name, shape in shapes if name not in DRAWN}
 
@@ -53,7 +53,7 @@ def _xavier_uniform(spec: LayerSpec) -> Weights:
 
 
 def _numpy(spec: LayerSpec, draw: Callable[[int, int], Array]) -> Weights:
-    """As tutorials do: square matrices W applied as `x @ W`, so the canonical weight is W transposed."""
+    """Square matrices W that are applied as `x @ W`, as in tutorials; the canonical weight is W transposed."""
     return {f"{name}.weight": draw(spec.d_model, spec.d_model).T for name in PROJECTIONS}
 
 
@@ -116,7 +116,7 @@ SCHEMES: dict[str, Callable[[LayerSpec], Weights]] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a spec's or the wire's name."""
+    """The torch dtype of a name in a spec or a V2 datatype."""
     dtype = getattr(torch, DATATYPES[name].torch if name in DATATYPES else name)
     assert isinstance(dtype, torch.dtype)
     return dtype

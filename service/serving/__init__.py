@@ -1,1 +1,1 @@
-"""FLOOR 3: layers that are held, calls that are bound, scheduled and computed. Knows no HTTP."""
+"""FLOOR 3: loads layers; binds, schedules and computes calls. Independent of HTTP."""

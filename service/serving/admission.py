@@ -1,6 +1,6 @@
-"""Admission: the bytes, calls and messages that one process takes at once, whatever protocol brings them, and the share of one caller.
+"""Bounds the bytes, calls and messages that one process accepts at once, over all protocols, and each caller's share of them.
 
-What a call costs to compute is predicted in `cost.py`, and how many calls wait for the device is bounded in `occupancy.py`.
+`cost.py` bounds the cost of one call, `occupancy.py` the cost of the calls that wait for the device.
 """
 
 import asyncio
@@ -15,46 +15,46 @@ from weakref import WeakValueDictionary
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 
-SHARE = 2  # times the free bytes that one caller may hold
-MEMORY = 5.0  # seconds after which a release counts for 1/e in the rate of releases
-LONGEST_WAIT = 30  # seconds: later the rate says nothing
+SHARE = 2  # a caller may use at most SHARE times the bytes that stay free
+MEMORY = 5.0  # time constant, in seconds, of the decaying average of released bytes
+LONGEST_WAIT = 30  # seconds; longer estimates would be meaningless
 MOST_TURNS = 64
-Receive = Callable[[], Awaitable[Any]]  # the next message, or anything but bytes where there are no more
+Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream
 
 
 class ByteBudget:
-    """The bytes of request bodies and replies in memory: at most `capacity` at once, of which no caller can take all.
+    """Bounds the bytes of request bodies and replies in memory to `capacity`, and no caller can use all of it.
 
-    A caller may hold at most SHARE times what stays free (a dynamic threshold as in Choudhury and Hahne, "Dynamic queue length thresholds
-    for shared-memory packet switches", 1998): two thirds of the capacity where nobody else holds anything, less beside others. So there is
-    always room for another caller. One request counts as half of the capacity at most, so that the largest legal one is admitted beside
-    others.
+    A caller may use at most SHARE times the bytes that stay free (dynamic threshold; Choudhury and Hahne, "Dynamic queue length thresholds
+    for shared-memory packet switches", 1998): two thirds of the capacity if it is the only caller, less otherwise. So there is always
+    room for another one. One request counts as at most half of the capacity, so that the largest legal request can be admitted together
+    with others.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity, self.held, self.clock = capacity, 0, clock
-        self.largest_request = capacity // 2  # bytes that one request counts as, at most
-        self._counted = 0  # of `held`, with at most `largest_request` for each request
-        self._released, self._at = 0.0, clock()  # counted bytes, fading with time; as of then
-        self._callers: dict[str, int] = {}  # what each caller has of `_counted`
+        self.largest_request = capacity // 2  # most bytes that one request counts as
+        self._counted = 0  # like `held`, but at most `largest_request` for each request
+        self._released, self._at = 0.0, clock()  # decaying sum of released counted bytes, and the time of its last update
+        self._callers: dict[str, int] = {}  # caller -> its counted bytes
 
     def lease(self, caller: str) -> "Lease":
-        """The bytes of one request of that caller: none at first, given back when the block ends."""
+        """A lease for one request of this caller. It starts with 0 bytes and releases them at the end of its `with` block."""
         return Lease(self, caller)
 
     def demand(self, caller: str, size: int) -> None:
-        """Raises Overloaded where the caller may not have `size` counted bytes more. Takes none."""
+        """Raises Overloaded if the caller may not use `size` more counted bytes. Does not take them."""
         owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
             expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
             raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
         if owned > SHARE * free:
             expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
-            missing = (owned - SHARE * free) / (1 + SHARE)  # the caller's own bytes, which become free ones
+            missing = (owned - SHARE * free) / (1 + SHARE)  # bytes that this caller must release; released bytes become free
             raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
 
     def _wait(self, missing: float) -> int:
-        """Seconds until so many bytes are released, at the rate of the last seconds."""
+        """Whole seconds until `missing` bytes are released at the recent rate; at most LONGEST_WAIT."""
         rate = self._released * self._fading() / MEMORY
         return math.ceil(min(missing / rate, LONGEST_WAIT)) if rate else LONGEST_WAIT
 
@@ -62,7 +62,7 @@ class ByteBudget:
         return math.exp((self._at - self.clock()) / MEMORY)
 
     def change(self, caller: str, held: int, counted: int) -> None:
-        """Adds to what the caller holds, or takes away from it."""
+        """Add to the bytes of a caller; negative numbers release them."""
         self.held += held
         if not counted:
             return
@@ -78,7 +78,7 @@ class ByteBudget:
 
 
 class Lease:
-    """The bytes of a ByteBudget that one request holds, from when its body comes until its reply is sent."""
+    """The bytes of a ByteBudget that one request uses, from the arrival of its body until its reply is sent."""
 
     __slots__ = ("_counted", "budget", "caller", "held")
 
@@ -86,12 +86,12 @@ class Lease:
         self.budget, self.caller, self.held, self._counted = budget, caller, 0, 0
 
     def demand(self, size: int) -> None:
-        """Raises Overloaded where there is no room for `size` more bytes. Takes none."""
+        """Raises Overloaded if there is no room for `size` more bytes. Does not take them."""
         if growth := min(self.held + size, self.budget.largest_request) - self._counted:
             self.budget.demand(self.caller, growth)
 
     def add(self, size: int) -> None:
-        """Takes `size` more bytes. Raises Overloaded where there is no room for them."""
+        """Take `size` more bytes. Raises Overloaded if there is no room."""
         held, largest = self.held + size, self.budget.largest_request
         counted = held if held < largest else largest
         if growth := counted - self._counted:
@@ -100,14 +100,14 @@ class Lease:
         self.held, self._counted = held, counted
 
     def resize(self, size: int) -> None:
-        """Holds `size` bytes from now on, whether there is room for them or not: they are there already."""
+        """Set the lease to `size` bytes without a check, since they are in memory already."""
         largest = self.budget.largest_request
         counted = size if size < largest else largest
         self.budget.change(self.caller, size - self.held, counted - self._counted)
         self.held, self._counted = size, counted
 
     def release(self) -> None:
-        """Gives all bytes back. A second time it does nothing."""
+        """Release all bytes. Idempotent."""
         if self.held:
             self.resize(0)
 
@@ -119,7 +119,7 @@ class Lease:
 
 
 class CallLimit:
-    """At most `count` calls at once, half of them of one caller; `what` is what a refusal calls them."""
+    """At most `count` calls at once, and at most half of them from one caller. `what` is their noun in a refusal."""
 
     def __init__(self, count: int, what: str) -> None:
         self.count, self.what = count, what
@@ -127,7 +127,7 @@ class CallLimit:
 
     @contextmanager
     def place(self, caller: str) -> Iterator[None]:
-        """A place until the block ends. Raises Overloaded where there is none."""
+        """Occupy one place during the `with` block. Raises Overloaded if none is free."""
         if self._total >= self.count or self._taken[caller] >= max(1, self.count // 2):
             raise Overloaded(1, problems=[Problem("", f"at most {self.count} {self.what} at once, half of them of one caller", "one more")])
         self._total += 1
@@ -142,9 +142,9 @@ class CallLimit:
 
 
 class ReceivingTurns:
-    """At most `count` messages are received at once, half of them of one caller; others wait for a turn. Each takes at most `seconds`.
+    """Receives at most `count` messages at once, at most half of them from one caller; others wait. A message may take `seconds`.
 
-    For a protocol that hands over messages whole: how far one has come cannot be seen, so each counts as the largest allowed meanwhile.
+    For protocols that deliver only complete messages: the bytes received so far are unknown, so a message counts as `largest` until then.
     """
 
     def __init__(self, count: int, largest: int, seconds: float) -> None:
@@ -153,9 +153,10 @@ class ReceivingTurns:
         self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def receive(self, read: Receive, lease: Lease) -> bytes:
-        """The message that `read` returns, whose bytes the lease holds then.
+        """Return the message from `read`; the lease then counts its bytes.
 
-        Raises Overloaded where there is no room for it, DeadlinePassed where it does not come, InvalidRequest where there is none.
+        Raises Overloaded if there is no turn or no room, DeadlinePassed if the message does not arrive in time, InvalidRequest if the
+        stream ends without one.
         """
         own = self._own.setdefault(lease.caller, asyncio.Semaphore(max(1, self.count // 2)))
         turn = False
@@ -178,10 +179,10 @@ class ReceivingTurns:
 
 
 def turns_within(budget: ByteBudget, largest: int, seconds: float) -> ReceivingTurns:
-    """As many turns as half of the budget has room for, since the messages are counted in it."""
+    """As many turns as fit into half of the budget at `largest` bytes each, at most MOST_TURNS."""
     return ReceivingTurns(max(1, min(MOST_TURNS, budget.capacity // 2 // largest)), largest, seconds)
 
 
 def too_late(seconds: float) -> str:
-    """The detail of the error for a message that does not come."""
+    """The error detail for a message that did not arrive in time."""
     return f"the message was not there {seconds:g} seconds (client_timeout) after it could come"

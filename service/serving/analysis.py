@@ -1,4 +1,4 @@
-"""POST /attend/analysis: how its request is bound to a layer, what it costs, and its reply."""
+"""POST /attend/analysis: binds the request to a layer, predicts its cost and builds the reply."""
 
 import math
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # of a spec; one head over the full width has none of them
+PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # fields of a spec with parameters per head, which a single head cannot use
 SORTED = {"keys_for_mass"}
 OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
-BLOCK = 1 << 20  # weights that are held at once, and a dozen times as much made of them
+BLOCK = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
 def bind_analysis(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
-    """The bound call of a request for metrics. It is never computed in shards, since metrics see all keys of a row at once.
+    """The bound call of a request for metrics. `shards` is ignored, since metrics need all keys of a row at once.
 
     Raises InvalidRequest, or TooLarge for a cost beyond the limits.
     """
@@ -46,7 +46,7 @@ def bind_analysis(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, sha
 
 
 def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
-    """Raises InvalidRequest where a metric asked for is not defined for the request, or does not fit the layer it names."""
+    """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
@@ -78,13 +78,13 @@ def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
 def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:
     """The operation that computes the request's metrics.
 
-    Raises InvalidRequest where a number of the direction is not finite in the layer's dtype.
+    Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
     """
     options, metrics = request.analysis, request.wanted(bool(spec.positional))
     words: dict[str, Any] = {}
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         words = _numbered(request.tokens.query, request.tokens.key)
-        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # what stands in padding is no word
+        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
     direction = None
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
@@ -103,7 +103,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
 
 
 def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
-    """bool [b, q]: the queries that are not padding; None: all."""
+    """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
@@ -113,7 +113,7 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
 
 
 def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
-    """Words as numbers, equal ones alike, [b|1, n]."""
+    """Query and key words as integers [b|1, n]; equal words have equal numbers."""
     numbers: dict[str, int] = {}
 
     def of(words: Any) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
 
 
 def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
-    """The cost of a request that fits the layer. All metrics but `value_norm_weights` are linear in queries and keys."""
+    """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
     plain = predict_call(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
@@ -152,16 +152,16 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
-    """The V2 name of the datatype in which a metric is replied: at least single precision, unless the request says otherwise."""
+    """The V2 datatype of a metric in the reply: INT64 for indices, else that of the request, by default at least FP32."""
     if name.rpartition(".")[2] in INDEX_PARTS:
         return "INT64"
     return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
 
 def build_reply(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
-    """The metrics under the caller's names and in the caller's order, without the batch axis where the caller sent none.
+    """The metrics under the names and in the order of the request, without the batch axis if the request has none.
 
-    Raises InvalidRequest where something overflowed on the way, and the caller did not say that it may.
+    Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
     """
     tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
@@ -178,7 +178,7 @@ def build_reply(request: AnalysisRequest, layer: HeldLayer, result: Result) -> R
 
 
 def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) -> None:
-    """A metric that is infinite, or becomes so in the datatype of the reply; or one that was to be made of what is not finite."""
+    """Raises InvalidRequest if a metric is infinite in the reply's datatype, or if the numbers it is computed from overflowed."""
     for name, array in arrays.items():
         with np.errstate(over="ignore"):
             infinite = np.isinf(array.astype(DATATYPES[datatype].numpy)) if array.dtype.kind == "f" else np.zeros(1, np.bool_)
@@ -190,7 +190,7 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
 
 
 def _words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
-    """The words at the ends of links; null where a link is not there."""
+    """The query and key words of the strongest links; None for missing links."""
     assert request.tokens is not None
     query = request.tokens.query
     key = query if request.tokens.key is None and request.key is None else request.tokens.key

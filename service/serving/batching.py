@@ -1,8 +1,8 @@
-"""Forms batches of waiting calls, stacks calls into one, and splits its result. Pure: no clock, no event loop, no thread.
+"""Forms batches of waiting calls, stacks calls into one, and splits its result. Uses no clock, event loop or thread.
 
-Calls are stacked along the batch axis when everything else about them is equal: layer, shapes, options, kinds of masks. A stacked call is
-an ordinary call. Short calls to one layer that differ in any of these share a batch, too: each stack is a call of its own, and their rows
-share the products of the projections.
+Calls are stacked along the batch axis if layer, other axes, options and kinds of masks are equal. A stacked call is an ordinary call.
+Short calls to one layer that differ in shapes, options or masks may share a batch as several stacks: the rows of all stacks are projected
+by one matrix product, and each stack is attended separately.
 """
 
 import math
@@ -20,17 +20,17 @@ from service.serving.cost import Cost
 from service.serving.layers.registry import HeldLayer
 from service.serving.occupancy import INTERNAL, Flow
 
-SPREAD = 8.0  # of the largest scores of calls that may be stacked; xavier weights and inputs of unit variance have about 1
-ADDED = 64.0  # at most in the bias of such calls: beyond it, scores lose more digits than answers may
-WIDTH = 256  # of the rows that a call is measured by before it is put beside others
+SPREAD = 8.0  # largest score, as estimated, of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
+ADDED = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
+WIDTH = 256  # numbers in the rows in which `Entry.rows` counts; a layer with a larger d_model counts proportionally more rows
 STACKED_MASKS = ("positions", "attend_mask", "attend_keys", "lengths", "bias")
 
 
 class BatchKey(NamedTuple):
     """Calls with equal batch keys may share a batch."""
 
-    stacked: Any  # equal for calls that can be stacked into one; None for one that cannot
-    packed: Any  # equal for calls whose rows can share a product; None for one whose cannot
+    stacked: Any  # equal for calls that can be stacked into one; None if this call cannot be stacked
+    packed: Any  # equal for calls whose rows can share a matrix product; None if it cannot share one
 
 
 ALONE = BatchKey(None, None)
@@ -40,7 +40,7 @@ ALONE = BatchKey(None, None)
 class Entry:
     """A bound call in the queue.
 
-    `gone` tells whether its caller has disconnected, `done` whether it is settled already, as at its deadline. `arrived` and `deadline` are
+    `gone()`: its caller has disconnected. `done()`: it is already settled, for example at its deadline. `arrived` and `deadline` are
     times of the scheduler's clock.
     """
 
@@ -53,12 +53,12 @@ class Entry:
     done: Callable[[], bool] = lambda: False
     settle: Callable[[Any], None] = lambda _: None
     flow: Flow = INTERNAL
-    operation: Operation | None = None  # what runs in place of the layer's forward pass
+    operation: Operation | None = None  # runs in place of the layer's forward pass
     _batch_key: BatchKey | None = field(init=False, default=None)
 
     @property
     def batch_key(self) -> BatchKey:
-        """Computed when there is another call to compare it with: most calls are alone in the queue."""
+        """Computed on first use: most calls are alone in the queue and never need it."""
         if self._batch_key is None:
             self._batch_key = ALONE if self.operation is not None else batch_key_of(self.layer, self.call)
         return self._batch_key
@@ -70,12 +70,12 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        """Of queries or of keys, whichever are more, of all items; those of wide layers in rows of 256 numbers."""
+        """Batch items times the larger of queries and keys; for d_model > WIDTH, in rows of WIDTH numbers."""
         rows = self.call.query.shape[0] * max(self.call.query.shape[1], self.call.key.shape[1])
         return rows * max(WIDTH, self.layer.spec.d_model) // WIDTH
 
     def can_share_batch(self, other: "Entry", rows: int) -> bool:
-        """Whether both can be computed together; where they cannot be stacked, only if neither has more than so many rows."""
+        """Whether both may be in one batch: they stack, or their packed keys are equal and neither has more than `rows` rows."""
         one, two = self.batch_key, other.batch_key
         if one.stacked is not None and one.stacked == two.stacked:
             return True
@@ -84,19 +84,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What one batch may cost. A call beyond these by itself runs alone."""
+    """The largest cost of one batch. A call that exceeds it runs alone."""
 
     calls: int = 64
     operations: int = 4_000_000_000
     memory_bytes: int = 1 << 29
-    rows: int = 1024  # of a call that is put beside others of other shapes
+    rows: int = 1024  # of a call that shares a batch without being stacked
 
 
 def limits_on(device: torch.device, calls: int) -> BatchLimits:
-    """Those of a device, for at most so many calls.
+    """The limits for a device and at most `calls` calls.
 
-    On a CPU stacking saves the steps around the arithmetic, no arithmetic: calls of a millisecond and more would only leave its caches by
-    it, and wait for each other. And of 128 rows of 256 and more, a product costs what its rows do, not what its weights do.
+    On a CPU a batch saves overhead per call, not arithmetic. Calls of a millisecond and more would only overflow its caches and wait for
+    each other. From 128 rows of 256 numbers on, the time of a product is that of its rows, not that of reading its weights.
     """
     return BatchLimits(calls, 1 << 28, rows=128) if device.type == "cpu" else BatchLimits(calls)
 
@@ -104,7 +104,7 @@ def limits_on(device: torch.device, calls: int) -> BatchLimits:
 def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
     """(batch, expired, abandoned), all removed from `waiting`.
 
-    The batch is the oldest live call and every later one that can be computed with it within the limits; others keep their turn.
+    The batch is the first live call and every later one that may join it within the limits. Other calls stay in `waiting`, in order.
     """
     batch: list[Entry] = []
     expired, abandoned, left = [], [], []
@@ -135,8 +135,8 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
 def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
     """The batch key of a call.
 
-    A seeded dropout's stream has the call's own shape, so such a call is not stacked. Products of many rows are summed in another order
-    than those of few: a call runs alone where its scores are so large that softmax would amplify that rounding beyond law 7.
+    A call with dropout is not stacked, since its random stream has the shape of the single call. A call runs alone if its scores are so
+    large that softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (law 7).
     """
     alone = call.reproducible or call.output_gradient is not None
     if alone or not layer.attention.projections.are_batch_invariant or _magnifies(layer, call):
@@ -146,7 +146,7 @@ def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
 
 
 def _form(call: Call) -> tuple[Any, ...]:
-    """Everything that stacked calls must have in common."""
+    """All properties that must be equal in calls that are stacked, besides layer and sharing of inputs."""
     masks = call.masks
     return (
         call.query.shape[1:],
@@ -168,7 +168,7 @@ def _form(call: Call) -> tuple[Any, ...]:
 
 
 def _magnifies(layer: HeldLayer, call: Call) -> bool:
-    """Whether the scores may be so large that softmax amplifies their rounding beyond law 7."""
+    """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of law 7."""
     if layer.spec.dtype == "float64":
         return False
     spread = layer.gain * abs(call.scale)
@@ -180,14 +180,14 @@ def _magnifies(layer: HeldLayer, call: Call) -> bool:
 
 
 def _size(rows: Tensor) -> float:
-    """Of the largest row, as the root of the mean square of its numbers; 1 where it is less, since biases do not shrink with it."""
+    """The largest root mean square of a row; at least 1, since biases of the projections do not shrink with small inputs."""
     if not rows.numel():
         return 1.0
     return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
 def stacks(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
-    """The calls of a batch by what can be stacked, in the order in which they came."""
+    """The calls of a batch grouped into stacks, in order of arrival."""
     if len(batch) == 1:
         return [batch]
     found: dict[Any, list[Entry]] = {}
@@ -197,7 +197,7 @@ def stacks(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
 
 
 def stack(calls: Sequence[Call]) -> Call:
-    """One call for all, item after item; itself where there is only one. The calls must have equal batch keys."""
+    """Concatenate calls with equal `stacked` keys along the batch axis. A single call is returned as it is."""
     if len(calls) == 1:
         return calls[0]
     first, sizes = calls[0], [call.query.shape[0] for call in calls]
@@ -216,7 +216,7 @@ def stack(calls: Sequence[Call]) -> Call:
 
 
 def _stacked(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Tensors whose first axis is the batch, or 1 for all of it. One that all share stays as it is."""
+    """Concatenate tensors [b|1, …] of calls with `sizes` batch items; a tensor that is equal in all calls is returned once, [1, …]."""
     there = [tensor for tensor in tensors if tensor is not None]
     if not there:
         return None
@@ -226,7 +226,7 @@ def _stacked(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor |
 
 
 def split(result: Result, sizes: Sequence[int]) -> list[Result]:
-    """The result of a stacked call, item for item: views, nothing is copied."""
+    """Split the result of a stacked call into calls of `sizes` batch items. Tensors are views."""
     if len(sizes) == 1:
         return [result]
     results, start = [], 0
@@ -239,6 +239,6 @@ def split(result: Result, sizes: Sequence[int]) -> list[Result]:
 
 
 def halves(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
-    """A batch that did not fit, as two that may."""
+    """Both halves of a batch, in order."""
     middle = len(batch) // 2
     return batch[:middle], batch[middle:]

@@ -1,6 +1,6 @@
-"""BERT in NumPy float64: the input of each of its attention layers, and the weights of that layer.
+"""BERT in NumPy float64: computes the input of any of its attention layers, and reads the weights of that layer.
 
-It gives the demo and the page the real inputs of deeper layers. It is neither served nor fast.
+The demo and the page use it for real inputs of deeper layers. It is not served, and it is slow.
 """
 
 import math
@@ -20,7 +20,7 @@ ERF = np.vectorize(math.erf, otypes=[float])
 
 @dataclass(frozen=True, slots=True)
 class Bert:
-    """A checkpoint. `tensor(name)` may be lazy: only the rows that are indexed are read."""
+    """A checkpoint. `tensor(name)` may be lazy, since only indexed rows are read."""
 
     tensor: Callable[[str], Any]
     spec: LayerSpec  # of every attention layer

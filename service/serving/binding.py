@@ -1,7 +1,7 @@
-"""A decoded request and its layer -> a bound call. The last step in which a request can be refused as invalid.
+"""Binds a decoded request to its layer: checks shapes and cost, then casts the arrays. Invalid requests are refused here at the latest.
 
-`fit` checks shapes alone, so that the cost is known before any array is made; `bind` then casts every array once, to the layer's dtype, and
-checks there that all numbers are finite.
+`fit` checks shapes only, so that the cost is known before any array is allocated. `bind` then casts every array once to the layer's dtype
+and checks that all numbers are finite in it.
 """
 
 from dataclasses import replace
@@ -27,9 +27,9 @@ from service.wire.schemas.attend import AttendRequest
 
 
 def bind_attend(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
-    """The bound call of a request to POST /attend. What validation found for an earlier request of the same shapes is not computed again.
+    """The bound call of a request to POST /attend. The validation result of an earlier request with the same cache key is reused.
 
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits; with shards, for one that is beyond them even in so many parts.
+    Raises InvalidRequest, or TooLarge for a cost beyond the limits, even when divided among `shards`.
     """
     members = decoded.members
     key = cache_key(members)
@@ -49,7 +49,7 @@ def bind_attend(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shard
 
 
 def fit(request: AttendRequest, spec: LayerSpec) -> None:
-    """Raises InvalidRequest where the request's shapes do not fit the layer it names."""
+    """Raises InvalidRequest if the request's shapes do not fit the layer."""
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     value = key if request.value is None else request.value
@@ -79,7 +79,7 @@ def fit(request: AttendRequest, spec: LayerSpec) -> None:
 
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
-    """The call, on the CPU. Raises InvalidRequest where a number is not finite in the layer's dtype."""
+    """The call, with tensors on the CPU. Raises InvalidRequest if a number is not finite in the layer's dtype."""
     query, key, value = sequences(request.query, request.key, request.value, spec)
     select = request.select
     head_scale = None
@@ -109,7 +109,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
 
 
 def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value as a call has them, batched; a key left out is the query itself, a value the key."""
+    """Query, key and value as tensors [b, n, width]. A missing key is the query tensor itself, a missing value the key tensor."""
     batched = query.ndim == 3
     queries = _numbers("query", query, spec, batched)
     keys = queries if key is None else _numbers("key", key, spec, batched)
@@ -158,12 +158,12 @@ def _positions(q: int) -> torch.Tensor:
 
 
 def _bound(keys: int | None) -> int | None:
-    """A side of a window; none where it is wider than any sequence."""
+    """One side of a window; None if it is wider than any sequence."""
     return None if keys is None or keys >= 2**40 else keys
 
 
 def _allowed(attend: Array | None, block: Array | None) -> Array | None:
-    """One mask in which true means "may attend"."""
+    """The mask with true = may attend: a copy of `attend`, or `block` inverted; None if neither is given."""
     array = attend if block is None else ~block
     return None if array is None else np.array(array)
 
@@ -184,6 +184,6 @@ def _lengths(lens: Array | None, batched: bool) -> torch.Tensor | None:
 
 
 def masked_rows(first: Any) -> InvalidRequest:
-    """The refusal for rows that have no key where the caller asked for an error."""
+    """The error for fully masked rows under fully_masked="error"; `first` lists some of them."""
     rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
     return InvalidRequest(problems=[Problem("/fully_masked", "a key to attend to for every row", f"none for {rows}")])

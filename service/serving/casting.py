@@ -1,4 +1,4 @@
-"""Arrays of a body -> torch tensors of a layer's dtype, checked to be finite there."""
+"""Casts the arrays of a request to torch tensors of a layer's dtype, and checks that the results are finite."""
 
 import warnings
 
@@ -9,13 +9,13 @@ from service.errors import InvalidRequest
 from service.tensors import BY_TORCH, Array
 from service.wire.arrays import first_index
 
-with warnings.catch_warnings():  # torch says once a process that it will not keep anyone from writing to a body's memory; nobody does
+with warnings.catch_warnings():  # torch warns once that a tensor over read-only memory can be written to; no code does that
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
-    """The array in a torch dtype. Raises InvalidRequest at the first number that is not finite there; `infinite` allows -inf."""
+    """The array as a tensor of `dtype`. Raises InvalidRequest for the first number that is not finite in it; `infinite` allows -inf."""
     target = BY_TORCH[dtype].numpy
     numbers = array
     if array.dtype != target:

@@ -1,4 +1,4 @@
-"""Threads that decode and encode what is too large for the event loop, fairly: light work does not wait behind heavy work."""
+"""A thread pool for decoding and encoding large bodies. It is fair between callers, and light work does not wait for heavy work."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from service.serving.fair_queue import FairQueue
 
 T = TypeVar("T")
-HEAVY = 1 << 20  # bytes from which on work is heavy: it holds the interpreter's lock for milliseconds at a time
-OVERHEAD = 1 << 14  # bytes that any work costs at least
+HEAVY = 1 << 20  # bytes; work of this size holds the interpreter's lock for milliseconds at a time
+OVERHEAD = 1 << 14  # bytes added to the cost of any work
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work that waits for a thread."""
+    """A function that waits for a thread."""
 
     function: Callable[[], Any]
     size: int
@@ -28,8 +28,8 @@ class Job:
 
 
 class CodecPool:
-    """Runs functions on `threads` threads, of which one at a time does heavy work: two would only contend for the interpreter's lock,
-    and between them hardly leave it to the event loop. Callers share each of the two kinds of work fairly, by bytes.
+    """Runs functions on `threads` threads, with at most one heavy function at a time: two would contend for the interpreter's lock and
+    starve the event loop. Light and heavy functions have one queue each, which is shared fairly between callers, by bytes.
 
     All methods run on the event loop.
     """
@@ -41,7 +41,7 @@ class CodecPool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="codec")
 
     async def run(self, function: Callable[[], T], size: int, caller: str) -> T:
-        """What the function returns, computed off the event loop; `size` is how many bytes it reads or writes, as far as is known."""
+        """Run a function in a thread and return its result. `size` is the number of bytes it reads or writes, 0 if unknown."""
         loop = asyncio.get_running_loop()
         job = Job(function, size, caller, loop.create_future())
         (self._heavy if job.heavy else self._light).append(job)
@@ -53,7 +53,7 @@ class CodecPool:
         self._threads.shutdown()
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts what can be started, light work first."""
+        """Start as many jobs as threads are free, light ones first."""
         while self._free and (job := self._take()) is not None:
             self._free -= 1
             self._heavy_free = self._heavy_free and not job.heavy
@@ -61,7 +61,7 @@ class CodecPool:
             running.add_done_callback(lambda ran, job=job: loop.call_soon_threadsafe(self._finish, loop, job, ran))  # type: ignore[misc]
 
     def _take(self) -> Job | None:
-        """The next job whose caller still waits for it."""
+        """Remove and return the next job that is not cancelled; None if no job may start."""
         for queue in (self._light, self._heavy) if self._heavy_free else (self._light,):
             while queue:
                 job = next(iter(queue))

@@ -1,6 +1,6 @@
-"""What a call will cost, predicted from its shapes alone: floating-point operations, memory, bytes of reply. Pure arithmetic.
+"""Predicts the cost of a call from its shapes: floating-point operations, memory, bytes of the reply.
 
-The same prediction decides admission and answers POST /attend/plan. Nothing is computed and no tensor's values are read.
+The same prediction decides admission and answers POST /attend/plan. The values of tensors are not read.
 """
 
 import math
@@ -16,19 +16,19 @@ from service.tensors import BY_TORCH, DATATYPES
 from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
-TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # bytes that one number takes in JSON, by bytes of its datatype; measured on normal variates
-LARGEST_BATCH = 2**31 - 1  # that is announced
+TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+LARGEST_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 PROJECTED = {"query_projection": "q", "key_projection": "k", "value_projection": "k"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Bounds on layers and calls; each refusal names the one it ran into."""
+    """Bounds on layers and calls. A refusal names the exceeded one by its setting."""
 
     layer_parameters: int = 1 << 28
     total_parameters: int = 1 << 30
     layers: int = 1000
-    layer_width: int = 1 << 16  # of a row that a layer takes, projects to or gives
+    layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
     scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
     memory_bytes: int = 4096 * MIB
     operations: int = 10**13
@@ -39,7 +39,7 @@ class ServingLimits:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What is predicted for one call. `outputs` maps output names to their shapes, without b where the request has none."""
+    """The predicted cost of one call. `outputs` maps output names to shapes, without b if the request has no batch axis."""
 
     outputs: dict[str, tuple[int, ...]]
     operations: int
@@ -48,13 +48,13 @@ class Cost:
     reply_bytes: int
     items: int = 1
     pairs: int = 0  # heads * queries * keys of one batch item
-    tensor_bytes: int = 0  # of the outputs as they are in memory, in the datatype of the reply
+    tensor_bytes: int = 0  # of the outputs as binary numbers in the reply's datatype
 
 
 class Asking(NamedTuple):
-    """All of a request that its cost depends on; `heads` and `queries` count those selected, None where no weights are selected."""
+    """The properties of a request that its cost depends on. `heads` and `queries`: numbers of selected ones; None without a selection."""
 
-    batch: int | None  # None where the request has no batch axis
+    batch: int | None  # None: no batch axis
     num_queries: int
     num_keys: int
     outputs: tuple[str, ...]
@@ -70,7 +70,7 @@ class Asking(NamedTuple):
 
 
 def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
-    """The cost of a request that fits the layer."""
+    """The cost of a request whose shapes fit the layer."""
     *batch, num_queries, _ = request.query.shape
     key = request.query if request.key is None else request.key
     select, reply = request.select, request.reply
@@ -92,7 +92,7 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     return _predict(asking, spec)
 
 
-@lru_cache(1024)  # requests of one shape are many, and this would be a tenth of a small one's time
+@lru_cache(1024)  # shapes recur, and without a cache this would be a tenth of a small request's time
 def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     b, q, k, h = asking.batch if asking.batch is not None else 1, asking.num_queries, asking.num_keys, spec.num_heads
     size = BY_TORCH[spec.dtype].size
@@ -102,7 +102,7 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
     values = spec.num_kv_heads * spec.value_head_dim
     products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
     elements = h * q * k * (10 + 20 * asking.dropout + 20 * bool(asking.top_k))
-    # softmax, random numbers and sorting are no products, yet take time
+    # softmax, dropout and sorting take time per score, beyond the matrix products
     operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if asking.gradients else 1)
     rows = h * q if asking.heads is None or asking.queries is None else asking.heads * asking.queries
     weighed = rows * ("attention_weights" in asking.outputs) + h * q * ("scores" in asking.outputs) + 3 * h * q * asking.gradients
@@ -116,7 +116,7 @@ def _predict(asking: Asking, spec: LayerSpec) -> Cost:
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
-    """Why a call of this cost is not taken; empty if it is."""
+    """The limits that a call of this cost exceeds; empty if it is admitted."""
     problems = []
     if cost.scores > limits.scores:
         wanted = f"at most {limits.scores} weights and scores (max_scores); select fewer heads or queries"
@@ -137,10 +137,10 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
 
 
 def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
-    """Why a call is not admitted (empty if it is), and whether it is admitted only in parts, one for each of the shards.
+    """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
-    The reply is assembled in one place, so its bounds are not extended. Dropout is drawn over all keys at once, and gradients flow through
-    all of them: such calls are not cut into parts.
+    One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
+    depend on all keys at once and are never cut.
     """
     problems = admit(cost, limits)
     if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
@@ -149,26 +149,26 @@ def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: 
 
 
 def share(cost: Cost, shards: int) -> Cost:
-    """The cost of one of so many parts."""
+    """The cost of one part of a call that is cut into `shards` parts."""
     work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
     return replace(cost, **work)
 
 
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
-    """The most batch items that are admitted, of one query and one key each and with the outputs that come by default; at least 1."""
+    """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
     asking = Asking(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
     batches = range(2, min(limits.items, LARGEST_BATCH) + 1)
     return bisect_left(batches, True, key=lambda b: bool(admit(_predict(asking._replace(batch=b), spec), limits))) + 1
 
 
 def check(cost: Cost, limits: ServingLimits) -> None:
-    """Raises TooLarge if the call is not admitted."""
+    """Raises TooLarge if a call of this cost is not admitted."""
     if problems := admit(cost, limits):
         raise TooLarge(problems=problems)
 
 
 def _shapes(asking: Asking, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
-    """Output name -> shape with b, in the order asked for."""
+    """Output name -> shape, with b, in the order of the request."""
     q, k, h, joined, kv = asking.num_queries, asking.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {
         "output": (b, q, spec.output_dim if spec.projections else joined),
@@ -203,12 +203,12 @@ def _weights(asking: Asking, b: int, h: int) -> dict[str, tuple[int, ...]]:
 
 
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
-    """The V2 name of the datatype in which an output is replied, given the one that the caller wants."""
+    """The V2 datatype of an output in the reply; `datatype` is the requested one, None for the layer's."""
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
 def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
-    """Of tensors of these shapes in that form; `datatype` maps an output's name to its V2 datatype."""
+    """Bytes of a reply with tensors of these shapes; `form` is nested or base64, `datatype` maps an output's name to its V2 datatype."""
     total = 200
     for name, shape in outputs.items():
         size = DATATYPES[datatype(name)].size

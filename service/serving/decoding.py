@@ -1,6 +1,6 @@
-"""Bodies that are no calls -> documents and layers: POST /words, PUT /layers/{name}, the model repository.
+"""Decodes request bodies that are not calls: POST /words, PUT /layers/{name}, the model repository.
 
-Every function raises subclasses of RequestError, and is to be run off the event loop.
+The functions raise subclasses of RequestError and block, so they must not run on the event loop.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ D = TypeVar("D", bound=Document)
 
 
 def read_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    """The body as a document of that model."""
+    """Decode the body and validate it as `model`."""
     body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
     return validate(model, raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
 
 
 def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
-    """The body as a JSON object without tensors, of at most `largest` bytes unpacked; an empty one where there is no body."""
+    """The body as a JSON object without tensors, of at most `largest` bytes after decompression; {} if the body is empty."""
     text = unpack(raw.take_body(), raw.coding, largest)
     document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
@@ -38,7 +38,7 @@ def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
 
 
 def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> tuple[LayerSpec, Mapping[str, Array] | None]:
-    """Spec and weights of a layer; None for weights that are to be drawn."""
+    """Spec and weights of a layer; weights are None if they are to be drawn as the spec says."""
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
     for name in ("layout", "prefix", "spec"):

@@ -1,4 +1,4 @@
-"""The device that computes, and its memory in use."""
+"""Finds the torch device to compute on, and reads its memory in use."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ STATM = Path("/proc/self/statm")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; for "auto", the first GPU, or the CPU if there is none. Raises ValueError if torch does not have it."""
+    """The device of that name; for "auto", the first GPU, or the CPU if there is none. Raises ValueError for a missing CUDA device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= count:

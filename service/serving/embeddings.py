@@ -1,7 +1,7 @@
-"""Turns a sentence into tokens, a vector for each, and the layer they are meant for.
+"""Turns a sentence into tokens, a vector for each token, and the layer to call with them.
 
-`hash_words` draws each word's vector from a hash of the word: reproducible anywhere, and without meaning. `read_minilm` computes the input
-of one attention layer of all-MiniLM-L6-v2, and reads that layer's weights, without torch.
+`hash_words` draws each word's vector from a hash of the word: reproducible on any machine, but without meaning. `read_minilm` computes
+the input of one attention layer of all-MiniLM-L6-v2, and reads that layer's weights, without torch.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ MAX_WORDS = 2048
 
 
 class NoModel(Exception):
-    """The checkpoint or its tokenizer is not installed; the message says what to install."""
+    """The checkpoint or its tokenizer is not installed; the message names the missing packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Sentence:
 
 
 def hash_words(sentence: str, spec: LayerSpec, width: int | None = None, largest: int | None = None) -> Sentence:
-    """Words and punctuation marks with vectors as wide as the layer's queries, or `width`.
+    """Words and punctuation marks with vectors of `width` numbers, by default the layer's query_dim.
 
     Raises ValueError for no words, more than MAX_WORDS, or vectors of more than `largest` numbers in all.
     """
@@ -88,7 +88,7 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
 
 
 def _folder() -> Path:
-    """The folder of the checkpoint, found without importing its package."""
+    """The folder of the checkpoint, found without importing its package. Raises NoModel."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

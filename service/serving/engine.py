@@ -1,9 +1,9 @@
-"""The path of a request, the same for every protocol:
+"""The request path, shared by all protocols:
 
     bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
 
-Decoding, finding and binding are one step, as are building a reply and encoding it: small ones run on the event loop, large ones in one of
-the codecs' threads. Knows no HTTP.
+Two steps may be slow: decode, find and bind; and build and encode the reply. Each runs on the event loop if its body is small, else in a
+thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -40,7 +40,7 @@ SMALL = 64 * 1024  # bytes up to which decoding and encoding take well under a m
 
 
 class Endpoint(NamedTuple):
-    """What distinguishes one kind of call: the document that its body is, and how a decoded one is bound to its layer."""
+    """A kind of call: the model of its body, and the function that binds a decoded body to its layer."""
 
     document: type[AttendRequest]
     bind: Callable[[Decoded, HeldLayer, ServingLimits, int], BoundCall]
@@ -65,9 +65,9 @@ class Engine:
     ) -> None:
         self.registry, self.scheduler, self.metrics, self.statistics = registry, scheduler, metrics, statistics
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
-        self.codecs = CodecPool(min(2, usable_cores()))  # threads that hold the interpreter's lock most of the time
+        self.codecs = CodecPool(min(2, usable_cores()))  # more threads would only contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.shards: Shards | None = None  # which compute what is too large for this process
+        self.shards: Shards | None = None  # compute the calls that are too large for one process
 
     def attend(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
         """POST /attend, and the Open Inference Protocol's infer."""
@@ -78,11 +78,11 @@ class Engine:
         return self.answer(raw, ANALYSIS)
 
     def figure(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
-        """POST /attend/figure. Computed reproducibly, so that the same request gives the same bytes."""
+        """POST /attend/figure. The call is computed reproducibly, so that equal requests get equal bytes."""
         return self.answer(raw, FIGURE)
 
     async def answer(self, raw: RawRequest, endpoint: Endpoint) -> EncodedReply:
-        """The reply to a call of that kind. Raises AttendError, with pointers into the body that was sent."""
+        """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
         started, size = self.clock(), raw.size
         if size <= SMALL and not raw.coding:
             decoded, bound = self.decode_and_bind(raw, endpoint)
@@ -96,7 +96,7 @@ class Engine:
             outcome = await self.submit(bound, waiting, raw.caller)
             encoding = self.clock()
             encoded = await self.encode(bound, outcome.result, decoded, raw, waiting)
-        except BaseException:  # a caller who has gone among them
+        except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - encoding)
@@ -104,7 +104,7 @@ class Engine:
         return EncodedReply(encoded.headers, encoded.pieces, phases, _description(bound, outcome))
 
     def decode_and_bind(self, raw: RawRequest, endpoint: Endpoint) -> tuple[Decoded, BoundCall]:
-        """The decoded body and its bound call."""
+        """Decode the body, find its layer and bind the call."""
         decoded = self.decode(raw, endpoint.document)
         with decoded.error_paths:
             layer = self.find(decoded.members, endpoint.document)
@@ -114,20 +114,23 @@ class Engine:
         return decoded, bound
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
-        """The decoded body; its members are not validated. Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType."""
+        """Decompress and decode the body; its members are not validated yet.
+
+        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType.
+        """
         body = raw.take_body()
         if raw.coding:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
         return raw.codec.decode(body, raw.parameters, document.tensors, self.wire_limits, shapes_alone)
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> HeldLayer:
-        """The layer that a request names. Raises LayerNotFound or LayerUnloaded; InvalidRequest for errors of its own, which come first."""
+        """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
         name = members.get("layer", DEFAULT_LAYER)
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(document, members).layer) if layer is None else layer
 
     def submit(self, bound: BoundCall, waiting: Waiting, caller: str) -> Coroutine[Any, Any, Outcome]:
-        """The result of a bound call: of this process's device, or of all shards together."""
+        """Compute a bound call on this process's device, or in parts on the shards."""
         if self.shards is not None and bound.in_parts:
             return compute_in_shards(self.shards, bound, waiting.deadline, self.clock, self.codecs)
         return self.scheduler.submit(bound.layer, bound.call, bound.cost, waiting.deadline, waiting.gone, caller, operation=bound.operation)
@@ -140,14 +143,14 @@ class Engine:
                 picture = await self.renderer.draw(partial(draw_figure, bound, result), waiting)
             headers = ((b"content-type", media_type_of(bound.figure).encode()),)
             encoded = Encoded(headers, [picture])
-            coding = raw.reply_coding if bound.figure.format != "png" else ""  # which is compressed already
+            coding = raw.reply_coding if bound.figure.format != "png" else ""  # PNG is compressed already
             return await self.run(raw, len(picture), _compressed, encoded, coding) if coding else encoded
         if bound.cost.reply_bytes <= SMALL:
             return _build_and_encode(bound, result, decoded, raw)
         return await self.run(raw, bound.cost.reply_bytes, _build_and_encode, bound, result, decoded, raw, waiting=waiting)
 
     async def plan(self, raw: RawRequest) -> Plan:
-        """POST /attend/plan: the reply and the cost of the same request, without computing it."""
+        """POST /attend/plan: the reply's shapes and the cost of a request, without computing it."""
         return await self.run(raw, raw.size, self._plan, raw)
 
     def _plan(self, raw: RawRequest) -> Plan:
@@ -157,14 +160,14 @@ class Engine:
         return plan_of(validate(document, decoded.members), layer, self.limits, 0 if self.shards is None else self.shards.count)
 
     async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any, waiting: Waiting | None = None) -> T:
-        """What the function returns, computed in one of the codecs' threads; `size` is how many bytes it reads or writes.
+        """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
 
-        Raises CallerGone or DeadlinePassed where nobody waits for it any more when a thread is free.
+        Raises CallerGone or DeadlinePassed, without running it, if the caller no longer waits when a thread is free.
         """
         return await self.codecs.run(partial(self.unless_abandoned, waiting or raw.waiting, function, *args), size, raw.caller)
 
     def unless_abandoned(self, waiting: Waiting, function: Callable[..., T], *args: Any) -> T:
-        """What the function returns. Raises CallerGone or DeadlinePassed where nobody waits for it any more."""
+        """Run the function. Raises CallerGone or DeadlinePassed instead if the caller no longer waits."""
         waiting.demand(self.clock())
         return function(*args)
 
@@ -178,32 +181,32 @@ class Engine:
 
 
 def _earliest(deadline: float | None, timeout: float | None, now: float) -> float | None:
-    """The earlier one of a deadline and the end of a timeout that starts now."""
+    """The earlier of `deadline` and `now + timeout`; None if both are None."""
     if timeout is None:
         return deadline
     return now + timeout if deadline is None else min(deadline, now + timeout)
 
 
 def _demand_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
-    """Raises TooLarge where the reply's tensors have more than `largest` bytes."""
+    """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
     if (size := bound.cost.tensor_bytes) > largest:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))
 
 
 def _build_and_encode(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
-    """The reply's headers and bytes. Raises InvalidRequest where the caller wants an error for fully masked rows or non-finite numbers."""
+    """The reply's headers and bytes. Raises InvalidRequest for fully masked rows or non-finite numbers if the request asks for an error."""
     with decoded.error_paths:
         encoded = raw.reply_codec.encode(build_reply(bound, result), bound.request.reply, decoded.reply_format)
     return _compressed(encoded, raw.reply_coding) if raw.reply_coding else encoded
 
 
 def _compressed(encoded: Encoded, coding: str) -> Encoded:
-    """The reply under that Content-Encoding."""
+    """The reply, compressed with this Content-Encoding."""
     return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))
 
 
 def _description(bound: BoundCall, outcome: Outcome) -> dict[str, Any]:
-    """What the log says of a call."""
+    """The fields of a call's log entry."""
     request, layer = bound.request, bound.layer
     about: dict[str, Any] = {"layer": layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys}
     if bound.figure is not None:

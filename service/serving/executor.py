@@ -1,6 +1,6 @@
-"""Executes one batch: stack, compute on the device, split. Knows no queue and no event loop.
+"""Executes one batch: stack the calls, compute on the device, split the result. Independent of queue and event loop.
 
-An exception anywhere reaches every call of the batch. A batch that runs out of memory is computed in halves.
+If the computation raises, every call of the batch gets the error. A batch that runs out of memory is split in halves, which are retried.
 """
 
 import errno
@@ -17,12 +17,12 @@ from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, halves, split, stack, stacks
 from service.serving.layers.registry import HeldLayer
 
-NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # as torch, Python and the linker say it
+NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # messages of torch, Python and the linker
 
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """The number of items that the calls of one batch have together, and whether they are counted in the statistics."""
+    """One execution of a batch: the number of its items, and whether the statistics have counted it."""
 
     items: int
     counted: bool = False
@@ -30,7 +30,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result, the seconds it waited and took, the number of calls in its batch, and the batch's execution."""
+    """The result of a call, its seconds in the queue and in computation, the number of calls in its batch, and the batch's execution."""
 
     result: Result
     queue: float
@@ -43,9 +43,9 @@ Settled = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
 def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
-    """Every entry with its outcome or error. Never raises: a failure reaches every call of the batch.
+    """Return every entry with its outcome or error; never raise.
 
-    `splitting` is called for each batch that ran out of memory and is computed in halves.
+    `splitting` is called each time a batch runs out of memory and is split in halves.
     """
     started = clock()
     try:
@@ -63,7 +63,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
 
 
 def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
-    """Every entry with its result, stack after stack."""
+    """Every entry with its result, grouped by stack."""
     stacked = list(stacks(batch))
     results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked], batch[0].operation)
     pairs: list[tuple[Entry, Result]] = []
@@ -73,9 +73,9 @@ def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
 
 
 def run(layer: HeldLayer, calls: Sequence[Call], operation: Operation | None = None) -> Sequence[Result]:
-    """The result of each call, on the layer's device. A call with an operation comes alone.
+    """Compute the calls on the layer's device. A call with an operation, or a reproducible one, must be the only one.
 
-    A reproducible call also comes alone, and is computed by one thread, however many the server was given.
+    A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
     attention = layer.attention
     calls = [call.to(attention.device) for call in calls]
@@ -87,11 +87,11 @@ def run(layer: HeldLayer, calls: Sequence[Call], operation: Operation | None = N
 
 @cache
 def one_core() -> ThreadPoolExecutor:
-    """A thread whose arithmetic takes one core, made when first needed: an engine does so before it serves.
+    """An executor whose one thread computes on one core. Created by the first call, which must precede computation in other threads.
 
-    `torch.set_num_threads` sets the number for the thread that calls it, and besides the default for all threads that start to compute
-    later. So it is called once in the new thread, and that default is then set back; calling it around each reproducible call would let
-    whatever thread starts at that moment have one core for ever.
+    `torch.set_num_threads` sets the number for the calling thread and the default for all threads that start to compute later. So it is
+    called once in the new thread, and the default is then restored. If it were called around each reproducible call, a thread that starts
+    to compute at that moment would keep one core for ever.
     """
     default = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
@@ -101,7 +101,7 @@ def one_core() -> ThreadPoolExecutor:
 
 
 def _take_one_core() -> None:
-    torch.get_num_threads()  # a thread takes the default when it first asks: later, it would undo the next line
+    torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
     torch.set_num_threads(1)
 
 
@@ -113,16 +113,16 @@ def _on_cpu(result: Result) -> Result:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of the host or of the device."""
+    """Whether the host or the device ran out of memory."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def failure(error: Exception) -> AttendError:
-    """The error that every call of the batch gets."""
+    """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
     if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
     fault = ServiceFault("computing failed")
-    fault.__cause__ = error  # but not of the one above: its frames hold the memory that was too much
+    fault.__cause__ = error  # OutOfMemory gets no cause: the traceback would keep the tensors alive
     return fault

@@ -1,12 +1,11 @@
-"""Fair order of waiting work. Pure: no clock, no event loop, no thread.
+"""A queue that orders items fairly between flows. Uses no clock, event loop or thread.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996). Items belong to flows. Every flow has a tag: the work it has been served so far, but
-never less than the queue's virtual time. The flow with the lowest tag is served next, and its tag grows by the cost of what is served. The
-virtual time is the highest tag that was ever chosen: a flow that was idle cannot save up what it did not use.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996). Items belong to flows. A flow's tag is the cost of its served items, but at least
+the queue's virtual time when the flow becomes active. The flow with the lowest tag is served next, and its tag grows by the cost of the
+served item. The virtual time is the highest tag that was ever chosen, so an idle flow cannot accumulate credit.
 
-So flows that always have something waiting are served equal amounts of work, whatever the sizes of their items; the first item of a flow
-that was idle waits for the item in service and at most one item of each other flow; within a flow, first come is first served; and the
-queue serves whenever it holds anything.
+Consequences: flows that always have waiting items are served equal costs, whatever the sizes of their items. The first item of a flow that
+was idle waits for the item in service and at most one item of each other flow. Within a flow, items are served in order of arrival.
 """
 
 import heapq
@@ -15,11 +14,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
-REMEMBERED = 1024  # flows without items whose tags are kept
+REMEMBERED = 1024  # most empty flows whose tags are kept
 
 
 class _Flow(Generic[T]):
-    """Items of one flow, first come first served."""
+    """The items of one flow, oldest first."""
 
     __slots__ = ("items", "tag")
 
@@ -29,21 +28,21 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Items in the order in which they are to be served. Items are told apart by identity or by their own equality."""
+    """A fair queue. Items are compared with == and hashed."""
 
     def __init__(self, flow: Callable[[T], Hashable], cost: Callable[[T], float]) -> None:
-        """`flow` and `cost` tell an item's flow and its cost, which is positive; both stay the same as long as the item waits."""
+        """`flow` and `cost` return an item's flow and its positive cost; both must not change while the item waits."""
         self._flow, self._cost = flow, cost
-        self._flows: dict[Hashable, _Flow[T]] = {}  # that have items
-        self._idle: dict[Hashable, float] = {}  # tags of flows that have none, beyond the virtual time
+        self._flows: dict[Hashable, _Flow[T]] = {}  # flows with items
+        self._idle: dict[Hashable, float] = {}  # tags of empty flows, if above the virtual time
         self._virtual_time = 0.0
-        self.length = 0  # of items that wait
+        self.length = 0  # number of items
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[T]:
-        """All items, in the order in which they would be served one by one if nothing else came. The queue must not change meanwhile."""
+        """All items, in the order in which they would be served if no more were added. The queue must not change during iteration."""
         if len(self._flows) == 1:
             yield from next(iter(self._flows.values())).items
             return
@@ -59,7 +58,7 @@ class FairQueue(Generic[T]):
                 yield item
 
     def append(self, item: T) -> None:
-        """The item is the last of its flow."""
+        """Add an item at the end of its flow."""
         key = self._flow(item)
         flow = self._flows.get(key)
         if flow is None:
@@ -69,12 +68,12 @@ class FairQueue(Generic[T]):
         self.length += 1
 
     def serve(self, items: Sequence[T]) -> None:
-        """Removes these items, the first of which was chosen and the others went along, and counts their cost as work that their flows were
-        served."""
+        """Remove these items and charge their costs to their flows. Only the first was chosen by the queue and advances the virtual
+        time; the others share its batch."""
         if items:
             first = self._flows[self._flow(items[0])]
             self._virtual_time = max(self._virtual_time, first.tag)
-            if len(items) == 1 and first.items[0] is items[0]:  # the common case, as a few steps
+            if len(items) == 1 and first.items[0] is items[0]:  # fast path for the common case
                 first.tag += self._cost(items[0])
                 first.items.popleft()
                 self.length -= 1
@@ -85,7 +84,7 @@ class FairQueue(Generic[T]):
         self.remove(items)
 
     def remove(self, items: Iterable[T]) -> None:
-        """Removes these items, which were not served."""
+        """Remove these items without charging their flows."""
         leaving: dict[Hashable, set[T]] = {}
         for item in items:
             leaving.setdefault(self._flow(item), set()).add(item)
@@ -99,7 +98,7 @@ class FairQueue(Generic[T]):
             self._drop_if_empty(key, flow)
 
     def _drop_if_empty(self, key: Hashable, flow: _Flow[T]) -> None:
-        """Drops a flow without items; its tag is kept as long as it is ahead of the virtual time."""
+        """Remove the flow if it is empty. Its tag is remembered if it is above the virtual time."""
         if flow.items:
             return
         del self._flows[key]

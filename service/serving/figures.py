@@ -1,9 +1,9 @@
-"""Figures: a valid request and a layer become a bound call, and its result is drawn by one thread.
+"""POST /attend/figure: binds the request to a layer, and draws the result in one thread.
 
-The weights are not replied but reduced as they are computed, to no more cells than a picture has room for: a figure costs the memory of a
-call that asks for no weights, at any length.
+The weights are reduced to the cells of the picture block by block as they are computed, so a figure needs no more memory than a call
+without weights, at any length.
 
-A drawing cannot be stopped from outside, so it checks the clock itself; a caller who waits for it is answered at the deadline.
+A thread cannot be cancelled, so the drawing itself checks its deadline at intervals. The caller gets its error at the deadline.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from service.wire.schemas.figure import FigureRequest
 
 Check = Callable[[], None]
 Drawing = Callable[[Check], bytes]
-HEADS = 256  # side by side in one picture
-LONGEST = 30.0  # seconds that a drawing may take, and wait, where its caller sets no earlier deadline
-WAITING = 32  # drawings; each is bounded in cells and pixels, so that their number bounds their cost
+HEADS = 256  # most heads in one picture
+LONGEST = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
+WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
 def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
-    """The bound call of a request for a figure. `decoded.reply_format` is the media type that its headers accept, "" for none of ours.
+    """The bound call of a request for a figure. `decoded.reply_format` is the accepted media type, "" if no picture type is accepted.
 
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
     """
@@ -60,7 +60,7 @@ def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shard
 
 
 def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
-    """The figure of a bound call, from its result. `check` is called now and then; it raises where nobody waits any more."""
+    """Draw the figure of a bound call from its result. `check` is called at intervals and raises if the caller no longer waits."""
     assert bound.figure is not None
     about = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
     return draw(compose(bound.figure, result.tensors, about), bound.figure, check)
@@ -97,16 +97,16 @@ def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
 
 
 class FigureRenderer:
-    """Draws one figure at a time, in a thread of its own: matplotlib's settings and fonts belong to the process."""
+    """Draws one figure at a time in a separate thread, since matplotlib's settings and fonts are global to the process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawing")  # starts with the first figure
         self._waiting = 0
-        self._seconds = 0.5  # a moving average of what a figure takes
+        self._seconds = 0.5  # moving average of the seconds per figure
 
     async def draw(self, drawing: Drawing, waiting: Waiting) -> bytes:
-        """The bytes that `drawing` returns. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
+        """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= WAITING:
             wanted = f"at most {WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", wanted, str(self._waiting + 1))])

@@ -1,4 +1,4 @@
-"""The shutdown gate: closes once, and closes other servers (gRPC) together with the HTTP server, not after it."""
+"""The shutdown gate, which makes other servers (gRPC) close at the same time as the HTTP server, not after it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,7 +10,7 @@ Close = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class ShutdownGate:
-    """Open until `close`. Belongs to one event loop, which must run when it closes."""
+    """Open until `close`, which must be called on the gate's event loop."""
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
@@ -26,23 +26,23 @@ class ShutdownGate:
         self._servers.append(close)
 
     def close(self) -> None:
-        """Closes the gate, and starts to close the registered servers. Returns at once; a second time it does nothing."""
+        """Close the gate and start to close the registered servers. Returns at once. Idempotent."""
         if self.open:
             self._closing.set()
             self._tasks = [asyncio.get_running_loop().create_task(close()) for close in self._servers]
 
     async def closed(self) -> None:
-        """Returns when the registered servers have closed."""
+        """Wait until the registered servers have closed."""
         await asyncio.gather(*self._tasks)
 
     async def closes_within(self, seconds: float) -> None:
-        """Returns when the gate closes, or after so many seconds."""
+        """Wait until the gate closes, at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
     async def until_closed(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """The items, until there are no more, or the gate closes."""
+        """Yield the items until they end or the gate closes."""
         closing = asyncio.create_task(self._closing.wait())
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The metrics of one process, and the phases of a request that they and `Server-Timing` show."""
+"""The Prometheus metrics of one process, and the phases of a request, which `Server-Timing` also shows."""
 
 import os
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class Phases:
 
 
 class Metrics:
-    """The metrics of one process. Labelled counters are looked up once: a look-up costs more than counting."""
+    """The metrics of one process. Labelled counters are cached, since looking one up costs more than incrementing it."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None
-        self.shared = self.folder is not None  # each worker reports the metrics of all
+        self.shared = self.folder is not None  # any worker reports the sums over all workers
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
@@ -59,7 +59,7 @@ class Metrics:
         self._collectors: list[Collector] = []
 
     def add(self, collector: Collector) -> None:
-        """Includes metrics that are counted elsewhere, and over all workers there."""
+        """Include the metrics of a collector that sums over all workers itself."""
         self.registry.register(collector)
         self._collectors.append(collector)
 
@@ -67,7 +67,7 @@ class Metrics:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
 
     def answered(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
-        """Counts a request that has ended, with a reply or without (status 0)."""
+        """Count a finished request; status 0 means that no reply was sent."""
         if (counter := self._answered.get((endpoint, status))) is None:
             counter = self._answered[endpoint, status] = self._requests.labels(endpoint, str(status))
         counter.inc()
@@ -79,24 +79,24 @@ class Metrics:
         self._failures.labels(reason).inc()
 
     def computed(self, phases: Phases) -> None:
-        """Counts the phases of a call that has its reply."""
+        """Record the phases of an answered call."""
         for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
             histogram.observe(seconds)
 
     def abandoned(self, count: int) -> None:
-        """Counts calls that were dropped because their callers had gone."""
+        """Count calls dropped because their callers disconnected."""
         self._abandoned.inc(count)
 
     def batched(self, calls: int) -> None:
-        """Counts a batch of so many calls."""
+        """Record the number of calls in a batch."""
         self._batch.observe(calls)
 
     def split(self) -> None:
-        """Counts a batch that did not fit into memory and is split in halves."""
+        """Count a batch that ran out of memory and was split in halves."""
         self._splits.inc()
 
     def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
-        """Sets the gauges: `queue` is the calls, operations and bytes that wait; `held` and `memory` are bytes."""
+        """Set the gauges. `queue`: calls, operations and bytes waiting; `held`, `memory`: bytes."""
         for gauge, value in zip(self._queue, queue, strict=True):
             gauge.set(value)
         self._held.set(held)

@@ -1,4 +1,4 @@
-"""Bounds the predicted cost of the calls in the queue, in all and of each flow. Pure arithmetic."""
+"""Bounds the predicted cost of the waiting calls, in total and per flow."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,18 +8,18 @@ from service.serving.cost import Cost
 
 
 class Flow(NamedTuple):
-    """The calls of one caller of one size class."""
+    """The calls of one caller in one size class."""
 
-    caller: str  # empty for calls of the service itself
+    caller: str  # empty for internal calls
     size: int
 
 
-INTERNAL = Flow("", 0)  # light calls of the service itself, such as probes
+INTERNAL = Flow("", 0)  # light internal calls, such as probes
 
 
 @dataclass(slots=True)
 class Waiting:
-    """The calls of one flow, or of all, that wait."""
+    """Number and predicted cost of the waiting calls, of one flow or of all."""
 
     calls: int = 0
     operations: int = 0
@@ -32,11 +32,10 @@ class Waiting:
 
 
 class Occupancy:
-    """Predicted operations and bytes of the calls that wait.
+    """Predicted operations and bytes of the waiting calls, with two bounds on each.
 
-    Two bounds: all calls together stay within the limits, and a caller's calls of one size class take at most as much as is left free for
-    others. So one caller alone fills half of the queue, two fill a third each, and there is always room for one more. The service's own
-    calls have the first bound only.
+    All calls together stay within the limit, and the calls of one flow take at most as much as stays free. So one flow alone fills at most
+    half of the queue, two fill a third each, and there is always room for another. Internal calls are subject to the first bound only.
     """
 
     def __init__(self, operations: int, memory_bytes: int) -> None:
@@ -56,11 +55,11 @@ class Occupancy:
             del self.flows[flow]
 
     def has_room(self, flow: Flow, cost: Cost) -> bool:
-        """Whether such a call may wait. The first call of all always may."""
+        """Whether a call may enter the queue. An empty queue accepts any call."""
         return self.refusal(flow, cost) is None
 
     def refusal(self, flow: Flow, cost: Cost) -> Problem | None:
-        """The bound that such a call would exceed, and its setting; None where it may wait."""
+        """The bound that a call would exceed, with its setting; None if it may enter the queue."""
         total, held = self.total, self.flows.get(flow)
         if not total.calls:
             return None

@@ -13,8 +13,8 @@ from service.serving.layers.registry import HeldLayer
 from service.serving.scheduler import Scheduler
 from service.wire.schemas.attend import AttendRequest
 
-RECOVERY = 1.0  # seconds between two calls that try whether a device without memory has some again
-SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # queries, queries, operations of the call that measures the device
+RECOVERY = 1.0  # seconds between probes of a device that ran out of memory
+SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # least and most queries, and intended operations, of the call that measures the device
 
 
 class Probe:
@@ -22,19 +22,19 @@ class Probe:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.timeout = 2.0  # seconds in which a device that works has something to show
+        self.timeout = 2.0  # a working device must finish something within so many seconds
 
     async def warm(self, layer: HeldLayer, limits: cost.ServingLimits) -> None:
-        """The choice of products, and one tiny call: so that no caller pays for torch's first times.
+        """Choose the layer's matrix products and compute one tiny call, so that the first real call is not slow.
 
-        Raises TooLarge where not even a call of one query and one key is admitted.
+        Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
         cost.check(cost.predict(_zeros(layer, 1), layer.spec), limits)
         await self.scheduler.aside(layer.attention.tune)
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: HeldLayer) -> None:
-        """The device's speed, from a call of the size that says something: what a full queue first advises has nothing else to go by."""
+        """Measure the device's speed with one call large enough to be reliable: the first Retry-After values depend on it."""
         length = SHORTEST
         while length < LONGEST and cost.predict(_zeros(layer, length), layer.spec).operations < TELLING:
             length *= 2
@@ -42,10 +42,10 @@ class Probe:
         self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
 
     async def responds(self, layer: HeldLayer) -> bool:
-        """Whether the device really computes: something came back from it within `timeout`, or does now.
+        """Whether the device finished something within the last `timeout` seconds, or does so now.
 
-        A device is trusted with a long call for as long as that may take; after that it shows that it works by finishing something. An idle
-        one is given a tiny call, and so is one that was out of memory.
+        A busy device counts as working until its batch is overdue by `timeout`; then it must finish something within `timeout`. An idle
+        device, or one that ran out of memory, must answer a tiny call.
         """
         if not self.scheduler.healthy:
             return await self._computes(layer)
@@ -56,14 +56,14 @@ class Probe:
         return await self._computes(layer)
 
     async def recover(self, layers: Callable[[], Sequence[HeldLayer]]) -> None:
-        """Tries, as long as the device is out of memory, whether it computes again: calls may not come before it is ready. Never ends."""
+        """Probe the device at intervals while it is unhealthy: an unready server may get no calls that show its recovery. Never ends."""
         while True:
             await asyncio.sleep(RECOVERY)
             if not self.scheduler.healthy and (present := layers()):
                 await self._computes(present[0])
 
     async def _computes(self, layer: HeldLayer) -> bool:
-        """Whether a tiny call is answered within `timeout`. The scheduler is healthy afterwards if it is."""
+        """Whether a tiny call is answered within `timeout`. Success makes the scheduler healthy."""
         try:
             await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)
         except (AttendError, TimeoutError):
@@ -76,6 +76,6 @@ class Probe:
 
 
 def _zeros(layer: HeldLayer, length: int) -> AttendRequest:
-    """A request of zeros for that layer, with so many queries and keys."""
+    """A request of zeros with `length` queries and keys."""
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
     return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Results -> replies; and the reply that a request would have, before anything is computed."""
+"""Builds the reply from a result, and the plan of a reply from the request alone."""
 
 import math
 from typing import Any
@@ -16,15 +16,15 @@ from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, Pla
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
-    """Raises InvalidRequest where a row has no key and the caller asked for an error."""
+    """Raises InvalidRequest for fully masked rows if the request asks for an error."""
     if bound.call.fully_masked == "error" and (first := result.first_fully_masked()):
         raise masked_rows(first)
 
 
 def build_reply(bound: BoundCall, result: Result) -> Reply:
-    """The result under the caller's names and in the caller's order, without the batch axis where the caller sent none.
+    """The outputs under the names and in the order of the request, without the batch axis if the request has none.
 
-    Raises InvalidRequest for fully masked rows where the caller asked for an error, and for metrics that overflow.
+    Raises InvalidRequest for fully masked rows if the request asks for an error, and for metrics that overflow.
     """
     refuse_fully_masked(bound, result)
     request, layer = bound.request, bound.layer
@@ -39,7 +39,7 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
 
 
 def plan_of(request: AttendRequest, layer: HeldLayer, limits: cost.ServingLimits, shards: int) -> Plan:
-    """The reply that the request would have, and why it is not admitted. Raises InvalidRequest where it does not fit the layer."""
+    """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
     fit(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.fit(request, layer.spec)

@@ -1,4 +1,4 @@
-"""The values that travel along the path of a request: what came, the call that it became, and the reply's bytes. Knows no HTTP."""
+"""Value types of the request path: the raw request, the bound call and the encoded reply. Independent of HTTP."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ NO_PARAMETERS: Mapping[str, str] = {}
 
 
 class Waiting(NamedTuple):
-    """Until when a caller waits for its reply, on the engine's clock, and whether it has gone."""
+    """How long a caller waits: `deadline` on the engine's clock, and `gone`, whether it has disconnected."""
 
     deadline: float | None
     gone: Callable[[], bool]
 
     def demand(self, now: float) -> None:
-        """Raises CallerGone or DeadlinePassed where nobody waits for the reply any more."""
+        """Raises CallerGone if the caller has disconnected, DeadlinePassed if `now` is past the deadline."""
         if self.gone():
             raise CallerGone
         if self.deadline is not None and now > self.deadline:
@@ -38,9 +38,9 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class RawRequest:
-    """A request's bytes as they came, the codecs of its body and its reply, and how long its caller waits.
+    """A request body as received, the codecs of body and reply, and how long the caller waits.
 
-    Of its fields `body` alone changes: `take_body` empties it.
+    Only `body` changes after construction: `take_body` empties it.
     """
 
     body: bytes
@@ -48,24 +48,24 @@ class RawRequest:
     coding: str = ""  # Content-Encoding
     reply_codec: Codec = CODECS[JSON]
     reply_coding: str = ""
-    parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # what headers and path say to the codec
+    parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # the codec's parameters, from headers and path
     deadline: float | None = None
     gone: Callable[[], bool] = lambda: False
-    caller: str = ""  # name of the API key, or the address, that this request came from
-    lease: Lease | None = None  # the budget of bytes that the body, and then the reply, are counted in
+    caller: str = ""  # name of the API key, or address, of the sender
+    lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
     @property
     def size(self) -> int:
-        """Bytes of the unpacked body, estimated for a compressed one."""
+        """Bytes of the decompressed body; estimated for a compressed one."""
         return len(self.body) * (PACKED if self.coding else 1)
 
     @property
     def waiting(self) -> Waiting:
-        """How long the caller waits, as far as the headers say."""
+        """How long the caller waits according to the headers; the body may set a shorter timeout."""
         return Waiting(self.deadline, self.gone)
 
     def take_body(self) -> bytes:
-        """The body. It is not kept here: a large one would stay in memory beside its arrays."""
+        """Return the body and drop the reference to it, so that a large one does not stay in memory next to its decoded arrays."""
         body, self.body = self.body, b""
         return body
 
@@ -77,13 +77,13 @@ class BoundCall(NamedTuple):
     layer: HeldLayer
     call: Call
     cost: Cost
-    in_parts: bool = False  # too large for this process: computed in shards of its keys
+    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
     operation: Operation | None = None  # runs in place of the layer's forward pass
     figure: FigureSpec | None = None  # the picture that the result becomes
 
 
 class EncodedReply(NamedTuple):
-    """A reply: headers that describe its bytes, the bytes in pieces, how long each phase took, and what the log says of the call."""
+    """A reply: headers that describe its bytes, the bytes in pieces, the duration of each phase, and fields for the log."""
 
     headers: Headers
     pieces: list[Buffer]

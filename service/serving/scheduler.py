@@ -1,11 +1,11 @@
-"""Bounded fair queues in front of one device, and the thread on which it computes: the asyncio part around `batching` and `fair_queue`.
+"""Queues calls for one device, fairly and within bounds, and runs batches of them on the device's thread or the event loop.
 
     submit -> waiting -> take -> stack -> compute -> split -> settle
 
-A flow is the calls of one caller in one size class; flows share the device fairly. On a CPU, light calls have their own queue and are
-computed on the event loop, also while the device's thread computes others. A batch is formed from what is queued when the device becomes
-free; nothing waits for more calls unless a delay is set. A future is settled only if it is not done; a call whose caller has gone is
-dropped before it costs anything. A failure reaches every call of its batch, and the loop goes on.
+A flow is the calls of one caller in one size class; flows share the device fairly. On a CPU, light calls have a separate queue and are
+computed on the event loop, even while the device's thread computes others. When the device becomes free, a batch is formed from the calls
+that are queued then; no call waits for more calls unless a delay is set. A call whose caller has disconnected is dropped before it is
+computed. If a batch fails, all of its calls get the error, and later batches are not affected.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from service.serving.metrics import Metrics
 from service.serving.occupancy import Flow, Occupancy
 from service.serving.throughput import LIGHT, Throughput, size_class
 
-INLINE_OPERATIONS = LIGHT  # of a batch that the event loop computes itself
-OVERHEAD = 1 << 20  # operations that any call costs at least, whatever its arithmetic
-SLOWEST = 10  # times the predicted seconds that a batch may take on a device that works
-OOM_UNREADY = 3  # calls in a row that did not fit into memory after which the device is no longer called ready
+INLINE_OPERATIONS = LIGHT  # most operations of a batch that is computed on the event loop
+OVERHEAD = 1 << 20  # operations added to the cost of any call
+SLOWEST = 10  # a batch that takes longer than this many times its predicted seconds is overdue
+OOM_UNREADY = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait, by cost. `delay` is how many seconds a call that finds the device idle waits for others to join its batch."""
+    """The largest total cost of the waiting calls. `delay`: seconds that a call to an idle device waits for others."""
 
     operations: int = 2_000_000_000_000
     memory_bytes: int = 1 << 31
@@ -48,7 +48,7 @@ class QueueLimits:
 
 
 class Scheduler:
-    """One device, one thread. All methods but the computing itself run on the event loop."""
+    """Schedules the calls of one device, which has one thread. All methods run on the event loop."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Scheduler:
     ) -> None:
         self.device, self.metrics, self.clock = device, metrics, clock
         self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
-        self._on_cpu = device.type == "cpu"  # looked up once: it takes microseconds
-        self.out_of_memory = 0  # calls in a row
+        self._on_cpu = device.type == "cpu"  # cached: reading `device.type` takes microseconds
+        self.out_of_memory = 0  # consecutive calls that ran out of memory
         self._light: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the event loop
         self._heavy: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, _work)  # computed on the device's thread
         self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
@@ -69,7 +69,7 @@ class Scheduler:
         self._asides: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
         self._busy = self._apart = self._planned = self._aside_last = self._swept = False
         self._running = (0.0, 0.0)  # when the batch on the device's thread started, and the seconds it was predicted to take
-        self.finished_at = -math.inf  # when something last came back from the device
+        self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
 
@@ -79,23 +79,23 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Entry]:
-        """The calls that wait, light ones first, in the order in which they would be computed one by one if no others came."""
+        """The waiting calls, light ones first, each queue in the order in which it would be served without batching."""
         return [*self._light, *self._heavy]
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is being computed."""
+        """Whether any call waits or is being computed."""
         return self._busy or self._light.length > 0 or self._heavy.length > 0
 
     @property
     def load(self) -> tuple[int, int, int]:
-        """Calls, predicted operations and predicted bytes that wait."""
+        """Number, predicted operations and predicted bytes of the waiting calls."""
         total = self._occupancy.total
         return total.calls, total.operations, total.memory_bytes
 
     @property
     def backlog(self) -> float:
-        """Predicted seconds until all that waits or is being computed is done, estimated for each size class by itself."""
+        """Predicted seconds until all current calls are finished, estimated per size class."""
         started, predicted = self._running
         running = max(0.0, started + predicted - self.clock()) if self._busy else 0.0
         flows = self._occupancy.flows.items()
@@ -103,13 +103,13 @@ class Scheduler:
 
     @property
     def overdue(self) -> float:
-        """Seconds by which the batch on the device has taken longer than SLOWEST times what was predicted; 0 if it has not."""
+        """Seconds by which the running batch exceeds SLOWEST times its predicted seconds; 0 if it does not."""
         started, predicted = self._running
         return max(0.0, self.clock() - started - SLOWEST * predicted) if self._busy else 0.0
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds after which a refused caller finds the queue empty, if nobody else comes; at least 1."""
+        """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
     async def submit(
@@ -122,13 +122,13 @@ class Scheduler:
         caller: str = "",
         operation: Operation | None = None,
     ) -> Outcome:
-        """The outcome of a bound call: of `operation` where there is one, else of the layer's forward pass.
+        """Queue a bound call and return its outcome. Runs `operation` if given, else the layer's forward pass.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
-        abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # two things to ask of a future
+        abandoned = lambda: future.cancelled() or gone()  # noqa: E731  # the caller no longer waits
         answered = lambda: future.done() and not future.cancelled()  # noqa: E731
         flow = Flow(caller, size_class(cost.operations))
         entry = Entry(layer, call, cost, self.clock(), deadline, abandoned, answered, partial(_settle, future), flow, operation)
@@ -136,7 +136,7 @@ class Scheduler:
         rested = not self.busy
         self._queue_of(entry).append(entry)
         self._occupancy.add(entry.flow, cost)
-        delayed = self.limits.delay and rested and entry.may_share  # in this order: a batch key costs as much as a short call's steps
+        delayed = self.limits.delay and rested and entry.may_share  # `may_share` last: a batch key is expensive for a short call
         self._next(loop, self.limits.delay if delayed else 0.0)
         timer = None if deadline is None else loop.call_later(max(0.0, deadline - self.clock()), entry.settle, _too_late())
         try:
@@ -146,7 +146,7 @@ class Scheduler:
                 timer.cancel()
 
     async def moves(self, seconds: float) -> bool:
-        """Whether the device finishes anything within that time."""
+        """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
         self._finished.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._finished.wait(), seconds)
@@ -154,11 +154,11 @@ class Scheduler:
         return False
 
     def learn(self, operations: int, seconds: float) -> None:
-        """Set the device's speed from one measured call; later calls correct it."""
+        """Set the device's estimated speed from one measured call; later calls correct it."""
         self._throughput.learn(operations, seconds)
 
     async def aside(self, work: Callable[[], None]) -> None:
-        """Run other work on the device's thread between batches, so that no call is computed at the same time."""
+        """Run `work` on the device's thread between batches, while no call is computed, not even on the event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._asides.append((work, future))
@@ -169,16 +169,16 @@ class Scheduler:
         self._thread.shutdown()
 
     def _queue_of(self, entry: Entry) -> FairQueue[Entry]:
-        """Light calls of a CPU go to the event loop. Operations are many small steps, and a delay is for all calls."""
+        """The light queue for light calls on a CPU, except operations, which are many small steps. With a delay, there is one queue."""
         light = entry.cost.operations <= INLINE_OPERATIONS and entry.operation is None
         return self._light if light and self._on_cpu and not self.limits.delay else self._heavy
 
     def _admit(self, entry: Entry) -> None:
-        """Raise Overloaded where the queue is full. An empty queue takes any call that passed admission."""
+        """Raises Overloaded if the queue is full. An empty queue accepts any call."""
         flow, cost = entry.flow, entry.cost
         if self._occupancy.has_room(flow, cost):
             return
-        if not self._swept:  # once between two batches: looking at all that wait for each that comes would be work without end
+        if not self._swept:  # at most once between batches: sweeping the queues for every refused call would be too slow
             self._swept = True
             for queue in (self._light, self._heavy):
                 self._drop([entry for entry in queue if entry.gone() and not entry.done()])
@@ -187,7 +187,7 @@ class Scheduler:
             raise Overloaded(self.retry_after, problems=[refusal])
 
     def _remove(self, queue: FairQueue[Entry], entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
-        """Remove entries from a queue; those of them that are `served` are charged to their flows."""
+        """Remove entries from a queue, and charge those in `served` to their flows."""
         for entry in entries:
             self._occupancy.remove(entry.flow, entry.cost)
         queue.serve(served)
@@ -195,9 +195,9 @@ class Scheduler:
             queue.remove([entry for entry in entries if entry not in served] if served else entries)
 
     def _next(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
-        """Plan the next step: other work, or batches in the next turn of the event loop, when the calls that arrive until then are queued.
+        """Start other work, or plan to form batches in the next iteration of the event loop, so that calls that arrive first are included.
 
-        Where both wait for the device they take turns. The delay is for a call that finds the device idle and may share its batch.
+        If both wait for the device, they alternate. `delay` postpones the batches by so many seconds.
         """
         if self._apart or self._planned:
             return
@@ -223,9 +223,9 @@ class Scheduler:
         self._next(loop)
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start a batch on the device if it is free, and compute one of light calls on the event loop in any case."""
+        """Start a batch on the device if it is free, and compute a batch of light calls on the event loop."""
         self._planned = False
-        if self._apart:  # what ends it plans again
+        if self._apart:  # `_aside_done` calls `_next`
             return
         if not self._busy:
             self._aside_last = False
@@ -254,12 +254,12 @@ class Scheduler:
             if batch:
                 self.metrics.batched(len(batch))
                 self._start(loop, batch, queue is self._light)
-        except Exception as error:  # no call may wait for ever, whatever failed
+        except Exception as error:  # every call must be settled, whatever failed
             self._remove(queue, everyone)
             self._finish(loop, [(entry, failure(error)) for entry in affected])
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: list[Entry], light: bool) -> None:
-        """Compute a batch: a small one of light calls on the event loop, any other on the device's thread."""
+        """Compute a batch on the event loop if it is small and from the light queue, else on the device's thread."""
         operations = sum(entry.cost.operations for entry in batch)
         if light and operations <= INLINE_OPERATIONS:
             self._finish(loop, compute(batch, self.clock, self.metrics.split))
@@ -273,7 +273,7 @@ class Scheduler:
         self._finished.set()
 
     def _drop(self, abandoned: Sequence[Entry]) -> None:
-        """Settle calls whose callers have gone."""
+        """Settle calls whose callers have disconnected."""
         for entry in abandoned:
             entry.settle(CallerGone())
         if abandoned:
@@ -284,7 +284,7 @@ class Scheduler:
         self._finish(loop, settled)
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
-        """Settle calls. Light calls computed on the event loop beside a busy device do not show that the device works."""
+        """Settle calls. If the device is busy, these were computed on the event loop and do not show that the device works."""
         if not self._busy and any(isinstance(outcome, Outcome) for _, outcome in settled):
             self._moved()
         measured: Execution | None = None
@@ -299,7 +299,7 @@ class Scheduler:
 
 
 def _work(entry: Entry) -> float:
-    """The work that a call is charged with, in operations."""
+    """The cost of a call in the fair queue, in operations."""
     return entry.cost.operations + OVERHEAD
 
 

@@ -1,4 +1,4 @@
-"""The service in one process: its parts, put together, and its life: start, readiness, drain, end."""
+"""Builds the service of one process from its parts, starts it, reports readiness, drains it and closes it."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ log = structlog.get_logger("attend")
 
 
 class Service:
-    """Everything between bytes and bytes, for one process. Without layers until `start` or `begin`."""
+    """Turns request bytes into reply bytes, in one process. Has no layers until `start` or `begin` has loaded them."""
 
     def __init__(
         self, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: ServingLimits, store: LayerStore | None
@@ -52,8 +52,8 @@ class Service:
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self.gate = ShutdownGate()
         self.started = self.draining = False
-        self.retiring = False  # another process takes over: connections are ended, but the server as a whole stays ready
-        self.compress = False  # whether replies are compressed for everyone who accepts it
+        self.retiring = False  # another process takes over: connections are closed, but the server as a whole stays ready
+        self.compress = False  # whether replies are compressed for clients that accept it
         self.timeout: float | None = None  # seconds for requests that set no deadline
         self._starting: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
@@ -61,23 +61,23 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether calls are answered: layers are loaded and warm, memory is not short, and the process is not about to leave."""
+        """Whether calls are answered: layers are loaded and warm, memory suffices, and the process is not draining."""
         return self.started and not self.draining and self.scheduler.healthy
 
     async def answers(self) -> bool:
-        """Whether calls are answered and the device computes, which is tried with a call to the first layer, if there is one."""
+        """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""
         layers = self.registry.all()
         if not self.started or self.draining or not layers:
             return self.ready
         return await self.probe.responds(layers[0]) and self.ready
 
     async def serves(self) -> bool:
-        """Whether it answers and there is a layer to call: what the Open Inference Protocol calls a ready server."""
+        """Whether calls are answered and there is a layer: the Open Inference Protocol's definition of a ready server."""
         return len(self.registry) > 0 and await self.answers()
 
     @property
     def threads(self) -> int:
-        """Threads that arithmetic may use."""
+        """Number of threads for arithmetic."""
         return torch.get_num_threads()
 
     @property
@@ -85,7 +85,7 @@ class Service:
         return str(self.registry.device)
 
     def begin(self, specs: dict[str, LayerSpec]) -> "asyncio.Task[None]":
-        """Starts in the background, on the running loop; the task ends when starting has ended, in success or not."""
+        """Start in the background on the running loop. The task ends when the start has succeeded or failed."""
         self._starting = asyncio.get_running_loop().create_task(self._start_and_log(specs))
         return self._starting
 
@@ -98,55 +98,55 @@ class Service:
             log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:
-        """Loads and warms the configured layers; ready afterwards."""
+        """Load and warm the configured layers, measure the device's speed, then be ready."""
         await self.loader.start(specs)
         if len(self.registry):
             await self.probe.measure(self.registry.all()[0])
         gc.collect()
-        gc.freeze()  # a full collection goes through torch's modules, and would stop everything for tens of milliseconds
+        gc.freeze()  # exempts torch's modules: a full collection of them would pause the process for tens of milliseconds
         self.started = True
         self._recovering = asyncio.get_running_loop().create_task(self.probe.recover(self.registry.all))
         self._keep_sampling()
 
     def stop_admitting(self) -> None:
-        """Lets no more calls in; those that are in are answered."""
+        """Refuse new calls; those already accepted are still answered."""
         self.draining |= not self.retiring
         self.gate.close()
 
     def sample(self) -> None:
-        """Brings the gauges up to date."""
+        """Update the gauges."""
         self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
-        """Samples once a second where another process may be asked for the metrics of this one. Otherwise GET /metrics samples."""
+        """Sample once a second if another process may report this one's metrics; otherwise GET /metrics samples."""
         if self.metrics.shared:
             self.sample()
             self._sampling = asyncio.get_running_loop().call_later(1.0, self._keep_sampling)
 
     def until(self, deadline: float) -> asyncio.Timeout:
-        """A block that ends in TimeoutError at that time of the service's clock."""
+        """A context manager that raises TimeoutError at `deadline`, a time of the service's clock."""
         return asyncio.timeout(deadline - self.clock())
 
     async def join(self, pieces: list[bytes]) -> bytes:
-        """The body that came in these pieces, joined in another thread, which holds the interpreter's lock only now and then."""
+        """Concatenate the pieces of a body in another thread, so that copying does not block the event loop."""
         return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
 
     async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[HeldLayer, bool]:
-        """PUT /layers/{name}: the layer, which serves when this returns, and whether the name is new."""
+        """PUT /layers/{name}: load the layer. Returns it, and whether its name is new, once calls to it are answered."""
         read = partial(self.engine.unless_abandoned, raw.waiting, read_layer, raw, source or Source(), self.wire_limits)
         return await self.loader.put(name, read, raw.deadline)
 
     async def export_layer(self, name: str) -> list[Buffer]:
-        """GET /layers/{name}/weights: safetensors that PUT takes back."""
+        """GET /layers/{name}/weights: the layer as safetensors, in the form that PUT accepts."""
         layer = self.registry.find(name)
         return await self.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
 
     async def read(self, raw: RawRequest, model: type[D]) -> D:
-        """The body as a document of that model. Raises RequestError."""
+        """Decode the body and validate it as `model`. Raises RequestError."""
         return await self.engine.run(raw, raw.size, read_document, raw, model, self.wire_limits)
 
     async def read_object(self, raw: RawRequest, largest: int) -> dict[str, Any]:
-        """The body as a JSON object of at most `largest` bytes unpacked; an empty one where there is no body. Raises RequestError."""
+        """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty. Raises RequestError."""
         return await self.engine.run(raw, raw.size, read_object, raw, largest)
 
     def close(self) -> None:
@@ -167,12 +167,12 @@ def open_service(
     batch_calls: int = 64,
     layers_dir: Path | None = None,
 ) -> Service:
-    """A service without layers on a device of torch's naming, or "auto". Raises ValueError where there is none of that name.
+    """A service without layers on `device`, a torch device name or "auto". Raises ValueError if there is no such device.
 
-    With `layers_dir` the layers that are put are stored there, and those that are there are loaded once it starts.
+    With `layers_dir`, layers added by PUT are stored in that folder, and `start` loads the layers found there.
     """
     where = find_device(device)
-    one_core()  # before there are other threads: see there
+    one_core()  # must be created before other threads compute: see `one_core`
     metrics = Metrics()
     store = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
     return Service(Scheduler(where, metrics, queue, limits_on(where, batch_calls)), metrics, wire_limits, limits, store)

@@ -1,8 +1,8 @@
-"""One call cut along its keys into parts that others compute, and their results joined as if one had computed it all.
+"""Cuts a call along its keys into parts for other processes, and joins their results into the result of the whole call.
 
-Softmax over all keys follows from the softmax over each part and the logarithm of its sum (Dao et al. 2022, section 3.1). A part sees its
-keys from 0 on and the queries' places moved accordingly, so causality, windows, lengths, rotations and biases by distance come out as they
-were. A sink belongs to the whole: parts compute without it. Knows neither where parts are computed nor how they get there.
+The softmax over all keys follows from each part's softmax and log-sum-exp (Dao et al. 2022, section 3.1). A part counts its keys from 0 and
+shifts its query positions by the same amount, so causality, windows, lengths, rotations and distance biases do not change. A sink is
+added once, in `join`; parts are computed without it. `Shards` is the interface to the transport.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
 
 
 class Shards(Protocol):
-    """Others that hold the same layers and each compute parts of a call."""
+    """Processes with the same layers, each of which computes parts of a call."""
 
     count: int
 
     async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
-        """The result of each part; `cost` is predicted for one. Raises from the tree in `service.errors`."""
+        """Compute the parts; `cost` is the predicted cost of one. Raises AttendError."""
         ...
 
 
 async def compute_in_shards(
     shards: Shards, bound: BoundCall, deadline: float | None, clock: Callable[[], float], codecs: CodecPool
 ) -> Outcome:
-    """The result of a call, computed in parts by all shards. Raises DeadlinePassed, and what the shards raise."""
+    """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
     started, parts = clock(), cut(bound.call, shards.count)
     try:
         async with asyncio.timeout(None if deadline is None else deadline - started):
@@ -56,14 +56,14 @@ async def compute_in_shards(
 
 
 def cut(call: Call, shards: int) -> list[Call]:
-    """The call in at most so many parts of consecutive keys, none without keys."""
+    """The parts of a call, at most `shards`, each with at least one key. Their keys are consecutive slices [b, part, …]."""
     bounds = _bounds(call, max(1, min(shards, call.key.shape[1])))
     wanted = (call.outputs & {"scores", "attention_weights"}) | {"log_sum_exp"}
     if call.outputs & MERGED:
         wanted |= {"head_outputs"}
     parts = []
     for first, end in pairwise(bounds):
-        key = call.key[:, first:end].clone()  # memory of its own: what is sent of a view is all that it views
+        key = call.key[:, first:end].clone()  # a copy: sending a view would send all of the memory under it
         value = key if call.value is call.key else call.value[:, first:end].clone()
         masks = _of_keys(call.masks, first, end)
         part = replace(
@@ -74,7 +74,7 @@ def cut(call: Call, shards: int) -> list[Call]:
 
 
 def without_sinks(attention: MultiHeadAttention) -> MultiHeadAttention:
-    """The layer as a part has to compute it; itself where it has no sinks."""
+    """The layer without attention sinks, for computing parts; the same object if it has none."""
     if not attention.spec.sinks:
         return attention
     weights = {name: tensor for name, tensor in attention.weights.items() if name != "sinks"}
@@ -82,14 +82,14 @@ def without_sinks(attention: MultiHeadAttention) -> MultiHeadAttention:
 
 
 class ShardLayers:
-    """A registry's layers as parts have to compute them. Of a layer that is replaced or removed nothing is held any longer."""
+    """The layers of a registry without their sinks, for computing parts. Weak references: replaced and removed layers are freed."""
 
     def __init__(self, registry: LayerRegistry) -> None:
         self._registry = registry
         self._without_sinks: WeakKeyDictionary[MultiHeadAttention, HeldLayer] = WeakKeyDictionary()
 
     def find(self, name: str, fingerprint: str) -> HeldLayer:
-        """Raises LayerNotFound; LayerConflict where the layer of that name has another fingerprint here."""
+        """The layer without sinks. Raises LayerNotFound, or LayerConflict if its fingerprint differs here."""
         held = self._registry.find(name)
         if held.fingerprint != fingerprint:
             raise LayerConflict(f'the layer "{name}" is another one on a shard')
@@ -104,7 +104,7 @@ class ShardLayers:
 
 @torch.inference_mode()
 def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
-    """What the whole call gives, from the results of its parts in order. On the CPU, in float64 where parts are weighed."""
+    """The result of the whole call from those of its parts, in order. Tensors are on the CPU; parts are weighted in float64."""
     logs = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
     whole = torch.logsumexp(logs, 0)
     empty = whole == -torch.inf
@@ -119,7 +119,7 @@ def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> 
     if "scores" in call.outputs:
         made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     on = call.to(attention.device)
-    if call.outputs & PROJECTED:  # of a part they would be turned by its own places, and all of them cost little beside [q, k]
+    if call.outputs & PROJECTED:  # computed here: parts would rotate them by their own positions, and they cost little compared with [q, k]
         made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.projections.project([on])[0], strict=False)}
     if "attention_weights" in call.outputs:
         made |= _weights(call, parts, shares)
@@ -132,7 +132,7 @@ def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> 
 
 
 def _weights(call: Call, parts: Sequence[Result], shares: Tensor) -> dict[str, Tensor]:
-    """The rows asked for, each part's weights times what it counts for, side by side."""
+    """The selected weights of the whole call: each part's weights times its share [b, h, q], concatenated along the keys."""
     if call.heads is not None:
         shares = shares[:, :, list(call.heads)]
     if call.queries is not None:
@@ -143,12 +143,12 @@ def _weights(call: Call, parts: Sequence[Result], shares: Tensor) -> dict[str, T
 
 
 def _bounds(call: Call, n: int) -> list[int]:
-    """Where parts begin and end: n + 1 places among the keys."""
+    """The n + 1 boundaries of n parts, as key indices."""
     return [call.key.shape[1] * i // n for i in range(n + 1)]
 
 
 def _of_keys(masks: Masks, first: int, end: int) -> Masks:
-    """The masks as the keys from `first` on see them, which count from 0."""
+    """The masks for the keys first:end, which are renumbered from 0."""
 
     def keep(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., first:end].clone()

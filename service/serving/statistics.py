@@ -1,8 +1,8 @@
-"""Statistics of the calls to each layer since the server started, over every protocol: for V2's statistics and for /metrics.
+"""Counts the calls to each layer since the server started, over all protocols, for V2's statistics and /metrics.
 
-A process adds its calls to a table per layer: a row per batch size, a column per field of `Totals`. Where several processes serve, a table
-is a file that its process maps into memory, and any process reads the sum over all files of a layer. A file outlives its process, so that
-counts survive a worker that dies, and goes with its layer. (prometheus_client's own files keep the labels of removed layers for ever.)
+A process has one table per layer: a row per batch size, a column per field of `Totals`. With several processes, a table is a
+memory-mapped file, and any process can read the sum over all files of a layer. A file is kept when its process dies, so that counts
+survive, and is removed with its layer. (prometheus_client's own files would keep the labels of removed layers for ever.)
 """
 
 import os
@@ -23,14 +23,14 @@ from service.serving.executor import Execution
 from service.serving.metrics import Phases
 from service.tensors import Array
 
-SIZES = 256  # rows of a table, at most, for batch sizes, which callers choose
-FAILED, OTHERS = -1, -2  # in place of a batch size: calls that failed, and those of sizes that have no row
+SIZES = 256  # most batch sizes with a row of their own: callers choose batch sizes, so a table must be bounded
+FAILED, OTHERS = -1, -2  # used as batch sizes: failed calls, and calls of sizes without a row
 
 
 class Totals(NamedTuple):
     """Sums over the calls of one batch size. Times are in nanoseconds; `last` is when the last call was answered, in ms since 1970.
 
-    Calls of one batch are computed at once: each of them adds the time to `compute`, and only one adds it to `execution`.
+    Every call of a batch adds the batch's time to `compute`; only one of them adds it to `execution`.
     """
 
     size: int = 0
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     execution: int = 0
 
     def plus(self, other: "Totals") -> "Totals":
-        """The totals of both."""
+        """The sum of both; `last` is the later one."""
         added = Totals(*map(sum, zip(self, other, strict=True)))
         return added._replace(size=self.size, last=max(self.last, other.last))
 
@@ -58,18 +58,18 @@ SIZE, CALLS, ITEMS, OPERATIONS, LAST, TOTAL, QUEUE, DECODE, COMPUTE, ENCODE, EXE
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Calls to one layer. `rows` maps the number of batch items that were computed together to the totals of those calls."""
+    """Calls to one layer. `rows` maps a batch size (items computed together) to the totals of its calls."""
 
     rows: Mapping[int, Totals] = field(default_factory=dict)
 
     @property
     def batches(self) -> dict[int, Totals]:
-        """By batch size, without those that failed or have no row of their own."""
+        """Totals by batch size, without failed calls and sizes without a row."""
         return {size: row for size, row in sorted(self.rows.items()) if size >= 0}
 
     @property
     def answered(self) -> Totals:
-        """Of all batch sizes. A batch counts as executed even if some of its callers have gone."""
+        """Totals over all batch sizes. A batch is counted even if some of its callers have disconnected."""
         return reduce(Totals.plus, (row for size, row in self.rows.items() if size != FAILED), Totals())
 
     @property
@@ -78,19 +78,19 @@ class Statistics:
 
 
 class LayerStatistics(Collector):
-    """Counts the calls to all layers that are held; with a `folder`, together with the other processes that use it."""
+    """Counts the calls to all loaded layers. With a `folder`, its numbers are sums over all processes that use the folder."""
 
     def __init__(self, folder: Path | None = None, wall: Callable[[], float] = time.time) -> None:
         self.folder, self.wall = folder, wall
         self._process = f"{os.getpid()}-{token_hex(4)}"  # process ids are reused
-        self._tables: dict[str, _Table | None] = {}  # of the layers that are held; None until the first call
+        self._tables: dict[str, _Table | None] = {}  # by loaded layer; None until its first call
 
     def hold(self, layer: str) -> None:
-        """Counts the calls to that layer from now on."""
+        """Start counting calls to a layer."""
         self._tables.setdefault(layer)
 
     def forget(self, layer: str) -> None:
-        """Drops what was counted of a removed layer, by this process and by those that have ended. The others drop theirs themselves."""
+        """Delete the counts of a layer in this process and in those that have ended. Other processes delete their own."""
         self._tables.pop(layer, None)
         for path in self._files(layer):
             owner = path.stem.rpartition("@")[2]
@@ -98,7 +98,7 @@ class LayerStatistics(Collector):
                 path.unlink(missing_ok=True)
 
     def answered(self, layer: str, phases: Phases, items: int, execution: Execution, operations: int) -> None:
-        """Counts a call with `items` on its batch axis, computed in that execution; nothing where the layer has been removed since."""
+        """Count an answered call of `items` batch items, computed in `execution`. Does nothing if the layer was removed meanwhile."""
         if (row := self._row(layer, execution.items)) is None:
             return
         queue, decode = round(phases.queue * 1e9), round(phases.decode * 1e9)
@@ -118,23 +118,23 @@ class LayerStatistics(Collector):
             row[EXECUTION] += compute
 
     def failed(self, layer: str, seconds: float) -> None:
-        """Counts a call that failed after that time."""
+        """Count a call that failed after `seconds`."""
         if (row := self._row(layer, FAILED)) is not None:
             row[CALLS] += 1
             row[TOTAL] += round(seconds * 1e9)
 
     def all(self) -> dict[str, Statistics]:
-        """Layer -> statistics, over all processes. A copy, which any thread may take."""
+        """Layer -> statistics over all processes, as a copy. Thread-safe."""
         tables: dict[str, list[Array]] = {}
         if self.folder is None:
             tables = {layer: [table.numbers] for layer, table in list(self._tables.items()) if table is not None}
         for path in self._files():
-            with suppress(FileNotFoundError):  # forgotten since
+            with suppress(FileNotFoundError):  # removed meanwhile
                 tables.setdefault(path.stem.rpartition("@")[0], []).append(np.fromfile(path).reshape(-1, FIELDS))
         return {layer: _sum(found) for layer, found in tables.items()}
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Two metrics of /metrics, for the layers that were called."""
+        """Calls and operations of each layer that was called, for /metrics."""
         calls = CounterMetricFamily("attend_layer_calls", "Calls computed, by layer.", labels=["layer"])
         operations = CounterMetricFamily("attend_layer_operations", "Predicted operations computed, by layer.", labels=["layer"])
         for layer, statistics in self.all().items():
@@ -145,11 +145,11 @@ class LayerStatistics(Collector):
         yield operations
 
     def close(self) -> None:
-        """Counts no more. Files stay, for the other processes to read."""
+        """Stop counting. Files are kept for the other processes to read."""
         self._tables.clear()
 
     def _row(self, layer: str, size: int) -> memoryview | None:
-        """The totals of that layer and batch size, as float64; None where the layer is not held."""
+        """The totals of a layer and batch size, as float64; None if the layer is not loaded."""
         if layer not in self._tables:
             return None
         if (table := self._tables[layer]) is None:
@@ -161,7 +161,7 @@ class LayerStatistics(Collector):
 
 
 class _Table:
-    """One process's totals of one layer; at that path, if there is one."""
+    """One process's totals of one layer, in memory or, with a path, in a memory-mapped file."""
 
     def __init__(self, path: Path | None) -> None:
         shape = SIZES + 2, FIELDS

@@ -1,4 +1,4 @@
-"""Messages that come in a stream: answered several at a time and in their order, within a time for each. Knows no gRPC."""
+"""Answers the messages of a stream concurrently, sends replies in order, and limits the time between messages. Independent of gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +12,7 @@ Turn = Callable[[], Awaitable[None]]
 
 
 async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
-    """The same messages. Raises DeadlinePassed where one does not come within `seconds`."""
+    """Yield the same messages. Raises DeadlinePassed if the next one takes more than `seconds`."""
     while True:
         try:
             async with asyncio.timeout(seconds):
@@ -27,10 +27,10 @@ async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator
 async def answer_stream(
     receive: Receive, answer: Callable[[bytes, Turn], Awaitable[None]], gate: ShutdownGate, most: int, seconds: float
 ) -> None:
-    """Answers a stream's messages until there are no more, or the gate closes: at most `most` at once, and no more are read before.
+    """Answer the messages of a stream until it ends or the gate closes. While `most` are being answered, no more are read.
 
-    `answer` awaits its turn before it sends a reply; turns come in the order of the messages. Raises DeadlinePassed where no message comes
-    for `seconds` and none is being answered. What `answer` raises ends the stream, in an ExceptionGroup.
+    `answer` awaits the given turn before it sends its reply, so replies are sent in the order of the messages. Raises DeadlinePassed if no
+    message arrives for `seconds` while none is being answered. An exception of `answer` ends the stream, in an ExceptionGroup.
     """
     in_flight: set[asyncio.Task[None]] = set()
     last: asyncio.Task[None] | None = None

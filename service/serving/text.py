@@ -1,6 +1,6 @@
-"""Tokens and vectors of a text for a layer (`/words`), by the two ways of `embeddings.py`.
+"""Turns text into tokens and vectors for a layer (`/words`), with the functions of `embeddings.py`.
 
-If all-MiniLM-L6-v2 is installed, its layers are loaded on their first use. A layer of the same name with other weights gets hashed vectors.
+If all-MiniLM-L6-v2 is installed, its layers are loaded on first use. A layer with such a name but other weights gets hashed vectors.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ ONE_PROCESS = "Only a server with one worker offers the layers of all-MiniLM-L6-
 
 
 class TextEncoder:
-    """Tokens and vectors for the layers of a service. `model`: whether the layers of the installed model may be loaded."""
+    """Tokens and vectors for the layers of a service. `model`: whether layers of all-MiniLM-L6-v2 may be loaded."""
 
     def __init__(self, service: Service, model: bool) -> None:
         self.service, self.model = service, model
@@ -35,7 +35,7 @@ class TextEncoder:
         return self._vocabulary
 
     async def read(self, raw: RawRequest) -> Words:
-        """POST /words. Raises LayerNotFound, or InvalidRequest for text that has no words or too many."""
+        """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
         request = await self.service.read(raw, WordsRequest)
         try:
             if request.layer in (names := (await self.vocabulary()).layers):
@@ -53,7 +53,7 @@ class TextEncoder:
         return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
 
     async def _held(self, name: str, read: Sentence) -> HeldLayer:
-        """The layer of that name, loaded if there is none."""
+        """The layer of that name; loaded from `read` if the registry has none."""
         held = {layer.name: layer for layer in self.service.registry.all()}
         return held[name] if name in held else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
 

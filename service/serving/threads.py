@@ -1,4 +1,4 @@
-"""The number of threads for arithmetic, from CPU affinity and cgroup quota; decided before torch, which starts its pool, is imported."""
+"""Chooses the number of threads for arithmetic from CPU affinity and cgroup quota, before torch is imported and starts its pool."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ CGROUP = Path("/sys/fs/cgroup")
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may use: the lesser of CPU affinity and cgroup quota, at least 1.
 
-    A container limited to 4 of 40 cores that starts 40 threads is stopped by the kernel nine tenths of the time.
+    With 40 threads and a quota of 4 cores, the kernel suspends the process nine tenths of the time.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, int(_quota(cgroup) or cores)))
 
 
 def plan_threads(workers: int, threads: int | None, cores: int) -> int:
-    """Threads for each of `workers` processes, so that together they never exceed the cores. Raises ValueError if they would."""
+    """Threads for each of `workers` processes, by default an equal share. Raises ValueError if together they exceed the cores."""
     planned = threads if threads is not None else max(1, cores // workers)
     if workers * planned > cores:
         raise ValueError(f"{workers} workers with {planned} threads each exceed the {cores} cores this process may use")

@@ -1,8 +1,8 @@
-"""Cache of validation results by request shape, one for each layer.
+"""Caches the validation results of one layer by request shape.
 
-Whether a request is valid, fits its layer and is admitted depends on the shapes of its query, key and value and on its plain fields, never
-on the numbers in those three, which only have to be finite. For a small request validation costs as much as its arithmetic. Masks, lengths
-and biases are valid by their values, so requests that hold other tensors than the three are validated every time.
+Validation, fit and admission depend on the shapes of query, key and value and on the plain fields, not on the numbers, which only must be
+finite. For a small request, validation takes as long as its arithmetic. The validity of masks, lengths and biases depends on their values,
+so requests with other tensors than query, key and value are always validated.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ from service.serving.cost import Cost
 from service.wire.schemas.attend import AttendRequest
 
 SEQUENCES = frozenset({"query", "key", "value"})
-KEPT = 64  # of one layer; the oldest goes first
-LONGEST = 512  # characters of plain fields: longer ones are hardly sent twice
+KEPT = 64  # most results per layer; the oldest is dropped first
+LONGEST = 512  # most characters of the plain fields in a key; longer requests are unlikely to recur
 
 
 @dataclass(frozen=True, slots=True)
 class CachedValidation:
-    """A validated request without its numbers: arrays in `request` take no memory, and `options` is the rest of its call."""
+    """A validated request without its numbers. Arrays in `request` take no memory; `options` are the other fields of its Call."""
 
     request: AttendRequest
     options: dict[str, Any]
@@ -32,19 +32,19 @@ class CachedValidation:
 
 
 class ValidationCache:
-    """The validation results of one layer. Threads share it without a lock: each step on the dictionary and on the queue is atomic, and
-    neither is iterated. Requests that two threads validate at once are validated twice.
+    """The validation results of one layer. Thread-safe without a lock: every operation on the dictionary and the queue is atomic, and
+    neither is iterated. Two threads may validate equal requests at the same time.
     """
 
     def __init__(self) -> None:
         self._results: dict[Hashable, CachedValidation] = {}
-        self._oldest: deque[Hashable] = deque()  # keys in the order in which they were kept
+        self._oldest: deque[Hashable] = deque()  # keys, oldest first
 
     def get(self, key: Hashable) -> CachedValidation | None:
         return self._results.get(key)
 
     def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool) -> None:
-        """Keeps a validated request without its numbers."""
+        """Store a validated request without its numbers."""
         arrays = {name: array for name in SEQUENCES if (array := getattr(request, name)) is not None}
         hollow = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
         options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCES}
@@ -56,7 +56,7 @@ class ValidationCache:
 
 
 def cache_key(members: Mapping[str, Any]) -> Hashable | None:
-    """Equal for requests that differ in the numbers of their three sequences alone; None for one that has to be validated."""
+    """A key that is equal for requests that differ only in the numbers of query, key and value; None if the request must be validated."""
     parts: list[Any] = []
     length = 0
     for name, value in members.items():
@@ -65,7 +65,7 @@ def cache_key(members: Mapping[str, Any]) -> Hashable | None:
                 return None
             parts += name, value.shape, value.dtype
         else:
-            text = repr(value)  # which tells true from 1, and 1 from 1.0
+            text = repr(value)  # distinguishes True, 1 and 1.0, which are equal
             length += len(text)
             parts += name, text
     return tuple(parts) if length <= LONGEST and "query" in members else None

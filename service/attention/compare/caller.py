@@ -24,7 +24,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the candidate returned, in our layout; `dtype` is its own."""
+    """The candidate's result in the reference's layout, as float64; `dtype` is that of its output."""
 
     output: Array  # [b, q, d_model] if it has the right shape
     attention_weights: Array | None  # [b, h, q, k] if they have the right shape

@@ -1,7 +1,7 @@
 """Prepares a candidate for calls: constructs a class, reads the weights, finds the roles of its parameters.
 
 Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was. In a module
-that is constructed here, biases of zeros, which would hide a forgotten one, are drawn anew.
+that is constructed here, biases of zeros are replaced by random ones, since zeros would hide a forgotten bias.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from service.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """How to call it, and the layer that the reference computes for it."""
+    """A prepared candidate: how to call it, and the spec and weights for the reference."""
 
     caller: Caller
     spec: LayerSpec
@@ -33,7 +33,7 @@ class Candidate:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode and no gradients within the block; nothing for what is no module."""
+        """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""
         if self.module is None:
             yield
             return

@@ -40,7 +40,7 @@ class CheckCase:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a candidate requires of its cases."""
+    """Properties of the cases that a candidate can be called on."""
 
     dtype: str
     batched: bool

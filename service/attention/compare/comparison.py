@@ -172,7 +172,7 @@ def _disagreement(candidate: Candidate, case: CheckCase, wrong: _Output, outputs
 
 
 def _explain_shape(wrong: _Output) -> str | None:
-    """The known rearrangement that makes the expected array of the one that came; None if there is none."""
+    """A hint, if a known rearrangement of the expected array equals the received one; else None."""
     expected = wrong.expected
     known = [
         ("these are the weights averaged over the heads: return [b, h, q, k], or pass average_weights=True", expected.mean(axis=1)),

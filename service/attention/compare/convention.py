@@ -114,7 +114,7 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
 
 
 def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity:
-    """What true means in the mask `name`. ValueError: neither its name nor the convention decides."""
+    """The meaning of true in the mask `name`. ValueError: neither its name nor the convention states it."""
     means = convention.padding_means if padding else convention.mask_means
     named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
     if means is None and name not in named:

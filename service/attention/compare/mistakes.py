@@ -1,4 +1,4 @@
-"""Known mistakes in attention, each as a way to compute it, and the search for the one that explains a wrong result.
+"""Computes attention with known mistakes, and searches for the mistake that explains a wrong result.
 
 A mistake is named only if computing it gives the candidate's numbers within the tolerance of the case. Single mistakes are tried
 first, then pairs.
@@ -54,7 +54,7 @@ def give_sequence_first(x: Array) -> Array:
     return x.transpose(2, 0, 1, 3).reshape(b, n, h * d)
 
 
-# What comes out …
+# (hint, changes): the hint completes "this is what comes out …"; the changes are arguments of `attend_with_mistakes`
 MISTAKES: tuple[tuple[str, Changes], ...] = (
     ("when the scores are not divided by sqrt(head_dim)", {"scale": lambda spec: 1.0}),
     ("when the scores are divided by sqrt(d_model) and not by sqrt(head_dim)", {"scale": lambda spec: spec.d_model**-0.5}),

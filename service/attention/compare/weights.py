@@ -1,6 +1,6 @@
 """Reads the weights of a candidate under canonical names, from a module's parameters or an object's attributes.
 
-How torch.nn.Linear applies its matrix is known, and how torch and GPT-2 pack theirs; for any other matrix `Convention` has to say it.
+The orientation of torch.nn.Linear and the packing of torch and GPT-2 are known; for other matrices, `Convention` must state them.
 """
 
 import re

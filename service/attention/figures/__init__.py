@@ -1,4 +1,4 @@
-"""Figures of heads: arrays and labels in, the bytes of a PNG, an SVG or a standalone HTML page out.
+"""Draws figures of heads from arrays and labels, as a PNG, an SVG or a standalone HTML page.
 
     weights --reductions--> cells --kinds--> Picture --layout, plot--> png | svg --html--> html
 
@@ -14,7 +14,7 @@ from service.attention.figures.spec import FigureSpec, Format, Picture
 def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> bytes:
     """The bytes of the picture, in the format of the spec. `check` is called at intervals and may raise to stop the drawing.
 
-    Raises TooLarge for a PNG of too many pixels, InvalidRequest for a width or values for which there is no room.
+    Raises TooLarge for a PNG of too many pixels, InvalidRequest if panels or values do not fit.
     """
     from service.attention.figures.html import write_html
     from service.attention.figures.plot import Plot, settings

@@ -1,4 +1,4 @@
-"""The kinds of figure: the reduction of the weights that each needs (`operation_for`), and the picture made of its result (`compose`)."""
+"""The kinds of figure: `operation_for` returns the reduction of weights that a kind needs, `compose` turns its result into a picture."""
 
 from collections.abc import Mapping, Sequence
 

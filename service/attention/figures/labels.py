@@ -1,4 +1,4 @@
-"""Labels: made printable, measured, cut and wrapped to a width. Nothing in them is markup or mathematics.
+"""Makes labels printable, measures them, and cuts or wraps them to a width. Labels are never markup or mathematics.
 
 Widths are those of DejaVu Sans, which comes with matplotlib, so that the layout is the same on every machine.
 """
@@ -46,7 +46,7 @@ def width(text: str, size: float, bold: bool = False) -> float:
 
 
 def cut(text: str, size: float, room: float, bold: bool = False) -> str:
-    """The text, or its beginning and an ellipsis where it is wider than `room`."""
+    """The text, or its beginning and an ellipsis if it is wider than `room`."""
     if width(text, size, bold) <= room:
         return text
     kept = bisect_right(range(len(text)), room, key=lambda n: width(text[:n] + ELLIPSIS, size, bold)) - 1

@@ -1,4 +1,4 @@
-"""Positions and sizes in CSS pixels: the grid of panels, the number of cells per panel, and the labels of the axes."""
+"""Computes positions and sizes in CSS pixels: the grid of panels, the number of cells per panel, and the labels of the axes."""
 
 import math
 from collections.abc import Sequence

@@ -112,7 +112,7 @@ class Plot:
         scale = picture.scale
         self.map, self.norm = colour_map(spec, scale), (LogNorm if scale.logarithmic else Normalize)(scale.low, scale.high)
         self.cells = sum(panel.values.size for panel in picture.panels)
-        self.texts: dict[str, tuple[str, str, str]] = {}  # id -> role, the text, and what it was cut from
+        self.texts: dict[str, tuple[str, str, str]] = {}  # id -> role, text as drawn, uncut text
         self.width, self.height = self.layout.width, self.layout.height
         self.figure = Figure(figsize=(self.width / 96, self.height / 96), dpi=spec.dpi, facecolor=self.colours["paper"])
         self._write("title", self.layout.title, MARGIN, TITLE, self.colours["ink"], weight="bold")

@@ -1,6 +1,4 @@
-"""Reductions of attention weights to what a figure shows, over blocks of query rows as they are computed: the weights of a long sequence
-are never held together. Knows no labels and no colours.
-"""
+"""Reduces attention weights to the cells of a figure, block by block, so that the weights of a long sequence are never stored together."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of we
 
 @dataclass(frozen=True, slots=True)
 class WeightReduction:
-    """The operation that reduces the weights of a call's heads block by block, in place of its outputs."""
+    """The operation that reduces a call's weights block by block, instead of computing outputs."""
 
     reduction: Reduction
 
@@ -39,7 +37,7 @@ def mean_across(weights: Tensor) -> Tensor:
 
 
 def std_across(weights: Tensor) -> Tensor:
-    """The standard deviation over heads, sqrt(mean_h (w_h - mean_h w)²), divided by their number: [heads, rows, k] -> [1, rows, k]."""
+    """The standard deviation over heads, sqrt(mean_h (w_h - mean_h w)²) (divisor h, not h - 1): [heads, rows, k] -> [1, rows, k]."""
     return (weights - mean_across(weights)).square().mean(0, keepdim=True).sqrt()  # torch.std takes four times as long
 
 
@@ -109,12 +107,12 @@ def pool_array(values: Tensor, row_step: int, column_step: int, pool: Pool) -> T
 
 
 def _nan_to_infinity(numbers: Tensor) -> Tensor:
-    """NaN is left to mean a cell without pairs."""
+    """Replace NaN by infinity, since NaN marks cells without pairs."""
     return numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _of_item(weights: Tensor, visible: Tensor | None, item: int) -> tuple[Tensor, Tensor]:
-    """One batch item's weights [h, rows, k], 0 where a pair may not attend (fully masked rows may have been filled), and which may."""
+    """One item's weights [h, rows, k], 0 for pairs that may not attend, even in filled rows; and bool [h|1, rows, k], which pairs may."""
     values = weights[item]
     if visible is None:
         return values, torch.ones(1, 1, 1, dtype=torch.bool, device=values.device).expand(1, *values.shape[1:])

@@ -1,7 +1,7 @@
 """Computes metrics of a layer and a call: the operation that serving runs in place of the forward pass.
 
-Weights are read one block of query rows at a time by every metric of weights. Head outputs, where a metric needs them, come from the
-layer's forward pass, which may compute them without weights.
+Metrics of weights read one block of query rows at a time. If a metric needs head outputs, they come from the layer's forward pass, which
+may compute them without weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,13 +23,13 @@ Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
 OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
-OVERFLOWED = "overflowed"  # tensor of a result, a single bool: whether any of what the metrics are made of is not finite
+OVERFLOWED = "overflowed"  # name of a bool tensor in the result: whether an input of the metrics is not finite
 OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsOperation:
-    """The operation that computes metrics in place of outputs; a selection of weights in the call is ignored."""
+    """The operation that computes metrics instead of outputs. It ignores the call's selection of weights."""
 
     query: MetricsQuery
 
@@ -42,10 +42,10 @@ class MetricsOperation:
 
 @torch.inference_mode()
 def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) -> Result:
-    """The metrics asked for, as tensors [b, …] under their names, parts as `name.part`; float64, and int64 for indices.
+    """Compute the requested metrics: name, or `name.part`, -> tensor [b, …], float64, or int64 for indices.
 
-    The call selects no weights and has no dropout. The tensor `overflowed` is true where numbers are left out or NaN, since something
-    that the metrics are computed from is not finite.
+    The call must have no selection of weights and no dropout. The tensor `overflowed` is true if an input of the metrics is not finite, so
+    that some numbers are missing or NaN.
     """
     query, key, value = layer.project(call)
     fully_masked = layer.fully_masked(call)
@@ -79,7 +79,7 @@ def _read_weights(
     real: Tensor,
     norms: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Every metric that is made of weights, in one pass over the query rows."""
+    """Compute all metrics of weights in one pass over the query rows."""
     rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if metrics_query.asks(name, name + PER_QUERY)}
     links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), between.CosineSimilarity(), between.JensenShannon()
     likened = metrics_query.asks("cosine_similarity", "position_disagreement")
@@ -126,7 +126,7 @@ def _blocks(
     real: Tensor,
     rows: Iterable[slice] | None = None,
 ) -> Iterator[Block]:
-    first_key = real.to(torch.int8).argmax(-1)  # the first that is open
+    first_key = real.to(torch.int8).argmax(-1)  # the first that is not padding
     for some, weights, visible in layer.attention_weights(call, projected[0], projected[1], fully_masked, rows):
         yield read_block(some, weights, visible, call.masks.positions, fully_masked, first_key, metrics_query)
 
@@ -134,7 +134,7 @@ def _blocks(
 def _compare_single(
     layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, fully_masked: Tensor | None, real: Tensor
 ) -> dict[str, Tensor]:
-    """The one-head layer beside the layer itself; blocks of both hold the same rows."""
+    """Compare the layer with a layer of one head, in blocks of the same rows."""
     alone, *one = as_single_head(call, *projected)
     none = None if fully_masked is None else fully_masked.all(1, keepdim=True)
     single = SingleHead()
@@ -151,7 +151,7 @@ def _compare_single(
 
 
 def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None) -> dict[str, Tensor]:
-    """Every metric that is made of head outputs."""
+    """Compute all metrics of head outputs."""
     heads = layer.forward(replace(call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
     counts = _counts(call, metrics_query, fully_masked, heads.shape[1])
     made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
@@ -172,7 +172,7 @@ def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQ
 
 
 def _counts(call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None, heads: int) -> Tensor:
-    """bool [b, h, q]: the rows that have a key and are not padding."""
+    """bool [b, h, q]: the rows that are neither fully masked nor padding."""
     counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
     if fully_masked is not None:
         counts &= ~fully_masked

@@ -1,7 +1,6 @@
-"""Metrics that compare heads: their weights, values and outputs with each other, and all of them with one head as wide as all.
+"""Metrics that compare heads with each other by weights, values and outputs, and the layer with a single head of the full width.
 
-Sums over query rows are added up block by block, so that no more than [h, h] is kept. A pair of heads is compared on the rows that count
-for both.
+Sums over query rows are accumulated block by block, so only [h, h] is stored. A pair of heads is compared on the rows that count for both.
 """
 
 from dataclasses import replace
@@ -14,7 +13,7 @@ from service.attention.metrics.rows import Block
 
 
 class CosineSimilarity:
-    """Cosine similarity and disagreement of positions, from the products of the heads' rows."""
+    """Accumulates cosine similarity and position disagreement of the heads' weights."""
 
     def __init__(self) -> None:
         self._dots = self._squares = self._rows = torch.zeros(())
@@ -28,22 +27,22 @@ class CosineSimilarity:
         self._rows = self._rows + counts @ counts.transpose(1, 2)
 
     def cosine_similarity(self) -> Tensor:
-        """[b, h, h]: cosine of the angle between two heads' weights, taken as one long vector each."""
+        """[b, h, h]: cosine of the angle between two heads' weights, each flattened to one vector."""
         return (self._dots / (self._squares * self._squares.transpose(1, 2)).sqrt()).clamp(-1, 1)
 
     def position_disagreement(self) -> Tensor:
-        """[b]: -1/h^2 sum_ij |A_i * A_j| (Li et al. 2018), of each query and averaged over queries, so that lengths compare."""
+        """[b]: -1/h^2 sum_ij |A_i * A_j| (Li et al. 2018), averaged over queries, so that different lengths are comparable."""
         return -(self._dots / self._rows).mean((1, 2))
 
 
 class JensenShannon:
-    """The Jensen-Shannon divergence between heads, in nats and averaged over queries: from 0 to ln 2 (Clark et al. 2019, who sum it)."""
+    """The Jensen-Shannon divergence between heads, in nats and averaged over queries: from 0 to ln 2 (Clark et al. 2019, with a sum)."""
 
     def __init__(self) -> None:
         self._sum = self._rows = torch.zeros(())
 
     def read(self, block: Block) -> None:
-        """Adds the block's rows: entropy of the mean less the mean of the entropies, one head against all at a time."""
+        """Add a block: per row, entropy of the mean minus mean of the entropies, for one head against all at a time."""
         shares, counts = block.shares, block.counts
         own = torch.special.entr(shares).sum(-1)
         columns = []
@@ -55,12 +54,12 @@ class JensenShannon:
         self._rows = self._rows + counts.double() @ counts.double().transpose(1, 2)
 
     def mean(self) -> Tensor:
-        """[b, h, h]."""
+        """The divergence of each pair of heads, [b, h, h]."""
         return self._sum / self._rows
 
 
 def deviation(block: Block) -> Tensor:
-    """[b, rows]: the standard deviation of a weight across heads, averaged over the keys that any head may see.
+    """[b, rows]: the standard deviation of a weight across heads, averaged over the keys visible to any head.
 
     NaN for rows that do not count for every head.
     """
@@ -71,20 +70,20 @@ def deviation(block: Block) -> Tensor:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """[..., h, h] products of vectors -> the cosines of the angles between them; NaN where one is 0."""
+    """Cosines between vectors from their inner products [..., h, h]; NaN for zero vectors."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     return (gram / (lengths[..., :, None] * lengths[..., None, :])).clamp(-1, 1)
 
 
 def disagreement(gram: Tensor) -> Tensor:
-    """[b]: -1/h^2 sum_ij cos(x_i, x_j), i = j included (Li et al. 2018): -1 for heads that are all the same."""
+    """[b]: -1/h^2 sum_ij cos(x_i, x_j), including i = j (Li et al. 2018); -1 if all heads are equal."""
     return -cosines(gram).mean((-2, -1))
 
 
 def subspace_products(value: Tensor, real: Tensor) -> Tensor:
-    """[b, kv heads, kv heads]: <V_i, V_j> over the real keys, each head's values as one long vector.
+    """[b, kv heads, kv heads]: <V_i, V_j> over the keys that are not padding, each head's values flattened.
 
-    Counting a head of values once for every query head that shares it would change no mean over pairs.
+    Repeating a kv head for each of its query heads would not change any mean over pairs.
     """
     flat = value.double().masked_fill(~real[:, None, :, None], 0).flatten(2)
     return flat @ flat.transpose(1, 2)
@@ -97,10 +96,10 @@ def output_products(heads: Tensor, counts: Tensor) -> Tensor:
 
 
 def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Call, Tensor, Tensor, Tensor]:
-    """The call and its projections [b, heads, n, d] as those of one head, [b, 1, n, h * d].
+    """The call and its projections [b, heads, n, d] for a layer of one head, [b, 1, n, h * d].
 
-    The one-head layer of the same seed has the same matrices, since a seed draws them whole. So its scores are the sum of the heads' own,
-    over sqrt(h): its scale is 1/sqrt(h * head_dim). Grouped keys and values count for each head that shares them.
+    A one-head layer of the same seed has the same matrices, since a seed draws whole matrices. Its scale is 1/sqrt(h * head_dim), so its
+    scores are the sum of the heads' scores over sqrt(h). Grouped keys and values are repeated for each of their query heads.
     """
     h, groups = query.shape[1], query.shape[1] // key.shape[1]
     wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
@@ -109,7 +108,7 @@ def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tup
 
 
 class SingleHead:
-    """Sums over query rows of what the one head does, and of what it shares with each of the many."""
+    """Accumulates the metrics of the single head, and its similarity to each head of the layer."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(())  # [b, 3]: entropy, confidence, rows
@@ -117,7 +116,7 @@ class SingleHead:
         self._outputs: list[Tensor] = []  # [b, rows, h * d]
 
     def read(self, block: Block, many: Block, value: Tensor) -> None:
-        """Adds a block of the one head, and the same rows of the many."""
+        """Add a block of the single head, and the same rows of the layer."""
         counts = block.counts[:, 0]
         entropy = torch.special.entr(block.shares[:, 0]).sum(-1)
         rows = torch.stack((entropy.double(), block.shares[:, 0].amax(-1).double(), counts.double()))
@@ -130,11 +129,11 @@ class SingleHead:
 
     @property
     def outputs(self) -> Tensor:
-        """[b, q, h * d]: what the one head makes, before the output projection."""
+        """The outputs of the single head before the output projection, [b, q, h * d]."""
         return torch.cat(self._outputs, 1)
 
     def parts(self, many: Tensor, one: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Entropy, confidence and what becomes of the output [b, q, out] over the rows [b, q] that count."""
+        """The metrics. `many`, `one`: outputs [b, q, out] of the layer and the single head; `counts` [b, q]: the rows that count."""
         entropy, confidence = (self._sums[:, :2] / self._sums[:, 2:]).T
         products, of_one, of_many = self._likeness
         many, one = (x.double().masked_fill(~counts[..., None], 0).flatten(1) for x in (many, one))

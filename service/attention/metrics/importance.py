@@ -1,10 +1,10 @@
-"""What each head adds to the output, and what is lost without it: closed forms, without running the layer again.
+"""Computes each head's contribution to the output, and the effect of removing it, in closed form.
 
     y = sum_h y_h + b,   y_h = O_h W_h^T
 
-is linear in a factor before each head. So the derivative of L by the factor of head h is <dL/dy, y_h>, exactly; and how far y moves when
-heads are taken away or replaced follows from the products <y_i, y_j> alone. These are made from O^T O and W^T W: no y_h is ever held.
-Everything is summed in float64 over the rows that count for any head; where there are none nothing is defined, and -1 is no head.
+is linear in a factor xi_h before each y_h. So dL/dxi_h = <dL/dy, y_h> exactly, and the change of y when heads are removed or replaced
+follows from the products <y_i, y_j>. These are computed from O^T O and W^T W, so y_h is never stored. Sums are in float64 over the rows
+that count for any head. Without such rows the metrics are NaN, and -1 stands for a head.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Products:
     heads: Tensor  # [b, h, h]: <y_i, y_j>
     bias: Tensor  # [b, h]: <b, y_h>
     bias_square: Tensor  # [b]
-    to_direction: Tensor  # [b, h]: <G, y_h>; of G = y where no direction is given; NaN where no row counts
-    mean_square: Tensor  # [b, h]: rows of the head * |mean y_h|^2
+    to_direction: Tensor  # [b, h]: <G, y_h> for the direction G, by default y; NaN if no row counts
+    mean_square: Tensor  # [b, h]: number of the head's rows * |mean y_h|^2
     output_to_mean: Tensor  # [b, h]: <y, mean y_h> over the rows of the head
     counted: Tensor  # bool [b]: whether any row counts
 
@@ -38,7 +38,7 @@ class Products:
 
 
 def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor | None, direction: Tensor | None) -> Products:
-    """From head outputs [b, h, q, d], the rows that count [b, h, q], and the output projection [out, h * d]; None: nothing is projected."""
+    """The products from head outputs [b, h, q, d], counted rows [b, h, q], and the output projection [out, h * d] (None: identity)."""
     b, h, _, d = heads.shape
     some = counts.any(1)  # [b, q]
     outputs = heads.double().masked_fill(~counts[..., None], 0).transpose(1, 2).flatten(2)  # [b, q, h * d]
@@ -74,13 +74,13 @@ def gradient_importance(contribution: Tensor) -> Tensor:
 
 
 def zero_ablation(made: Products) -> dict[str, Tensor]:
-    """What becomes of y when a head's output is 0."""
+    """Change of y if a head's output is replaced by 0."""
     square = made.heads.diagonal(dim1=1, dim2=2)
     return _moved(made.output_square[:, None], -made.to_output, square)
 
 
 def mean_ablation(made: Products) -> dict[str, Tensor]:
-    """What becomes of y when a head's output is its own mean over the item's rows."""
+    """Change of y if a head's output is replaced by its mean over the item's rows."""
     square = made.heads.diagonal(dim1=1, dim2=2) - made.mean_square
     return _moved(made.output_square[:, None], made.output_to_mean - made.to_output, square)
 
@@ -95,9 +95,9 @@ def _moved(output_square: Tensor, along: Tensor, square: Tensor) -> dict[str, Te
 
 
 def pruning_order(made: Products) -> dict[str, Tensor]:
-    """The heads in the order in which they can go, each time the one without which y changes least, and |Dy| / |y| after each.
+    """The heads in the order of greedy removal, each time the one whose removal changes y least, and |Dy| / |y| after each.
 
-    Ties go to the lower head. Greedy: the best set of two heads may be another than the best head and the best beside it.
+    Ties go to the lower head. The first n heads are not always the best set of n heads to remove.
     """
     inner, total = made.heads.cpu().numpy(), made.output_square.cpu().numpy()
     items, num_heads = inner.shape[:2]
@@ -116,9 +116,9 @@ def pruning_order(made: Products) -> dict[str, Tensor]:
 
 def value_norms(value: Tensor, weight: Tensor | None, groups: int, real: Tensor) -> Tensor:
     """[b, h, k]: |v_j W_h^T| of each key and head, NaN for padding, from values [b, kv heads, k, d] and the output projection [out, h * d]
-    (Kobayashi et al. 2020). It follows from v W_h^T W_h v^T, so [h, k, out] is never held.
+    (Kobayashi et al. 2020). Computed as v W_h^T W_h v^T, so [h, k, out] is never stored.
 
-    `groups` query heads share a head of values; `real` [b|1, k] tells keys from padding.
+    `groups` query heads share a kv head; `real` [b|1, k] is true for keys that are not padding.
     """
     b, kv, k, d = value.shape
     exact = value.double()

@@ -1,7 +1,7 @@
-"""Metrics of attention weights, row by row: a block of weights -> one number per (batch, head, query), and each head's strongest links.
+"""Metrics of rows of attention weights: one number per (batch, head, query), and each head's strongest links.
 
-A row is a distribution over keys. With attention sinks its weights sum to less than 1; metrics read their shares of that sum, so every
-formula has a distribution. Rows that do not count (fully masked, or padding) are 0 throughout, and their numbers NaN.
+A row is a distribution over keys. With attention sinks its weights sum to less than 1, so metrics use `shares`, the weights divided by
+their sum. In rows that do not count (fully masked or padding) shares are 0, and the metrics NaN.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from service.attention.selection import top_k
 
-ROUNDING = 1e-6  # by which a sum of weights may fall short of the mass that it is meant to hold
+ROUNDING = 1e-6  # tolerance when a sum of weights is compared with `mass`
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsQuery:
-    """The metrics wanted, by name, and their parameters. Tensors are None where no metric wanted needs them."""
+    """The names of the requested metrics, and their parameters. Tensors are None if no requested metric needs them."""
 
     metrics: tuple[str, ...]
     local_window: int = 2
     top_links: int = 5
     mass: float = 0.9
     queries: Tensor | None = None  # bool [b|1, q]: which queries count; all if None
-    query_words: Tensor | None = None  # int64 [b|1, q]: equal numbers stand for equal words ...
+    query_words: Tensor | None = None  # int64 [b|1, q]: equal words have equal numbers ...
     key_words: Tensor | None = None  # ... [b|1, k]
     direction: Tensor | None = None  # [b, q, output_dim]
 
     def asks(self, *names: str) -> bool:
-        """Whether any of these metrics is wanted."""
+        """Whether any of these metrics is requested."""
         return any(name in self.metrics for name in names)
 
     def to(self, device: torch.device) -> "MetricsQuery":
@@ -41,16 +41,16 @@ class MetricsQuery:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some query rows of all heads."""
+    """A block of query rows of all heads."""
 
     rows: slice
-    weights: Tensor  # [b, h, rows, k] as the layer makes them
-    shares: Tensor  # [b, h, rows, k] of each row's sum; 0 in rows that do not count
+    weights: Tensor  # [b, h, rows, k], from the layer
+    shares: Tensor  # [b, h, rows, k]: weights over the row's sum; 0 in rows that do not count
     counts: Tensor  # bool [b, h, rows]
-    seen: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: who may attend to whom; None: everyone
-    positions: Tensor  # [b|1, rows]: where the queries stand among the keys
+    seen: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the pairs that may attend; None: all
+    positions: Tensor  # [b|1, rows]: key positions of the queries
     first_key: Tensor  # [b|1]: the first key that is not padding
-    overflowed: Tensor  # bool [b, h, rows]: rows that would count, but whose scores are no numbers
+    overflowed: Tensor  # bool [b, h, rows]: rows with NaN weights that would count otherwise
 
     @property
     def keys(self) -> Tensor:
@@ -93,7 +93,7 @@ def entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 
 def normalised_entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Entropy over ln n, n the keys that the row may see; not defined where that is one."""
+    """Entropy over ln n for n visible keys; NaN if n is 1."""
     return entropy(block, metrics_query).double() / torch.log(_keys_seen(block).double()).clamp(min=0)
 
 
@@ -103,13 +103,13 @@ def confidence(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 
 def keys_for_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """The least number of keys that hold the share `mass` of the row."""
+    """The smallest number of keys whose shares sum to `mass`."""
     held = block.shares.sort(-1, descending=True).values.cumsum(-1)
     return (held < metrics_query.mass - ROUNDING).sum(-1) + 1
 
 
 def first_key_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """What goes to the first key, where many heads rest when they have nothing to do."""
+    """Share of the first key that is not padding, which many heads use as a default target."""
     return _mass(block, block.keys == block.first_key[:, None, None, None])
 
 
@@ -125,7 +125,7 @@ def local_share(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 
 def global_share(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on positions further away than that."""
+    """Mass on positions more than `local_window` away."""
     return _mass(block, _distance(block) > metrics_query.local_window)
 
 
@@ -135,17 +135,17 @@ def mean_distance(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 
 def previous_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on the position before the query's; not defined where the query may not look there."""
+    """Mass on the position before the query's; NaN if the query may not attend to it."""
     return _mass_where_any(block, block.keys == block.positions[:, None, :, None] - 1)
 
 
 def duplicate_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on earlier positions that hold the query's own word; not defined where there are none that it may see."""
+    """Mass on earlier positions with the query's word; NaN if none is visible."""
     return _mass_where_any(block, _earlier_same_words(block, metrics_query))
 
 
 def induction_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on the positions that follow earlier ones with the query's own word (Olsson et al. 2022); not defined where there are none."""
+    """Mass on the positions after earlier ones with the query's word (Olsson et al. 2022); NaN if none is visible."""
     return _mass_where_any(block, F.pad(_earlier_same_words(block, metrics_query), (1, 0))[..., :-1])
 
 
@@ -166,31 +166,31 @@ ROW_METRICS: dict[str, Callable[[Block, MetricsQuery], Tensor]] = {
 
 
 def _mass(block: Block, pattern: Tensor) -> Tensor:
-    """What each row gives to the keys of a pattern, bool [b|1, 1, rows|1, k]."""
+    """Sum of each row's shares of the keys in a pattern, bool [b|1, 1, rows|1, k]."""
     return block.shares.masked_fill(~pattern, 0).sum(-1)
 
 
 def _mass_where_any(block: Block, pattern: Tensor) -> Tensor:
-    """The same, NaN where the row may see no key of the pattern."""
+    """As `_mass`, but NaN if no key of the pattern is visible to the row."""
     if block.seen is not None:
         pattern = pattern & block.seen
     return _mass(block, pattern).masked_fill(~pattern.any(-1), torch.nan)
 
 
 def _distance(block: Block) -> Tensor:
-    """[b|1, 1, rows, k] between query and key."""
+    """Distance of query and key, [b|1, 1, rows, k]."""
     return (block.positions[:, None, :, None] - block.keys).abs()
 
 
 def _earlier_same_words(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """bool [b|1, 1, rows, k]: keys before the query's position that hold the query's word."""
+    """bool [b|1, 1, rows, k]: keys before the query's position with the query's word."""
     assert metrics_query.query_words is not None and metrics_query.key_words is not None
     same = metrics_query.query_words[:, None, block.rows, None] == metrics_query.key_words[:, None, None, :]
     return same & (block.keys < block.positions[:, None, :, None])
 
 
 def _keys_seen(block: Block) -> Tensor:
-    """[b|1, h|1, rows|1]: how many keys each row may see; 1 is given as one whose logarithm divides to NaN."""
+    """[b|1, h|1, rows|1]: number of visible keys of each row."""
     num_keys = block.shares.shape[-1]
     if block.seen is None:
         return torch.full((1, 1, 1), num_keys, device=block.shares.device)
@@ -200,7 +200,7 @@ def _keys_seen(block: Block) -> Tensor:
 class StrongestLinks:
     """The n largest weights of each (batch, head), largest first; ties go to the lower query, then to the lower key.
 
-    Blocks are read one after another, so [q, k] is never held: the best so far and the best of a block are one short list.
+    Keeps only the n best links while blocks are read, so [q, k] is never stored.
     """
 
     def __init__(self, n: int) -> None:
@@ -222,7 +222,7 @@ class StrongestLinks:
         self._weights, self._places = best, here
 
     def parts(self) -> dict[str, Tensor]:
-        """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN where a head has fewer links: a weight of 0 is none."""
+        """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN for missing links. A weight of 0 is not a link."""
         assert self._weights is not None and self._places is not None
         none = self._weights <= 0
         num_keys = max(1, self._num_keys)

@@ -1,1 +1,1 @@
-"""The float64 NumPy implementation that everything is compared with. Shares no arithmetic with the rest of `attention`."""
+"""The float64 NumPy implementation that all others are compared with. Shares no arithmetic with the rest of `attention`."""

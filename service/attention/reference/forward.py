@@ -41,7 +41,7 @@ class Reference:
         return int(self.fully_masked.sum())
 
 
-@np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are repositions afterwards
+@np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
 def attend(
     spec: LayerSpec,
     weights: Mapping[str, Array],

@@ -1,1 +1,1 @@
-"""The layers of one process: registry, loading and replacing, files, coordination between processes."""
+"""The layers of one process: their registry, files and loading, and the coordination of processes that share a folder of layers."""

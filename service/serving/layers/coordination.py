@@ -1,8 +1,8 @@
-"""Coordination of the processes that share a folder of layers, by files and the kernel's locks (flock).
+"""Coordinates the processes that share a folder of layers, with files and kernel locks (flock).
 
-Each process keeps a file of its own locked, and writes into it the number of the last change that it has applied. The kernel releases the
-lock when the process dies, so that no other waits for it. The length of the file CHANGES counts the changes: each appends a byte, which is
-atomic and needs no lock. A lock on that file excludes other processes from reading the folder and then writing to it.
+Each process holds a lock on a file PEER…, in which it writes the number of the last change that it applied. The kernel releases the lock
+when the process dies, so other processes do not wait for it. The length of the file CHANGES is the number of changes: each appends a byte,
+which is atomic and needs no lock. To add a layer, a process locks CHANGES while it reads the folder and then writes to it.
 """
 
 import fcntl
@@ -11,12 +11,12 @@ from pathlib import Path
 from secrets import token_hex
 
 CHANGES = ".changes"
-BLOCK = 4096  # bytes: file systems give room to a file in multiples of this
+BLOCK = 4096  # bytes; file systems allocate at least in multiples of this
 PEER = ".peer-"
 
 
 class Coordinator:
-    """This process among those that share the folder. Its methods block, but not for long: none waits for the lock of another process."""
+    """The file of this process, and the number of changes. Methods block only briefly: none waits for another process's lock."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +24,7 @@ class Coordinator:
         self._file: int | None = None
 
     def join(self) -> None:
-        """Makes the others wait for this process to apply changes. To be called before it reads the folder for the first time."""
+        """Make other processes wait until this one has applied their changes. Must be called before the first scan of the folder."""
         self._file = create_locked(self._path)
         self.acknowledge(0)
 
@@ -35,15 +35,15 @@ class Coordinator:
             self._file = None
 
     def reserve(self) -> None:
-        """Makes room for the announcement of a change. Raises OSError where there is none; then the change must not be made.
+        """Allocate disk space for the announcement of a change. If this raises OSError, the change must not be made.
 
-        Announces an empty change, so that the file has the block of the next byte.
+        Announces an empty change, so that the next byte does not start a new block.
         """
         if self.announce() % BLOCK == 0:
             self.announce()
 
     def announce(self) -> int:
-        """Counts a change that has been made. Returns its number, or that of a later one."""
+        """Append a byte to CHANGES after a change. Returns the number of the change, or a higher one."""
         file = os.open(self.folder / CHANGES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(file, b".")
@@ -53,31 +53,31 @@ class Coordinator:
 
     @property
     def changes(self) -> int:
-        """The number of changes. The folder, read after this, contains all of them."""
+        """The number of changes. A later scan of the folder includes all of them."""
         try:
             return (self.folder / CHANGES).stat().st_size
         except FileNotFoundError:
             return 0
 
     def acknowledge(self, change: int) -> None:
-        """Records that this process has applied the changes up to that one."""
+        """Record that this process has applied all changes up to `change`."""
         if self._file is not None:
             os.pwrite(self._file, b"%020d" % change, 0)
 
     def behind(self, change: int) -> int:
-        """The number of other living processes that have not applied it yet. Files of dead processes are removed."""
+        """The number of other living processes that have not applied `change` yet. Removes the files of dead processes."""
         return sum(_applied(path) < change for path in self.folder.glob(f"{PEER}*") if path != self._path and not remove_unlocked(path))
 
 
 class Claim:
-    """The exclusive right to add to the folder, among threads as among processes. The kernel releases it when a process dies."""
+    """An exclusive lock for adding layers to the folder, between threads and processes. The kernel releases it when the process dies."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CHANGES
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        """Whether it could be acquired without waiting. Raises OSError."""
+        """Try to acquire the lock without waiting; returns whether it succeeded. Raises OSError."""
         if self._file is None:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -95,12 +95,12 @@ class Claim:
 def _applied(path: Path) -> int:
     try:
         return int(path.read_bytes() or b"0")
-    except FileNotFoundError:  # it has ended since
+    except FileNotFoundError:  # the process has ended meanwhile
         return 1 << 62
 
 
 def create_locked(path: Path) -> int:
-    """A new file, open and locked. If another process removes it between the two, it is created again."""
+    """Create, open and lock a file; its descriptor. Retries if another process removes the file before it is locked."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -110,7 +110,7 @@ def create_locked(path: Path) -> int:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Removes a file unless a living process has it locked. Returns whether it is gone."""
+    """Remove a file unless a living process has locked it. Returns whether the file no longer exists."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Layers from safetensors bytes, and back: files of this service, with the spec in the metadata entry `spec`, or a layer of a checkpoint.
+"""Reads layers from safetensors bytes and writes them: files of this service, with the spec in the metadata, and other checkpoints.
 
-Arrays are views of the body: no memory is allocated for weights before the registry has admitted the spec.
+Arrays are views of the body, so no memory is allocated for weights before the registry has admitted the spec.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ SPEC, FINGERPRINT = "spec", "fingerprint"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Which layer of a checkpoint to read, and what its tensors do not say: the query of PUT /layers/{name}. `spec` is JSON."""
+    """The query of PUT /layers/{name}: which layer of a checkpoint to read, and spec fields (JSON) that its tensors do not determine."""
 
     layout: str | None = None
     prefix: str | None = None
@@ -60,17 +60,17 @@ def given_weights(spec: LayerSpec) -> LayerSpec:
 
 
 def stored_pieces(layer: HeldLayer) -> list[Buffer]:
-    """The file of a layer that this service stores."""
+    """The file in which the store keeps a layer: as exported, with its fingerprint in the metadata."""
     return write_layer_file(layer, fingerprint=layer.fingerprint)
 
 
 def demand_storable(layer: HeldLayer, largest: int) -> None:
-    """Raise TooLarge where the layer's file would be larger than the service reads: it could be written, but not loaded again."""
+    """Raises TooLarge if the layer's file would exceed `largest` bytes, since it could not be loaded again."""
     _demand_file_size(sum(memoryview(piece).nbytes for piece in stored_pieces(layer)), largest)
 
 
 def demand_storable_spec(spec: LayerSpec, largest: int) -> None:
-    """Raise TooLarge where weights and spec alone exceed the largest file: known before weights are drawn, which takes long."""
+    """Raises TooLarge if weights and spec alone exceed `largest` bytes. Checked before weights are drawn, which is slow."""
     _demand_file_size(spec.num_parameters * BY_TORCH[spec.dtype].size + len(spec.model_dump_json()), largest)
 
 
@@ -85,7 +85,7 @@ def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
 
 
 def _object(text: str, at: str) -> Mapping[str, Any]:
-    """A JSON object. Raises MalformedBody, InvalidRequest or TooLarge, with `at` in front of the paths of its errors."""
+    """Parse a JSON object. Raises MalformedBody, InvalidRequest or TooLarge; `at` is prepended to the paths of the errors."""
     if len(text) > JSON_TEXT_BYTES:
         raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
     try:

@@ -1,7 +1,7 @@
-"""Loads, replaces and removes layers, one change at a time, and stores them in a folder if there is one.
+"""Loads, replaces and removes layers, one change at a time, and keeps them in step with a shared folder, if configured.
 
-Reading, casting and hashing run in a thread of their own. The device is used only to choose the matrix products and for the first call of a
-new layer. A layer that is replaced serves until the new one is ready.
+Reading, casting and hashing run in a separate thread. The device is used only to choose the matrix products and for the first call of a new
+layer. When a layer is replaced, the old one serves until the new one is ready.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from service.tensors import Array
 T = TypeVar("T")
 log = structlog.get_logger("attend")
 INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
-PATIENCE = 30.0  # seconds that a change waits for the claim, and then for the other processes to apply it
+PATIENCE = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
 Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
 class LayerLoader:
-    """Changes the layers of a registry."""
+    """Loads, replaces, unloads and removes the layers of a registry."""
 
     def __init__(
         self,
@@ -41,18 +41,18 @@ class LayerLoader:
         folder: LayerStore | None,
         largest: int,
     ) -> None:
-        """`largest` is in bytes, of a layer's file."""
+        """`largest`: most bytes of a layer's file."""
         self.registry, self.probe, self.metrics, self.statistics = registry, probe, metrics, statistics
         self.folder, self.largest = folder, largest
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._configured: frozenset[str] = frozenset()
-        self._stamps: dict[str, Stamp] = {}  # of the files that have been read, whether they had a layer or not
-        self._unloaded: dict[str, Stamp] = {}  # of the files of unloaded layers that have been read
+        self._stamps: dict[str, Stamp] = {}  # of the layer files already read, valid or not
+        self._unloaded: dict[str, Stamp] = {}  # of the files of unloaded layers already read
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, specs: Mapping[str, LayerSpec]) -> None:
-        """Loads the configured layers, then those of the folder, which is followed from then on. Raises OSError if it cannot be used."""
+        """Load the configured layers, then those of the folder, and follow the folder from then on. Raises OSError if it cannot be used."""
         self._configured = frozenset(specs)
         for name, spec in specs.items():
             self._hold(await self._make(name, spec, None))
@@ -62,9 +62,9 @@ class LayerLoader:
             self._following = asyncio.get_running_loop().create_task(self._keep_following(self.folder))
 
     async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
-        """Loads the layer that `read` returns, and says whether its name is new. With a folder, it is stored, and all processes serve it.
+        """Load the layer that `read` returns; returns it and whether its name is new. With a folder, store it and wait for all processes.
 
-        Raises what reading raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
+        Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
         """
         self._demand_not_configured(name)
         change = 0
@@ -82,7 +82,7 @@ class LayerLoader:
         return layer, new
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
-        """Removes the layer, or a file without a valid one. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
+        """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
         self._demand_not_configured(name)
         change = 0
         async with self._changing:
@@ -96,7 +96,7 @@ class LayerLoader:
         await self._wait_for_others(change, deadline)
 
     async def unload(self, name: str, deadline: float | None = None) -> None:
-        """Makes the layer unavailable until it is loaded again. Raises as `remove` does."""
+        """Make the layer unavailable until `load`. Raises the same errors as `remove`."""
         self._demand_not_configured(name)
         change = 0
         async with self._changing:
@@ -113,7 +113,7 @@ class LayerLoader:
         await self._wait_for_others(change, deadline)
 
     async def load(self, name: str, deadline: float | None = None) -> None:
-        """Makes an unloaded layer available; a loaded one stays as it is. Raises LayerNotFound, or as `put` does."""
+        """Make an unloaded layer available; do nothing if it is loaded. Raises LayerNotFound, or the same errors as `put`."""
         if self.registry.unloaded(name) is None:
             self.registry.find(name, at="")
             return
@@ -136,7 +136,7 @@ class LayerLoader:
         await self._wait_for_others(change, deadline)
 
     def stop_following(self) -> None:
-        """Stops following the folder, for a process whose event loop rarely runs: the others no longer wait for it."""
+        """Withdraw this process from the coordination, so that others no longer wait for it. For a process whose event loop rarely runs."""
         if self.folder is not None:
             self.folder.close()
 
@@ -148,13 +148,13 @@ class LayerLoader:
             self.folder.close()
 
     def _demand_not_configured(self, name: str) -> None:
-        """Raises LayerConflict for a configured layer if there is a folder: a restart would restore the configured one."""
+        """With a folder, raises LayerConflict for a configured layer, since a restart would restore the configured one."""
         if self.folder is not None and name in self._configured:
             raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
 
     @asynccontextmanager
     async def _exclusive(self, deadline: float | None) -> AsyncIterator[None]:
-        """A block in which no other process adds layers, and all of theirs are loaded: what is admitted now has room.
+        """Hold the claim during the `async with` block, after loading all layers of other processes, so that limits are checked correctly.
 
         Raises DeadlinePassed, NotReady after PATIENCE, StorageFull or ServiceFault.
         """
@@ -172,17 +172,17 @@ class LayerLoader:
                 raise fault(error) from error
             yield
         finally:
-            with suppress(RuntimeError):  # the process ends, which releases it as well
-                self._thread.submit(claim.release)  # after the work of a caller who did not wait
+            with suppress(RuntimeError):  # the thread is shut down; the end of the process releases the claim
+                self._thread.submit(claim.release)  # in the thread: after work whose caller was cancelled
 
     def _demand_time(self, patience: float, deadline: float | None, what: str) -> None:
-        """Raises DeadlinePassed, or NotReady when `patience` has passed."""
+        """Raises DeadlinePassed after `deadline`, NotReady after `patience`; both are times of the clock."""
         now = self.probe.scheduler.clock()
         if now > min(patience, deadline or patience):
             raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
 
     async def _wait_for_others(self, change: int, deadline: float | None) -> None:
-        """Returns when all processes have applied the change. Raises DeadlinePassed, or NotReady after PATIENCE."""
+        """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after PATIENCE."""
         if self.folder is None:
             return
         patience = self.probe.scheduler.clock() + PATIENCE
@@ -200,7 +200,7 @@ class LayerLoader:
                 log.error("layers folder unreadable", error=str(error))
 
     async def _follow(self, folder: LayerStore) -> None:
-        """Applies the state of the folder to the registry, and records that for the other processes."""
+        """Apply the state of the folder to the registry, and record for the other processes that this is done."""
         async with self._changing:
             changes, stamps, unloaded = await self._run_in_thread(folder.scan)
             await self._follow_unloaded(folder, unloaded)
@@ -211,12 +211,12 @@ class LayerLoader:
             changed = [name for name, stamp in stamps.items() if self._stamps.get(name) != stamp]
             self._stamps |= stamps
             late = [name for name in changed if not await self._load_file(folder, name)]
-            for name in late:  # another layer, which became smaller, may have made room
+            for name in late:  # loading the others may have made room, if one became smaller
                 await self._load_file(folder, name, last=True)
             folder.coordinator.acknowledge(changes)
 
     async def _follow_unloaded(self, folder: LayerStore, stamps: dict[str, Stamp]) -> None:
-        """Applies the unloaded layers of the folder to the registry."""
+        """Apply the unloaded layers of the folder to the registry."""
         for name in [name for name in self._unloaded if name not in stamps]:
             del self._unloaded[name]
             if self.registry.unloaded(name) is not None:
@@ -239,7 +239,7 @@ class LayerLoader:
                 self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))
 
     async def _read(self, folder: LayerStore, name: str, kind: str = SUFFIX) -> HeldLayer:
-        """The layer of a file, warmed up. Raises InvalidRequest if its fingerprint is not the one that the file states."""
+        """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
         spec, weights, fingerprint = await self._run_in_thread(folder.read, name, kind)
         layer = await self._make(name, spec, weights)
         if fingerprint not in ("", layer.fingerprint):
@@ -247,9 +247,9 @@ class LayerLoader:
         return layer
 
     async def _load_file(self, folder: LayerStore, name: str, last: bool = False) -> bool:
-        """Loads a layer of the folder. If that fails, it is logged, and the layer that had its name stays.
+        """Load a layer of the folder. On failure, log it and keep the old layer of that name.
 
-        Returns false, and logs nothing, for one that is too large, unless this is the `last` attempt.
+        Returns False, without logging, if the layer is too large, unless this is the `last` attempt.
         """
         if name in self._configured:
             log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
@@ -268,7 +268,7 @@ class LayerLoader:
         return True
 
     async def _run_in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs it in the loader's thread."""
+        """Run `work` in the loader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> HeldLayer:
@@ -292,6 +292,6 @@ class LayerLoader:
         self._drop_statistics(layer.name)
 
     def _drop_statistics(self, name: str) -> None:
-        """Drops the statistics of a layer that has been removed or unloaded."""
+        """Delete the statistics of a removed or unloaded layer, and update the number of layers."""
         self.statistics.forget(name)
         self.metrics.layers.set(len(self.registry))

@@ -1,4 +1,4 @@
-"""The layers of a process. A layer is immutable: calls that are bound to a layer keep it when it is replaced."""
+"""The registry of the layers of a process. Layers are immutable: a call keeps the layer it was bound to, even if that is replaced."""
 
 import math
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from service.tensors import BY_TORCH, Array
 from service.wire.problems import pointer, shown
 from service.wire.schemas.attend import LayerDocument
 
-NAMED = 8  # layers named in a refusal
-MOST_UNLOADED = 1000  # layers; callers who create and unload them must not fill the memory
+NAMED = 8  # most layer names in an error
+MOST_UNLOADED = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLayer:
-    """A layer that can compute, with its name and fingerprint."""
+    """A loaded layer with its name, fingerprint and validation cache."""
 
     name: str
     spec: LayerSpec
@@ -48,7 +48,7 @@ class HeldLayer:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedLayer:
-    """A layer that was unloaded. `weights` are None if the spec draws them, or a folder has them."""
+    """A layer that was unloaded. `weights` is None if they can be drawn from the spec or read from the folder."""
 
     name: str
     spec: LayerSpec
@@ -63,7 +63,7 @@ class UnloadedLayer:
 
 
 class LayerRegistry:
-    """Name -> layer. Changed by one thread; `make` is slow, shares no state, and may run in any."""
+    """Name -> layer. Only one thread may change it; `make` is slow, uses no shared state, and may run in any thread."""
 
     def __init__(self, device: torch.device, limits: ServingLimits) -> None:
         self.device, self.limits = device, limits
@@ -82,7 +82,7 @@ class LayerRegistry:
     def find(self, name: str, at: str = "/layer") -> HeldLayer:
         """The layer of that name.
 
-        Raises LayerUnloaded, or LayerNotFound with the existing names. `at` is the place of the name in the request.
+        Raises LayerUnloaded, or LayerNotFound with the existing names. `at` is the JSON pointer to the name in the request.
         """
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
@@ -111,7 +111,7 @@ class LayerRegistry:
         return self.find(name).document()
 
     def _named(self) -> str:
-        """Some names, and the number of the others."""
+        """The first NAMED layer names and the number of the others, for an error."""
         names = sorted(self._layers)
         more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
         return ", ".join((*names[:NAMED], *more)) or "none"
@@ -120,7 +120,7 @@ class LayerRegistry:
         return [self._layers[name] for name in sorted(self._layers)]
 
     def admit(self, name: str, spec: LayerSpec) -> None:
-        """Raises TooLarge if the layer is too large, alone or with the others, or one too many. Allocates nothing."""
+        """Raises TooLarge if the layer exceeds a limit, alone or with the others. Allocates nothing."""
         limits, count = self.limits, spec.num_parameters
         if name not in self._layers and len(self._layers) >= limits.layers:
             raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
@@ -136,30 +136,30 @@ class LayerRegistry:
             raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
 
     def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
-        """A layer with these weights, or with weights drawn as its spec says. Raises InvalidRequest if they do not fit the spec."""
+        """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # not to keep the whole body in memory
+            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # a view would keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
         return HeldLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
 
     def put(self, layer: HeldLayer) -> bool:
-        """Adds or replaces the layer. Returns whether the name is new."""
+        """Add or replace the layer. Returns whether the name is new."""
         new = layer.name not in self._layers and layer.name not in self._unloaded
         self._unloaded.pop(layer.name, None)
         self._layers[layer.name] = layer
         return new
 
     def unload(self, layer: UnloadedLayer) -> None:
-        """Replaces the layer of that name by its unloaded form."""
+        """Replace the layer of that name by its unloaded form."""
         self._layers.pop(layer.name, None)
         self._unloaded[layer.name] = layer
 
     def remove(self, name: str) -> None:
-        """Removes the layer of that name, unloaded or not."""
+        """Remove the layer of that name, unloaded or not."""
         self._layers.pop(name, None)
         self._unloaded.pop(name, None)
 
@@ -172,7 +172,7 @@ def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
-    """Variance of the components of a projection, their mean, for inputs of unit variance."""
+    """Mean variance of the components of a projection, for inputs of unit variance."""
     variance: torch.Tensor = tensors[f"{name}.weight"].double().square().sum(1)
     if f"{name}.bias" in tensors:
         variance += tensors[f"{name}.bias"].double().square()
@@ -198,7 +198,7 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
 
 
 def numpy_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as an array over the same memory; bfloat16, which torch does not convert, through its bits."""
+    """A NumPy view of a CPU tensor; bfloat16, which torch does not convert, is reinterpreted through int16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
     return tensor.numpy()

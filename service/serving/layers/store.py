@@ -1,11 +1,11 @@
-"""Layers as files NAME.safetensors in one folder: as from GET /layers/{name}/weights, with the fingerprint in the metadata as well.
+"""Stores layers in a folder as NAME.safetensors: the file of GET /layers/{name}/weights, plus the fingerprint in the metadata.
 
-The file of an unloaded layer is NAME.unloaded, so that a rename unloads or loads a layer. If both exist, a process died between writing the
-first and removing the second: the first counts.
+The file of an unloaded layer is NAME.unloaded, so a rename loads or unloads a layer. If both exist, a process died after writing the first
+and before removing the second; the first is valid.
 
-A file is written under another name, flushed, and renamed, and the folder is flushed: if the process or the machine fails, there is the old
-layer or the new one, never a part. Room to announce the change is reserved before the rename, so that on a full disk nothing changes. Names
-are checked before they become paths, and links are not followed: nothing outside the folder is read or written. All calls may block.
+A file is written under a temporary name, flushed and renamed, then the folder is flushed, so after a crash there is the old layer or the
+new one, never a part. Disk space to announce the change is reserved before the rename, so that a full disk changes nothing. Names are
+checked before they become paths, and links are not followed, so nothing outside the folder is read or written. All methods may block.
 """
 
 import errno
@@ -34,19 +34,19 @@ NAME = re.compile(LAYER_NAME)
 SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNANNOUNCED = "the folder has changed, but it could not be made sure that all processes follow"
-Stamp: TypeAlias = tuple[int, int, int]  # inode, time of the last change, size: another file, another stamp
+Stamp: TypeAlias = tuple[int, int, int]  # inode, modification time, size: changes with the file
 
 
 class LayerStore:
-    """The folder, which several processes may share."""
+    """The folder of layers, which several processes may share."""
 
     def __init__(self, path: Path, largest: int) -> None:
-        """`largest` is in bytes, of a file that is read."""
+        """`largest`: most bytes of a file that `read` accepts."""
         self.path, self.largest, self.coordinator = path, largest, Coordinator(path)
-        self._ignored: frozenset[str] = frozenset()  # files at the last scan that cannot be layers
+        self._ignored: frozenset[str] = frozenset()  # files of the last scan that cannot be layers
 
     def open(self) -> None:
-        """Creates the folder if needed, joins the processes that share it, and removes unfinished files of dead ones. Raises OSError."""
+        """Create the folder if needed, join its processes, and remove unfinished files of dead ones. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.coordinator.join()
         for path in self.path.glob(f".*{PART}"):
@@ -56,13 +56,13 @@ class LayerStore:
         self.coordinator.leave()
 
     def claim(self) -> Claim:
-        """The claim to acquire before checking that there is room for a layer, and to release after writing it."""
+        """A lock to acquire before checking that there is room for a layer, and to release after writing it."""
         return Claim(self.path)
 
     def scan(self) -> tuple[int, dict[str, Stamp], dict[str, Stamp]]:
-        """The number of changes, and the stamps of the files of layers and of unloaded layers, with at least those changes.
+        """The number of changes, and the stamps of layers and of unloaded layers by name, which include at least those changes.
 
-        New files that cannot be layers are logged.
+        Logs new files that cannot be layers.
         """
         changes, others = self.coordinator.changes, {}
         found: dict[str, Stamp] = {}
@@ -78,7 +78,7 @@ class LayerStore:
                         (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
                 else:
                     others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is not a file"
-        others = {name: why for name, why in others.items() if not name.startswith(".")}  # unfinished, or hidden
+        others = {name: why for name, why in others.items() if not name.startswith(".")}  # temporary or hidden
         for name in sorted(others.keys() - self._ignored):
             log.warning("layer file ignored", file=shown(name), reason=others[name])
         self._ignored = frozenset(others)
@@ -86,7 +86,7 @@ class LayerStore:
         return changes, dict(sorted(found.items())), dict(sorted(unloaded.items()))
 
     def read(self, name: str, kind: str = SUFFIX) -> tuple[LayerSpec, dict[str, Array], str]:
-        """Spec, weights, and the fingerprint that the file states. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
+        """Spec, weights and stated fingerprint of a file. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
         file = os.open(self._path(name, kind), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(file, "rb") as reader:
             about = os.fstat(file)
@@ -97,7 +97,7 @@ class LayerStore:
             return read_stored(reader.read(self.largest))
 
     def write(self, layer: HeldLayer) -> tuple[int, Stamp]:
-        """Stores the layer. Returns the number of the change and the stamp of the file. Raises StorageFull or ServiceFault."""
+        """Store the layer. Returns the number of the change and the stamp of the file. Raises StorageFull or ServiceFault."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
             stamp = _write(part, target, layer, self.coordinator.reserve)
@@ -107,7 +107,7 @@ class LayerStore:
         return self._announce(layer.name), stamp
 
     def remove(self, name: str) -> int:
-        """Removes the file, also on a full disk. Returns the number of the change. Raises ServiceFault."""
+        """Remove the file; works on a full disk too. Returns the number of the change. Raises ServiceFault."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -115,7 +115,7 @@ class LayerStore:
         return self._announce(name)
 
     def _announce(self, name: str) -> int:
-        """Announces a change of that layer, which ends an unloaded one. Returns its number. Raises StorageFull or ServiceFault."""
+        """Remove the file of the unloaded layer and announce the change. Returns its number. Raises StorageFull or ServiceFault."""
         try:
             self._path(name, UNLOADED).unlink(missing_ok=True)
             _flush(self.path)
@@ -124,7 +124,7 @@ class LayerStore:
             raise fault(error, UNANNOUNCED) from error
 
     def unload(self, name: str) -> tuple[int, Stamp]:
-        """Renames the file to that of an unloaded layer. Returns the number of the change and the stamp. Raises ServiceFault."""
+        """Rename the file to that of an unloaded layer. Returns the number of the change and the stamp. Raises ServiceFault."""
         return self._rename(name, SUFFIX, UNLOADED)
 
     def load(self, name: str) -> tuple[int, Stamp]:
@@ -151,8 +151,8 @@ class LayerStore:
 
 
 def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> Stamp:
-    """Writes the file as `part`, and renames it. `reserve` is the last step that a full disk may refuse."""
-    file = create_locked(part)  # which tells it from the unfinished files of dead processes
+    """Write the file as `part`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
+    file = create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
     try:
         for piece in stored_pieces(layer):
             rest = memoryview(piece)
@@ -168,7 +168,7 @@ def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], Non
 
 
 def _flush(folder: Path) -> None:
-    """Makes renames in the folder durable."""
+    """Make renames in the folder durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -181,7 +181,7 @@ def _stamp(about: os.stat_result) -> Stamp:
 
 
 def fault(error: OSError, state: str = "the layers are as they were") -> Exception:
-    """The error for the caller, with the state of the folder: StorageFull or ServiceFault."""
+    """StorageFull or ServiceFault for an OSError; `state` says what has changed."""
     if error.errno in FULL:
         return StorageFull(f"there is no room to store the layer (layers_dir); {state}")
     return ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}")
