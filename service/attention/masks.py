@@ -117,7 +117,7 @@ class Masks:
             seen = self.visible(slice(start, min(start + block, q)))
             assert seen is not None
             rows = min(block, q - start)
-            parts.append(~seen.any(-1).expand(-1, -1, rows) if self.num_keys else torch.ones(1, 1, rows, dtype=torch.bool))
+            parts.append(~seen.any(-1).expand(-1, -1, rows) if self.num_keys else seen.new_ones(1, 1, rows))
         return torch.cat(parts, -1) if parts else None
 
     def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":

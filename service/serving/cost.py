@@ -18,7 +18,6 @@ from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 LARGEST_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
-PROJECTED = {"query_projection": "q", "key_projection": "k", "value_projection": "k"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map s
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """One execution of a batch: the number of its items, and whether the statistics have counted it."""
+    """One execution of a batch: the number of its items, its predicted operations, and whether the statistics have counted it."""
 
     items: int
+    operations: int = 0
     counted: bool = False
 
 
@@ -54,7 +55,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
         failed, results = failure(error), None
     if results is not None:
         took, together = clock() - started, len(batch)
-        execution = Execution(sum(entry.call.query.shape[0] for entry in batch))
+        execution = Execution(sum(entry.call.query.shape[0] for entry in batch), sum(entry.cost.operations for entry in batch))
         return [(entry, Outcome(result, started - entry.arrived, took, together, execution)) for entry, result in results]
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
         splitting()

@@ -30,6 +30,7 @@ from service.serving.fair_queue import FairQueue
 from service.serving.layers.registry import HeldLayer
 from service.serving.metrics import Metrics
 from service.serving.occupancy import Flow, Occupancy
+from service.serving.requests import TOO_LATE
 from service.serving.throughput import LIGHT, Throughput, size_class
 
 INLINE_OPERATIONS = LIGHT  # most operations of a batch that is computed on the event loop
@@ -293,7 +294,7 @@ class Scheduler:
             self.out_of_memory = 0 if fits else self.out_of_memory + 1
             if isinstance(outcome, Outcome) and outcome.execution is not measured:
                 measured = outcome.execution
-                self._throughput.observe(entry.flow.size, entry.cost.operations * outcome.batch, outcome.compute)
+                self._throughput.observe(entry.flow.size, outcome.execution.operations, outcome.compute)
             entry.settle(outcome)
         self._next(loop)
 
@@ -313,4 +314,4 @@ def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome | AttendError) -
 
 
 def _too_late() -> DeadlinePassed:
-    return DeadlinePassed("the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer")
+    return DeadlinePassed(TOO_LATE)

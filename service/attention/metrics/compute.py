@@ -86,7 +86,7 @@ def _read_weights(
     raw = ((links, metrics_query.asks("strongest_links")), (likeness, likened), (jensen_shannon, metrics_query.asks("jensen_shannon")))
     readers = [reader for reader, wanted in raw if wanted]
     deviations: list[Tensor] = []
-    apply_weights: list[Tensor] = []
+    value_norm_weights: list[Tensor] = []
     overflowed: list[Tensor] = []
     for block in _blocks(layer, call, metrics_query, projected, fully_masked, real):
         overflowed.append(block.overflowed.any())
@@ -98,7 +98,7 @@ def _read_weights(
             deviations.append(between.deviation(block))
         if norms is not None and metrics_query.asks("value_norm_weights"):
             sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
-            apply_weights.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
+            value_norm_weights.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
     made = {name + PER_QUERY: torch.cat(parts, -1) for name, parts in rows.items()}
     made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows} | {OVERFLOWED: torch.stack(overflowed).any()}
     if links in readers:
@@ -110,8 +110,8 @@ def _read_weights(
         made["jensen_shannon"] = jensen_shannon.mean()
     if deviations:
         made["deviation_across_heads"] = torch.cat(deviations, -1)
-    if apply_weights:
-        made["value_norm_weights"] = torch.cat(apply_weights, 2)
+    if value_norm_weights:
+        made["value_norm_weights"] = torch.cat(value_norm_weights, 2)
     if metrics_query.asks("single_head"):
         made |= _compare_single(layer, call, metrics_query, projected, fully_masked, real)
     return made
