@@ -1,14 +1,14 @@
-"""All errors, as one tree. Floor 1: `web/errors.py` maps the classes to these HTTP statuses, `web/grpc/codes.py` to those of gRPC.
+"""All exceptions, as one tree. Floor 1. `web/errors.py` maps the classes to these HTTP statuses, `web/grpc/codes.py` to gRPC codes.
 
     AttendError                   500
     ├── RequestError              422  the caller can correct it
-    │   ├── MalformedRequest      400  the headers are not HTTP
+    │   ├── MalformedRequest      400  the headers are not valid HTTP
     │   ├── MalformedBody         400  the body is not JSON, safetensors or gzip, or has a key twice
     │   ├── InvalidRequest        422  well-formed, but against the contract, or not for this layer
     │   ├── Unauthenticated       401  no API key, or an unknown one
     │   ├── Forbidden             403  this caller may not do it on this server
     │   ├── LayerNotFound         404
-    │   ├── LayerConflict         409  layers cannot be changed that way on this server
+    │   ├── LayerConflict         409  this server cannot change layers that way
     │   │   └── LayerUnloaded     409  the layer has to be loaded first
     │   ├── TooLarge              413  in bytes, depth, parameters, or predicted memory and work
     │   ├── UnsupportedMediaType  415  of the body
@@ -21,10 +21,10 @@
     │   └── StorageFull           507  the disk has no room for the layer
     ├── CallerGone                499  the caller closed the connection; only counted
     ├── ServiceFault              500  an error of the service; the caller gets an id, the log the cause
-    ├── Unreachable                    raised by clients only: nothing listens there, or the connection broke
+    ├── Unreachable                    raised by clients only: no server listens, or the connection broke
     │   ├── TimedOut                   there was no reply in time
     │   └── Untrusted                  no trusted authority signed the server's certificate
-    └── BadReply                       raised by clients only: the reply is not one of this service
+    └── BadReply                       raised by clients only: the reply is not from this service
 
 Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received.
 """
@@ -48,7 +48,7 @@ class Problem:
 
 
 class AttendError(Exception):
-    """Root of the tree. `title` is a readable name of the class; `problems` is empty where the error has no place."""
+    """Root of the tree. `title`: a readable name of the class; `problems` is empty if the error concerns no part of a request."""
 
     title = "error"
 

@@ -1,6 +1,6 @@
-"""All settings of a server, read once and then frozen. Flags win over variables (ATTEND_…), those over a TOML file, that over the defaults.
+"""All settings of a server, read once and then frozen. Precedence: flags, environment variables (ATTEND_…), a TOML file, defaults.
 
-Only `cli` and `web/app` import this; the packages below get the values they need. Unknown names are refused in all three places.
+Only `cli`, `deploy` and `web/app` import this; other packages get the values they need as arguments. Unknown names are refused.
 """
 
 import ipaddress
@@ -20,15 +20,15 @@ from service.wire.schemas.attend import LAYER_NAME
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # the values of variables that Kubernetes derives from a Service
-CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # read by clients and by commands with --url; not settings of a server
-KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # variables that Kubernetes sets in every pod beside a Service named attend
-LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # items of a form, separated by commas
+CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # for clients and commands with --url; not settings of a server
+KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # variables that Kubernetes sets in every pod of a namespace with a Service named attend
+LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # template of a pattern: items separated by commas
 EXAMPLE = '{"small": {"d_model": 8, "num_heads": 2}}'
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
 
 class BadSettings(Exception):
-    """A setting that does not exist or has no sensible value; the message names it and where it was set."""
+    """A setting that does not exist or has no sensible value; the message names the setting and its source."""
 
 
 class Settings(BaseSettings):
@@ -178,7 +178,7 @@ class Settings(BaseSettings):
         return text
 
     def default_layer(self) -> LayerSpec:
-        """The spec of the layer `default`. Raises pydantic's ValidationError where the fields do not make one."""
+        """The spec of the layer `default`. Raises Pydantic's ValidationError if the fields are not a valid spec."""
         given = {name: getattr(self, name) for name in LAYER_FIELDS}
         return LayerSpec(**{name: value for name, value in given.items() if value is not None})
 
@@ -188,7 +188,7 @@ class Settings(BaseSettings):
 
 
 def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings:
-    """The settings of this process. Raises BadSettings, which names what is wrong and where it was set."""
+    """The settings of this process. Raises BadSettings, which names the setting and its source."""
     known = set(Settings.model_fields)
     for name in os.environ:
         ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
@@ -206,7 +206,7 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
 
 
 def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
-    """Raises BadSettings where a configured layer exceeds a limit."""
+    """Raises BadSettings if a configured layer exceeds a limit."""
     together = 0
     for name, spec in layers.items():
         together += spec.num_parameters
@@ -226,7 +226,7 @@ def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
 
 
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
-    """Setting -> where its value comes from: its flag, its variable, the file, or "default"."""
+    """Setting -> source of its value: its flag, its variable, the file, or "default"."""
     from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
     origins = dict.fromkeys(Settings.model_fields, "default")
     origins |= {name: str(config) for name in from_file}
@@ -275,7 +275,7 @@ def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], conf
 
 
 def settings_table() -> str:
-    """All settings as a Markdown table, which stands in docs/settings.md."""
+    """All settings as the Markdown table of docs/settings.md."""
     rows = ["| flag | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = (

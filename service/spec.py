@@ -1,7 +1,7 @@
-"""LayerSpec: the configuration of a layer. The fingerprint of a spec and its weights. Floor 1.
+"""LayerSpec, the configuration of a layer, and the fingerprint of a spec and its weights. Floor 1.
 
-A spec determines names and shapes of weights, not their values: `attention/random_layers.py` draws them, or a request or a checkpoint has
-them. Fields of `None` are filled in on construction, so equivalent specs are equal and have the same fingerprint.
+A spec determines names and shapes of weights, not their values: `attention/weights.py` draws the values, or they come from a request or a
+checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-LARGEST = 1e30  # of a factor; float32 overflows at 3e38
+LARGEST = 1e30  # largest factor; float32 overflows at 3e38
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -233,7 +233,7 @@ class LayerSpec(BaseModel):
             raise disagreement("/bias", "true or false for all, as torch.nn.MultiheadAttention has", "one for each projection")
 
     def _widths(self) -> dict[str, int]:
-        """Field -> the width that it determines, for all that may differ from d_model."""
+        """Field -> the width that it determines, for all widths that may differ from d_model."""
         return {
             "head_dim": self.num_heads * self.head_dim,
             "num_kv_heads": self.num_kv_heads * self.head_dim,
@@ -270,7 +270,7 @@ class LayerSpec(BaseModel):
 
     @property
     def positional(self) -> str:
-        """The first field of the layer that depends on positions of queries among keys, "" if none does."""
+        """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
         parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
         return next((name for name, part in parts.items() if part), "")
 
@@ -301,7 +301,7 @@ class LayerSpec(BaseModel):
 
 
 def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
-    """Fills in widths that follow from other fields, where those are integers; others are refused by validation."""
+    """Fills in widths that follow from other fields, if those are integers; validation refuses others later."""
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
@@ -321,10 +321,11 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
 
 
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
-    """SHA-256, in hex, of what determines the layer's results: the spec without the origin of its weights, and the weights.
+    """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
 
-    The canonical JSON of the spec (sorted keys, no spaces, defaults filled in, less `seed`, `init` and `matmul_precision`); then for each
-    weight in order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
+    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init` and
+    `matmul_precision`), then for each weight in order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its
+    little-endian row-major bytes.
     """
     document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
     digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())

@@ -1,6 +1,6 @@
-"""The table of datatypes that tensors have on the wire and in layers. Floor 1. A tensor itself is a `numpy.ndarray`.
+"""The table of datatypes of tensors, in requests and in layers. Floor 1. A tensor is a `numpy.ndarray`.
 
-The wire uses the names of the Open Inference Protocol (`FP32`), specs those of numpy (`float32`), safetensors files their own (`F32`).
+JSON and V2 use the names of the Open Inference Protocol (`FP32`), specs those of torch (`float32`), safetensors other ones (`F32`).
 numpy has no bfloat16; `ml_dtypes` adds it.
 """
 
@@ -60,10 +60,10 @@ def datatype_of(array: Array) -> Datatype:
 
 
 def little_endian(array: Array) -> Array:
-    """The array as C-contiguous and little-endian, without a copy if it is so already."""
+    """The array as C-contiguous and little-endian; copied only if it is not so already."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
 def raw(array: Array) -> memoryview:
-    """The little-endian row-major bytes of the array, without a copy if it has them already."""
+    """The little-endian row-major bytes of the array; copied only if its memory differs."""
     return little_endian(array).reshape(-1).view(np.uint8).data

@@ -5,7 +5,7 @@
     detect(names)  ->  "bert", or None if the names fit several layouts or none
 
 Pure functions of names and arrays, without torch. A new layout is a row of `LAYOUTS` in the module of its family, and at most one function.
-Nothing is guessed: where names or shapes have two readings, the refusal names both.
+If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both readings; it does not guess.
 """
 
 from service.checkpoints.detection import LAYOUTS, detect, layers_in

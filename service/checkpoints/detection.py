@@ -1,7 +1,7 @@
 """Finds layers in a checkpoint by the names of its tensors.
 
-Names are compared by segments, joined by `.` (torch) or `/` (Keras, Flax); TensorFlow's `:0` is dropped. The last few segments of every
-name are looked up in an index of all layouts; the rest is the stem.
+A name is split into segments at `.` (torch) or `/` (Keras, Flax), without TensorFlow's suffix `:0`. The last few segments are looked up in
+an index of all layouts; the segments before them are the stem, the name of the layer.
 """
 
 import re
@@ -49,17 +49,17 @@ class Match:
 
     @property
     def missing(self) -> list[str]:
-        """Required names below the stem that are not there."""
+        """Required names below the stem that the checkpoint does not have."""
         return [name for name, part in self.layout.names.items() if part in self.layout.required and part not in self.names]
 
     @property
     def share(self) -> float:
-        """The share of the required names that are there."""
+        """The share of the required names that the checkpoint has."""
         return 1 - len(self.missing) / len(self.layout.required)
 
     @property
     def prefix(self) -> str:
-        """The stem as in the checkpoint."""
+        """The stem as written in the checkpoint."""
         return self.full_name(self.layout.parent) if self.layout.parent else self.root
 
     def full_name(self, name: str) -> str:
@@ -88,7 +88,7 @@ DEPTH = max(name.count(".") for name in INDEX) + 1
 
 
 def find_matches(names: Iterable[str]) -> list[Match]:
-    """Every layout at every stem where at least one of its required names is, in the natural order of stems."""
+    """A match for every layout and stem with at least one of the layout's required names, in the natural order of stems."""
     found: dict[tuple[str, int], tuple[Layout, str, dict[str, str]]] = {}
     normal = {normalised(name): name for name in names}
     for plain, name in normal.items():
@@ -114,12 +114,12 @@ def _is_identified(layout: Layout, stem: str, normal: dict[str, str]) -> bool:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """Sorts layer.2 before layer.10."""
+    """A sort key that puts layer.2 before layer.10."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
 
 
 def complete(matches: Sequence[Match]) -> list[Match]:
-    """Matches with all required names; of several spellings of a layout at one stem, the one with most names."""
+    """Matches with all required names; if several spellings of a layout match at one stem, the one with most names."""
     best: dict[tuple[str, str], Match] = {}
     for match in matches:
         key = (match.layout.name, match.stem)
@@ -133,7 +133,7 @@ def _weight(match: Match) -> tuple[int, bool, int]:
 
 
 def readable(matches: Sequence[Match]) -> list[Match]:
-    """Complete matches; where the names identify a layout at a stem, the other layouts there are dropped."""
+    """Complete matches; if the names identify a layout at a stem, without the other layouts at that stem."""
     every = complete(matches)
     identified = {match.stem for match in every if match.identified}
     return [match for match in every if match.identified or match.stem not in identified]
@@ -148,6 +148,6 @@ def detect(names: Iterable[str]) -> str | None:
 def layers_in(names: Iterable[str]) -> list[tuple[str, str]]:
     """(layout, prefix) of every layer that can be read, in natural order; takes a checkpoint or its names.
 
-    A prefix with several layouts is one whose names fit several: `read_layer` needs the layout.
+    A prefix occurs several times if its names fit several layouts; `read_layer` then needs the layout.
     """
     return [(match.layout.name, match.prefix) for match in readable(find_matches(names))]

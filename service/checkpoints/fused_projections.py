@@ -1,10 +1,10 @@
-"""Layouts with queries, keys and values in one matrix, whose shape does not say how it is split.
+"""Layouts with queries, keys and values in one matrix. The layout decides how it is split; the shape does not show it.
 
-* torch's MultiheadAttention: rows [q; k; v] (`in_proj_weight`), or three matrices where kdim or vdim differ, but one bias in both cases.
-* GPT-2: Conv1D, so [in, out], with columns [q | k | v]; attention to an encoder has q apart and columns [k | v].
+* torch's MultiheadAttention: rows [q; k; v] (`in_proj_weight`), or three matrices if kdim or vdim differ; in both cases one bias.
+* GPT-2: Conv1D, so [in, out], with columns [q | k | v]; cross-attention has a matrix q and another with columns [k | v].
 * timm's ViT and `fused`: rows [q; k; v]. With fewer kv heads (spec `num_kv_heads`) k and v have fewer rows. Falcon-40B and Falcon 2 group
   their rows by kv head instead, [kv heads, queries of each + 2, head_dim]: under their name, `query_key_value`, that is refused.
-* BLOOM and GPT-NeoX: rows [heads, (q, k, v), head_dim], each head's three together.
+* BLOOM and GPT-NeoX: rows [heads, (q, k, v), head_dim].
 
 Both BLOOM and GPT-NeoX use the name `query_key_value`, so the caller must choose the layout; `neox` also needs `rope` with its `dims`
 (rotary_pct x head_dim). Defaults: ALiBi for BLOOM, RoPE on halves for GPT-NeoX.
@@ -78,7 +78,7 @@ def stacked(tensors: LayerTensors) -> Converted:
 
 
 def _per_head(tensors: LayerTensors) -> Weights:
-    """Rows [heads, 3, head_dim], which need the number of heads."""
+    """Splits rows [heads, 3, head_dim]. Raises InvalidRequest without `num_heads`."""
     packed = tensors.get("qkv.weight", "out", "in")
     heads = tensors.number("num_heads")
     if heads is None:

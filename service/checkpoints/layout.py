@@ -1,8 +1,8 @@
 """A layout: the names and shapes of a layer's tensors in one framework, and their conversion to canonical weights.
 
-A layout with several spellings (Keras' variable paths and its files) has several `Layout`s of one name. The *stem* is the name of the layer
-in its checkpoint (`encoder.layer.3.attention`); a *part* is the role of a tensor below it (`query.weight`, `qkv.bias`), canonical if
-possible.
+A layout with several spellings (Keras has variable paths and file names) has several `Layout`s of the same name. The *stem* is the name of
+the layer in its checkpoint (`encoder.layer.3.attention`); a *part* is the role of a tensor below the stem (`query.weight`, `qkv.bias`),
+canonical if possible.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of one layer, and the spec that came with them."""
+    """The tensors of one layer, and the caller's spec."""
 
     arrays: Mapping[str, Array]  # part -> tensor
     names: Mapping[str, str]  # part -> its name in the checkpoint
@@ -93,18 +93,18 @@ ALL_BIASES = (*QKV_BIASES, "output.bias")
 
 
 def vectors(tensors: LayerTensors) -> Weights:
-    """Biases, norms and sinks, those that are there."""
+    """The biases, norm weights and sinks that the layer has."""
     parts = (*ALL_BIASES, "query_norm.weight", "key_norm.weight", "sinks")
     return {part: tensors.get(part, "n") for part in parts if tensors.has(part)}
 
 
 def as_linear(tensors: LayerTensors) -> Weights:
-    """Four matrices [out, in], applied as x @ W.T: canonical, so not copied."""
+    """Four matrices [out, in], applied as x @ W.T. This is the canonical form, so they are not copied."""
     return {f"{name}.weight": tensors.get(f"{name}.weight", "out", "in") for name in PROJECTIONS} | vectors(tensors)
 
 
 def as_kernels(tensors: LayerTensors) -> Weights:
-    """Four matrices [in, out], applied as x @ W, transposed."""
+    """Four matrices [in, out], applied as x @ W. They are transposed to the canonical form."""
     return {f"{name}.weight": tensors.get(f"{name}.weight", "in", "out").T for name in PROJECTIONS} | vectors(tensors)
 
 

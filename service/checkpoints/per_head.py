@@ -1,11 +1,11 @@
-"""Layouts whose kernels have an axis for the heads, and so their number: Keras, Flax, TransformerLens.
+"""Layouts whose kernels have an axis for the heads, so that the shape shows their number: Keras, Flax, TransformerLens.
 
 * Keras' MultiHeadAttention and GroupQueryAttention, Flax' MultiHeadDotProductAttention (linen) and MultiHeadAttention (nnx): kernels
   [in, heads, dim], biases [heads, dim], output kernel [heads, dim, out]. Keras' files call the same `query_dense/vars/0`.
 * TransformerLens: W_Q [heads, in, dim], b_Q [heads, dim], W_O [heads, dim, out]; grouped keys and values under `_W_K`, `_W_V`.
 
-Flax with normalize_qk has layer norms on queries and keys; the default eps is 1e-6, as in Flax. TransformerLens checkpoints with
-tables of sines are of rotary models: the spec must have `rope`.
+Flax with normalize_qk has layer norms on queries and keys; the default eps is 1e-6, as in Flax. A TransformerLens checkpoint with
+`rotary_sin` is of a model with RoPE: the spec must have `rope`.
 """
 
 from service.checkpoints.layout import ALL_BIASES, QKV_BIASES, Converted, LayerTensors, Layout, Weights
@@ -41,7 +41,7 @@ def _flattened(kernel: Array) -> Array:
 
 
 def _known_heads(tensors: LayerTensors, heads: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Numbers and widths of heads, from [heads, dim] of each projection. Raises InvalidRequest where they disagree."""
+    """Numbers and widths of heads, from the axes (heads, dim) of each projection. Raises InvalidRequest if they disagree."""
     (count, dim), (kv, key_dim), (value_count, value_dim) = heads["query"], heads["key"], heads["value"]
     if key_dim != dim:
         raise tensors.misfit("key.weight", f"heads of width {dim}, as the queries have")
@@ -58,7 +58,7 @@ def _known_heads(tensors: LayerTensors, heads: dict[str, tuple[int, ...]]) -> di
 
 
 def _rest(tensors: LayerTensors) -> Weights:
-    """The output's kernel [heads, dim, out] -> [out, heads*dim], biases flat, norms as they are."""
+    """The output's kernel [heads, dim, out] -> [out, heads*dim]; biases flattened; norm weights unchanged."""
     kernel = tensors.arrays["output.weight"]
     weights: Weights = {"output.weight": kernel.reshape(-1, kernel.shape[2]).T}
     weights |= {part: tensors.arrays[part].reshape(-1) for part in QKV_BIASES if tensors.has(part)}

@@ -1,7 +1,7 @@
 """Reads one layer of a checkpoint: selects it, checks and converts its tensors, and infers its spec.
 
-Only tensors of the selected layer are read; those that need no conversion stay views of the checkpoint's memory. Of two layers, or two
-layouts that the names fit, none is taken until the caller chooses.
+Only tensors of the selected layer are read; those that need no conversion stay views of the checkpoint's memory. If several layers or
+layouts match, `read_layer` refuses until the caller selects one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ def read_layer(
 
     `tensors`: name -> array, a checkpoint or part of one. `layout`: one of `LAYOUTS`; needed only if the names fit several.
     `prefix`: the layer's name in the checkpoint, or enough of its beginning to select one (`encoder.layer.3`), with `.` or `/`. `spec`: the
-    fields that tensors do not determine (num_heads, rope, window, scale, …); those that they determine must agree. The default dtype is
-    that of the tensors, float32 if they differ. The docstring of each module of layouts lists their other defaults.
+    fields that tensors do not determine (num_heads, rope, window, scale, …); other fields must agree with the tensors. The default dtype is
+    that of the tensors; if they differ, float64 if any has it, else float32. The modules of layouts document other defaults.
 
     Raises InvalidRequest: an unknown layout, none or several that match, none or several layers below the prefix, tensors that are missing,
     unknown, or of a wrong shape or dtype, a spec that contradicts the tensors or lacks a field.
@@ -58,7 +58,7 @@ def _fetch(match: Match, tensors: Mapping[str, Array], given: Mapping[str, Any])
 
 
 def _check_names(match: Match, tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequest for refused or unknown tensors below the stem, and for incomplete groups."""
+    """Raises InvalidRequest for refused or unknown tensors below the stem, and for incomplete groups of optional tensors."""
     problems = list(_half_groups(match)) or list(_surplus(match, tensors))
     if problems:
         raise refuse_weights(problems)
@@ -90,7 +90,7 @@ def _surplus(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, 
 
 
 def _is_ignored(match: Match, below: str, tensors: Mapping[str, Array], name: str) -> bool:
-    """Whether it is a buffer of the layout, by name and rank."""
+    """Whether the tensor is a buffer that the layout ignores, by name and rank."""
     ranks = [rank for pattern, rank in match.layout.ignored.items() if fnmatchcase(below, pattern)]
     return any(rank is None or tensors[name].ndim == rank for rank in ranks)
 
@@ -114,7 +114,7 @@ def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
 
 
 def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Fields) -> tuple[Fields, Weights]:
-    """A layer of our own without projections, which can have only sinks, norms and a table."""
+    """A layer of layout `attend` without projections. It can have only sinks, norm weights and a table of relative biases."""
     start = f"{normalised(prefix).rstrip('.')}." if prefix.strip("./") else ""
     names = {normalised(name).removeprefix(start): name for name in tensors if normalised(name).startswith(start)}
     understood = ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias")
@@ -127,7 +127,7 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
 
 
 def _select(tensors: Mapping[str, Array], layout: str | None, prefix: str) -> Match:
-    """The layer below the prefix, in that layout if one is given. Raises InvalidRequest with the choices."""
+    """The only layer below the prefix, in `layout` if given. Raises InvalidRequest with the choices if there is not exactly one."""
     if layout is not None and layout not in LAYOUTS:
         raise InvalidRequest.where("/layout", "one of " + ", ".join(LAYOUTS), f'"{layout[:60]}"')
     below = _below(find_matches(tensors), prefix)
@@ -162,7 +162,7 @@ def _below(matches: Sequence[Match], prefix: str) -> list[Match]:
 
 
 def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | None, tensors: Mapping[str, Array]) -> InvalidRequest:
-    """Why no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
+    """The error if no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
     nearest = max(partial, key=lambda match: (match.share, match.identified, len(match.names)), default=None)
     if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
         return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])

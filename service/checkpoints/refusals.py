@@ -1,4 +1,4 @@
-"""Refusals of checkpoints: JSON pointers to tensors and spec fields, and lists short enough to read."""
+"""Parts of the errors about checkpoints: JSON pointers to tensors and spec fields, and shortened lists."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,14 +26,14 @@ def shape_of(array: Array) -> str:
 
 
 def listed(items: Iterable[str], none: str = "none") -> str:
-    """The first few and the number of others: "a, b, c and 9 more"."""
+    """The first MAX_LISTED items and the number of others: "a, b, c and 9 more"."""
     every = list(dict.fromkeys(items))
     more = len(every) - MAX_LISTED
     return (", ".join(every[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")) or none
 
 
 def refuse_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
-    """One refusal of several tensors, (name, expected, got) each: the first few and the number of others."""
+    """One error for several tensors, (name, expected, got) each: the first MAX_LISTED and the number of others."""
     shown = [Problem(weight_pointer(name), expected, got) for name, expected, got in problems[:MAX_LISTED]]
     if (more := len(problems) - MAX_LISTED) > 0:
         shown.append(Problem("/weights", "no more such tensors", f"{more} more"))

@@ -1,19 +1,20 @@
-"""Layouts with four separate matrices: our own, textbooks, and transformers with torch's Linear; [out, in] unless said otherwise.
+"""Layouts with four separate matrices: this service's own, textbooks, and transformers with torch's Linear; [out, in] by default.
 
 * `attend`: canonical names and shapes.
 * `d2l`: W_q, W_k, W_v, W_o; [out, in] as `.weight` (torch, MXNet), [in, out] as `/kernel` (Flax) or `/vars/0` (Keras' files). Keras'
-  variable paths (`dense/kernel`, `dense_1/kernel`) do not say which is which and are not read.
+  variable paths (`dense/kernel`, `dense_1/kernel`) do not tell the matrices apart and are not read.
 * `mxnet`: GluonNLP's cells as `save_parameters` writes them. The output projection is the sibling `proj` of the attention. A decoder has
   `attention_cell_in` (self-attention) and `attention_cell_inter` (to the encoder).
 * `numpy`: bare matrices [in, out], applied as x @ W.
 * `llama`: other models use the same names but rotate pairs (Cohere, GLM-4, Llama 4) or part of a head (GLM-4, Nemotron), so the spec must
   have `rope` with `theta` and `interleaved`, and `dims` if not the whole head is rotated.
 * `gemma3` defaults to RoPE on halves, `meta_llama` (before Hugging Face permuted its rows) to RoPE on pairs.
-* `t5`: only the first block of each stack has the table of position biases, which is read for other blocks too. Encoders are
-  bidirectional, decoders are not: by the name of the stack, or `relative_bias.bidirectional` of the spec. Cross-attention has no table.
+* `t5`: only the first block of each stack has the table of position biases; it is read for the other blocks too. Encoders are
+  bidirectional, decoders are not; the name of the stack, or `relative_bias.bidirectional` of the spec, decides. Cross-attention has no
+  table.
 
 Defaults: eps 1e-6 of norms on queries and keys; T5's scale 1 and max_distance 128. Head count, softcap, window, theta and scale are in no
-tensor: the spec must have what the model's config has.
+tensor: copy them from the model's config into the spec.
 """
 
 import re
@@ -65,7 +66,7 @@ def _d2l(weight: str, bias: str) -> dict[str, str]:
 
 
 def _gluon(cell: str, proj: str) -> Layout:
-    """A cell keeps its attention in one child, and the output projection in another."""
+    """A GluonNLP cell has its attention in one child and the output projection in another."""
     names = linear_names(f"{cell}.proj_query", f"{cell}.proj_key", f"{cell}.proj_value", proj)
     return Layout("mxnet", names, linear, optional=EITHER, parent=cell)
 
@@ -77,7 +78,7 @@ def _bare(matrix: str, vector: str) -> dict[str, str]:
 
 
 def rope_dims(tensors: LayerTensors) -> Fields:
-    """The number of rotated dims, in checkpoints with a table of frequencies; the spec must have theta and scaling."""
+    """`rope.dims`, from a table of frequencies; {} without one. Raises InvalidRequest if the spec has no `rope` (theta and scaling)."""
     if not tensors.has("inv_freq"):
         return {}
     if "rope" not in tensors.given:
@@ -86,7 +87,7 @@ def rope_dims(tensors: LayerTensors) -> Fields:
 
 
 def as_llama(tensors: LayerTensors) -> Converted:
-    """As `half_split`, if the spec says so: other models have the same names."""
+    """As `half_split`; raises InvalidRequest if `rope` in the spec lacks `theta` or `interleaved`: other models have the same names."""
     given = tensors.given.get("rope")
     if isinstance(given, Mapping):
         for name in ("theta", "interleaved"):
@@ -96,7 +97,7 @@ def as_llama(tensors: LayerTensors) -> Converted:
 
 
 def half_split(tensors: LayerTensors) -> Converted:
-    """RoPE on halves, after norms if there are any."""
+    """Default: RoPE on halves, after norms on queries and keys if there are any."""
     return Converted(as_linear(tensors), rope_dims(tensors), {"rope": {"interleaved": False}, "qk_norm": {"kind": "rms", "eps": 1e-6}})
 
 
@@ -105,7 +106,7 @@ def interleaved(tensors: LayerTensors) -> Converted:
 
 
 def one_plus(tensors: LayerTensors) -> Converted:
-    """As `half_split`, with norm weights less 1, which is added in float32 as Gemma does."""
+    """As `half_split`, for norm weights stored less 1: adds 1 in float32, as Gemma does."""
     converted = half_split(tensors)
     norms = {name: converted.weights[name].astype(np.float32) + np.float32(1) for name in NORMS.values()}
     return Converted(converted.weights | norms, converted.known, converted.assumed)
@@ -128,18 +129,18 @@ def t5(tensors: LayerTensors) -> Converted:
 
 
 def _is_cross(tensors: LayerTensors) -> bool:
-    """By the name, or by a spec with `relative_bias: null` for a layer outside of its checkpoint."""
+    """Whether the layer is cross-attention: by its name, or by `relative_bias: null` in the spec if the layer is not in its checkpoint."""
     no_table = "relative_bias" in tensors.given and tensors.given["relative_bias"] is None and not tensors.has("relative_bias")
     return tensors.stem.endswith(CROSS) or no_table
 
 
 def _first_block(stem: str) -> str:
-    """The stem that has the table: decoder.block.3.layer.1.EncDecAttention -> decoder.block.0.layer.0.SelfAttention."""
+    """The stem of the layer that has the table: decoder.block.3.layer.1.EncDecAttention -> decoder.block.0.layer.0.SelfAttention."""
     return re.sub(r"(^|\.)block\.\d+\.layer\.\d+\.\w+$", r"\1block.0.layer.0.SelfAttention", stem)
 
 
 def _table(tensors: LayerTensors, stack: str) -> tuple[str, Array | None]:
-    """Name and array of the layer's table, or else of that of the first block."""
+    """(name, array) of the layer's table, or else of the table of the stack's first block."""
     name = f"{stack}.{TABLE}".lstrip(".")
     own = tensors.has("relative_bias")
     array = tensors.arrays["relative_bias"] if own else tensors.elsewhere(name)
@@ -199,10 +200,10 @@ LAYOUTS = (
         optional=LLAMA_OPTIONS,
         required_fields={"rope": LLAMA_ROPE},
         identified_under=("self_attn",),
-        excluded_by="pre_feedforward_layernorm.weight",  # Gemma 3, whose norm weights are less 1
+        excluded_by="pre_feedforward_layernorm.weight",  # Gemma 3, which stores norm weights less 1
     ),
     Layout("gemma3", PROJ | NORMS, one_plus, optional=(ALL_BIASES,), required_fields=ROPE, identified_under=()),
     Layout("meta_llama", META | FREQUENCIES, interleaved, optional=(("inv_freq",),), required_fields=ROPE),
     Layout("t5", T5 | {TABLE: "relative_bias"}, t5, optional=(("relative_bias",),), identified_under=("SelfAttention",)),
-    Layout("t5", T5, t5, ignored={TABLE: 2}, identified_under=(CROSS,)),  # old decoders carry a table there that T5 itself ignores
+    Layout("t5", T5, t5, ignored={TABLE: 2}, identified_under=(CROSS,)),  # old decoders have a table there that T5 itself ignores
 )

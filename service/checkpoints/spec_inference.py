@@ -1,7 +1,7 @@
 """Infers the spec of a layer from the shapes of its canonical weights, the caller's spec and the defaults of the layout.
 
-Shapes determine the widths and, once the number of heads is known, everything about heads. A field of the caller that contradicts the
-tensors is refused at that field; a tensor that does not fit the others is refused by its name in the checkpoint.
+Shapes determine the widths and, once the number of heads is known, all other fields about heads. An InvalidRequest points to the field of
+the caller's spec that contradicts the tensors, or to the tensor that does not fit the others, by its name in the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Field
 
 
 def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
-    """Raises InvalidRequest where the spec and the tensors disagree on norms, table or sinks, or the spec lacks their kind."""
+    """Raises InvalidRequest if the spec and the tensors disagree on norms, table or sinks, or if the spec lacks the kind of a tensor."""
     for field, weight in WITH_WEIGHTS.items():
         present, value = field not in absent, tensors.given.get(field)
         if field in tensors.given and (value is not None and value is not False) != present:
@@ -42,7 +42,7 @@ def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> 
 
 
 def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, Any]) -> Fields:
-    """Every width and number of heads, from the matrices [out, in] and either the number of heads or their width."""
+    """Every width and number of heads, from the matrices [out, in] and the number of heads or their width."""
     (q_out, q_in), (k_out, k_in), (v_out, v_in), (o_out, o_in) = (weights[f"{name}.weight"].shape for name in PROJECTIONS)
     heads = _heads(weights, tensors, known_fields, q_out)
     head_dim = q_out // heads
@@ -89,7 +89,7 @@ def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, A
 
 
 def _check_others(weights: Weights, tensors: LayerTensors, heads: int, head_dim: int) -> None:
-    """Raises InvalidRequest for a bias unlike its matrix, a norm that is not as wide as a head, or a wrong number of heads."""
+    """Raises InvalidRequest for a bias, norm, sinks or table whose shape does not fit the matrices and heads."""
     lengths = {f"{name}.bias": len(weights[f"{name}.weight"]) for name in PROJECTIONS}
     lengths |= {"query_norm.weight": head_dim, "key_norm.weight": head_dim, "sinks": heads}
     for name, length in lengths.items():
@@ -100,7 +100,7 @@ def _check_others(weights: Weights, tensors: LayerTensors, heads: int, head_dim:
 
 
 def _unfit(tensors: LayerTensors, canonical: str, expected: str) -> InvalidRequest:
-    """The refusal of the tensor that a canonical weight came from, packed or not."""
+    """The error about the checkpoint's tensor from which a canonical weight was made."""
     kind = canonical.rpartition(".")[2]
     part = next((part for part in (canonical, f"qkv.{kind}", f"kv.{kind}") if tensors.has(part)), None)
     if part is None:  # T5's table of another block
@@ -114,7 +114,7 @@ def _biases(weights: Weights) -> bool | dict[str, bool]:
 
 
 def _check_agreement(known_fields: Mapping[str, Any], given: Mapping[str, Any], *path: str) -> None:
-    """Raises InvalidRequest where a given field contradicts the tensors, at any depth."""
+    """Raises InvalidRequest if a given field, at any depth, contradicts the tensors."""
     for name, value in known_fields.items():
         other = given.get(name, value)
         if isinstance(other, Mapping) and isinstance(value, Mapping):
@@ -124,7 +124,7 @@ def _check_agreement(known_fields: Mapping[str, Any], given: Mapping[str, Any], 
 
 
 def _overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Fields:
-    """The fields of both, `upper` first, merged at every depth."""
+    """The fields of both, merged at every depth; `upper` wins."""
     both = {name for name, x in upper.items() if isinstance(x, Mapping) and isinstance(lower.get(name), Mapping)}
     return {**lower, **{name: _overlaid(lower[name], x) if name in both else x for name, x in upper.items()}}
 

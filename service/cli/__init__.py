@@ -1,4 +1,4 @@
-"""FLOOR 5: the command `attend`, with a module for each subcommand. Only those that compute or serve load torch and FastAPI."""
+"""FLOOR 5: the command `attend`, with a module for each subcommand. Only those that compute or serve import torch and FastAPI."""
 
 import json
 from typing import Annotated

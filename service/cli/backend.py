@@ -1,4 +1,4 @@
-"""Where a command computes: on a running server, or with a service in this process, which differs from a server in HTTP only."""
+"""The backends of commands: a running server, or a service in this process."""
 
 import asyncio
 import json
@@ -72,14 +72,14 @@ class ServerBackend:
 
 
 class ServiceBackend:
-    """A service with these settings in this process, on an event loop of its own that runs while it is called."""
+    """A service with these settings in this process. Its event loop runs only during a call."""
 
     def __init__(self, settings: Settings) -> None:
         try:
             threads = plan_threads(1, settings.threads, usable_cores())
         except ValueError as error:
             raise BadSettings(str(error)) from None
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch makes its pool
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch creates its thread pool
         import torch
 
         from service.cli.logs import configure_logs
@@ -146,7 +146,7 @@ class ServiceBackend:
 
 
 def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
-    """A client of that server, with the key in ATTEND_API_KEY. Ends the command if there are no certificates at `ca`."""
+    """A client of that server, with the key in ATTEND_API_KEY. Raises typer.BadParameter if `ca` cannot be read."""
     try:
         return Client(url, api_key=os.environ.get(API_KEY), verify=ca or True, **options)
     except OSError as error:
@@ -157,7 +157,7 @@ def server_client(url: str, ca: Path | None = None, **options: Any) -> Client:
 def open_backend(url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Backend]:
     """The server at `url`, verified by the CA bundle `ca`, or without a URL a service with these settings.
 
-    Raises BadSettings or AttendError.
+    Raises BadSettings, AttendError or typer.BadParameter.
     """
     if url is not None:
         if useless := given({**flags, "config": config}):

@@ -1,6 +1,6 @@
-"""A server for the time of a command: `attend serve` in a child process, on a free port. Its log says when it is ready.
+"""Runs `attend serve` in a child process, on a free port, while a command runs; reads from its log when it is ready.
 
-A process, not a thread, so that its signals, threads and logs are separate, and nothing of it stays.
+A process, not a thread, so that signals, threads and logs are separate, and nothing remains when it ends.
 """
 
 import json
@@ -29,7 +29,7 @@ class NotStarted(Exception):
 
 @contextmanager
 def child_server() -> Iterator[str]:
-    """The URL of a server with default settings that is ready; it ends with the block. Raises NotStarted."""
+    """Yields the URL of a ready server with default settings; stops the server at the end of the block. Raises NotStarted."""
     root = str(Path(__file__).parents[2])  # not another package `service` in the current folder (-P)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -40,7 +40,7 @@ def child_server() -> Iterator[str]:
     try:
         yield log.wait()
     finally:
-        process.send_signal(signal.SIGINT)  # without a drain: it has no other callers
+        process.send_signal(signal.SIGINT)  # stops without draining: there are no other clients
         try:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ def child_server() -> Iterator[str]:
 
 
 class _Log:
-    """The log of the server, read by a thread, so that the server never waits for a reader."""
+    """Reads the server's log in a thread, so that the server never blocks on a full pipe."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -65,7 +65,7 @@ class _Log:
         self._lines.put(None)
 
     def wait(self) -> str:
-        """Returns the URL of the server once it is ready."""
+        """Returns the URL of the server once it is ready. Raises NotStarted."""
         url, last, until = "", deque[str](maxlen=8), time.monotonic() + START_SECONDS
         while True:
             try:

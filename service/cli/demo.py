@@ -91,14 +91,14 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of the request's body and, unless its weights are drawn from a seed, the layer's."""
+    """The files of the bodies of the request and of the layer; `layer` is None if its weights are drawn from a seed."""
 
     request: Path
     layer: Path | None
 
 
 def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> tuple[Sentence, str]:
-    """The sentence's tokens, vectors and layer, and a note on where they come from. Ends the command if there are none."""
+    """The sentence's tokens, vectors and layer, and a note on their source. Raises typer.Exit if they cannot be made."""
     default = Settings.model_construct().default_layer()
     if vectors is Vectors.HASH and layer is not None:
         complain("demo", "expected --layer with --vectors minilm, got --vectors hash", "Leave out one of the two.")

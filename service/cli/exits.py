@@ -29,7 +29,7 @@ HINTS: dict[type[AttendError], str] = {
 
 @contextmanager
 def reported(command: str) -> Iterator[None]:
-    """Turns our errors into a message and an exit code. Other exceptions are bugs, and keep their traceback."""
+    """Turns BadSettings and AttendError into a message and an exit code. Other exceptions are bugs and keep their traceback."""
     try:
         yield
     except BadSettings as error:

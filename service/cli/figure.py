@@ -69,7 +69,7 @@ def figure(
 
 
 def _with_figure(body: bytes, options: dict[str, Any]) -> bytes:
-    """The body with these options in `figure`. A body that is no object is left for the service to refuse."""
+    """The body with these options in `figure`. Returns a body that is no JSON object unchanged; the service refuses it."""
     try:
         document = json.loads(body)
     except ValueError:

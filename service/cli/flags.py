@@ -1,4 +1,4 @@
-"""Flags of several commands, and flags made from the fields of Settings."""
+"""Flags that several commands share, and flags generated from the fields of Settings."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +36,10 @@ def given(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _flag(name: str) -> inspect.Parameter:
-    """The option for a field of Settings. Its default is None, so that the environment and the file count."""
+    """The option for a field of Settings. Its default is None, so that the environment and the file can set the field."""
     field = Settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
     default = "" if field.default in (None, {}) else f" (default {field.default})"
-    option = typer.Option(help=escape(f"{field.description}{default}"), show_default=False)  # brackets are no markup
+    option = typer.Option(help=escape(f"{field.description}{default}"), show_default=False)  # brackets would be markup
     annotation = Annotated[(kinds[0] if kinds else str) | None, option]  # type: ignore[valid-type]  # built at run time
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

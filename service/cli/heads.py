@@ -64,7 +64,7 @@ def heads(
 
 
 def _with_metrics(body: bytes, names: str) -> bytes:
-    """The body with these metrics instead of its own. Ends the command for an unknown metric and for a body that is no JSON object."""
+    """The body with its metrics replaced. Raises typer.Exit for an unknown metric, and for a body that is no JSON object."""
     wanted = [name for name in METRICS if name not in NOT_IN_ALL] if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in METRICS]:
         complain("heads", f"no metric is called {unknown[0]!r}", f"There are {', '.join(METRICS)}.")
@@ -80,7 +80,7 @@ def _with_metrics(body: bytes, names: str) -> bytes:
 
 
 def metric_tables(metrics: Mapping[str, Any], width: int, batched: bool) -> Iterator[Table | str]:
-    """The tables for the metrics of an `AnalysisResult`; lines of text where an array is too large for a table."""
+    """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
     if not batched:
         yield from _item(metrics, width)
         return
@@ -108,7 +108,7 @@ def _of_item(value: Any, b: int) -> Any:
 
 
 def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
-    """The tables of one item: metrics per head side by side, then those of other shapes."""
+    """The tables of one item of a batch: first metrics with one number per head, in columns, then those of other shapes."""
     flat = [(name, part, letters, _part(metrics[name], part)) for name in metrics for part, letters in SHAPES[name].items()]
     per_head = [(_title(name, part), array) for name, part, letters, array in flat if letters == "bh" and name != "pruning_order"]
     step = max(1, (width - 6) // (MAX_COLUMN + 1))

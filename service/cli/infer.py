@@ -43,7 +43,7 @@ def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, c
 
 
 def read_file(command: str, file: str) -> bytes:
-    """The bytes of a file, or of standard input for -. Ends the command if the file cannot be read."""
+    """The bytes of a file, or of standard input for -. Raises typer.Exit if the file cannot be read."""
     try:
         return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:

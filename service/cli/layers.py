@@ -1,7 +1,7 @@
 """`attend layers`: lists layers, and adds, exports and removes them as safetensors files.
 
-`add`, `export` and `remove` work on a server (`--url`) or on the folder that stores its layers (`--layers-dir`), which a running server
-follows.
+`add`, `export` and `remove` work on a server (`--url`) or on the folder that stores its layers (`--layers-dir`). A running server watches
+that folder.
 """
 
 import json
@@ -33,7 +33,7 @@ Folder = Annotated[Path | None, typer.Option(help="A folder of layers, instead o
 
 
 def install(app: typer.Typer) -> None:
-    """Adds the command, and those below it. `attend layers` alone lists the layers, as `attend layers list` does."""
+    """Adds the command and its subcommands. `attend layers` alone lists the layers, as `attend layers list` does."""
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers))
     group.command("list", epilog="Example: attend layers list --url http://127.0.0.1:8000")(with_settings(show))
@@ -115,7 +115,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 
 
 def _refuse_flags(context: typer.Context, command: str) -> None:
-    """Ends the command for flags before the name of a subcommand, which would ignore them."""
+    """Raises typer.BadParameter for flags before the name of a subcommand, which would be ignored."""
     flags = [
         parameter.opts[0]
         for parameter in context.command.params

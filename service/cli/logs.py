@@ -6,7 +6,7 @@ import sys
 import structlog
 import structlog.tracebacks
 
-# without local variables, among which are payloads of requests
+# tracebacks omit local variables, which may be payloads of requests
 _tracebacks = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
 
 

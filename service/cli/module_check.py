@@ -1,6 +1,6 @@
 """Checks an attention implementation (`attend check --module`) with the comparison of `service.attention.compare`.
 
-A round is one call of each kind of case, with a seed of its own. The first round that disagrees ends the check.
+A round is one call of each kind of case; each round has another seed. The first round that disagrees ends the check.
 """
 
 import math
@@ -60,7 +60,7 @@ class ModuleReport:
 
 
 def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> ModuleReport:
-    """Compare it with the reference in at least so many calls. Ends the command where it cannot be constructed or called."""
+    """Compares the implementation with the reference in at least `calls` calls. Raises typer.Exit if it cannot be constructed or called."""
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     stderr, done, rounds = Console(stderr=True), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
@@ -75,7 +75,7 @@ def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> M
 
 
 def _agrees(result: "CaseResult") -> bool | None:
-    """None where it was skipped."""
+    """Whether the case agrees with the reference; None if it was skipped."""
     return None if result.skipped else result.raised is None and result.error <= result.tolerance
 
 

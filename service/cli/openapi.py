@@ -1,4 +1,4 @@
-"""`attend openapi`: prints the document that a server has at /openapi.json."""
+"""`attend openapi`: prints the document that a server serves at /openapi.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From settings to running processes: one server, or a supervisor with workers."""
+"""Starts the processes of `attend serve`: one server, or a supervisor with workers."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
-    """Serves on the socket until a signal ends it. Ends the command with status 1 where no worker can start."""
+    """Serves on the socket until a signal ends it. Raises typer.Exit(1) if no worker can start."""
     configure_logs(settings.log_format, settings.log_level)
     log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads)
     _warn_about_keys(settings)
@@ -45,7 +45,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         root_path=settings.root_path,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
-        timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # any number of seconds will do
+        timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # uvicorn accepts fractions of seconds
         timeout_graceful_shutdown=settings.shutdown_seconds,
         timeout_worker_healthcheck=SILENCE,
     )
@@ -66,7 +66,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
 
 
 def _warn_about_keys(settings: Settings) -> None:
-    """Warns where everyone may call, or nobody: allowed, and rarely intended."""
+    """Logs a warning if everyone may call, or nobody: both are allowed, but rarely intended."""
     if settings.keys_file is None and not is_local(settings):
         log.warning("open to everyone", reason="there are no keys (keys_file): everyone who can connect may call")
     elif settings.keys_file is not None and not read_keys(settings.keys_file):
@@ -74,7 +74,7 @@ def _warn_about_keys(settings: Settings) -> None:
 
 
 def shared_folder() -> str:
-    """A folder for files that workers share: the temporary one, or shared memory where that is not writable. Raises OSError."""
+    """A folder for files that workers share: the temporary folder, or /dev/shm if that is not writable. Raises OSError."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def shared_folder() -> str:
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files as far as the system allows: each connection is one, and 1024 are soon used up."""
+    """Raises the limit of open files to the hard limit: each connection is an open file, and the usual limit is 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,4 +1,4 @@
-"""`attend serve`: checks the settings, opens the socket and runs the server. Its flags are made from the fields of Settings."""
+"""`attend serve`: checks the settings, opens the socket and runs the server. Its flags are generated from the fields of Settings."""
 
 import errno
 import os
@@ -38,14 +38,14 @@ def install(app: typer.Typer) -> None:
 
 
 def run(settings: Settings) -> None:
-    """Serves until a signal ends it. Ends the command with status 2 for settings that cannot work here, 1 if the port is taken."""
+    """Serves until a signal ends it. Raises typer.Exit: 2 for settings that cannot work on this machine, 1 if the port is taken."""
     try:
         threads = plan_threads(settings.workers, settings.threads, usable_cores())
     except ValueError as error:
         typer.echo(f"attend serve: {error}; reduce --workers or --threads", err=True)
         raise typer.Exit(2) from None
     _check_files(settings)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch starts its pool
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch creates its thread pool
     from service.cli.process import serve_processes
     from service.serving.device import find_device
 
@@ -68,12 +68,12 @@ def run(settings: Settings) -> None:
     finally:
         if settings.uds is not None and made is not None:
             with suppress(FileNotFoundError):
-                if os.path.samestat(settings.uds.lstat(), made):  # not a file that has replaced it
+                if os.path.samestat(settings.uds.lstat(), made):  # unless another file has replaced it
                     settings.uds.unlink()
 
 
 def _check_files(settings: Settings) -> None:
-    """Ends the command if a file or an extra that the server needs is missing or invalid."""
+    """Raises typer.Exit(2) if a file or an extra that the server needs is missing or invalid."""
     from service.web.keys import BadKeys, read_keys
 
     wanted = f"--layers-dir {settings.layers_dir}"
@@ -142,7 +142,8 @@ def _clear(path: Path) -> None:
 
 
 def _with_free_grpc_port(settings: Settings) -> Settings:
-    """The settings with a port that workers can share. Raises OSError if it is taken: gRPC would share it with any server of this user."""
+    """The settings with a gRPC port that all workers can share. Raises OSError if it is taken: gRPC itself would share the port
+    with another server of this user."""
     if settings.grpc_port is None:
         return settings
     with socket.create_server((settings.host, settings.grpc_port), family=_family(settings.host)) as found:

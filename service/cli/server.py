@@ -1,4 +1,4 @@
-"""The server of one process: uvicorn's, with a different end, and the application that it serves."""
+"""The server of one process, which is uvicorn's with another shutdown, and the application that it serves."""
 
 import asyncio
 import ctypes
@@ -24,17 +24,17 @@ from service.web.watch import Watch
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
-FIRST_REQUEST = 0.5  # seconds in which connections may send their first request once the port is closed
-EXIT_SECONDS = 5.0  # that a worker may take to exit once all its calls should have been answered
-SWITCH_SECONDS = 0.0005  # after which a thread that decodes a large body lets the event loop run; Python's 5 ms would delay light calls
+FIRST_REQUEST = 0.5  # seconds for connections to send their first request once the port is closed
+EXIT_SECONDS = 5.0  # for a worker to exit after the time in which its calls should have been answered
+SWITCH_SECONDS = 0.0005  # until a thread that decodes a large body releases the GIL; Python's 5 ms would delay small calls
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with exit status 0 after SIGTERM, which uvicorn would raise again at the end.
+    """uvicorn's server, with exit status 0 after SIGTERM: uvicorn would raise the signal again at the end.
 
-    When the port closes, it serves the connections that wait to be accepted, and those that were accepted and have not sent a request yet:
-    closing the socket would reset the former.
+    When the port closes, it still accepts the connections in the backlog, which closing the socket would reset, and waits FIRST_REQUEST
+    seconds for the first request of connections that have sent none.
     """
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
 
     async def _serve_accepted(self, connection: socket.socket) -> None:
         make = partial(Connection, self.config, self.server_state, self.lifespan.state)
-        with suppress(OSError):  # the other side has gone
+        with suppress(OSError):  # the client has disconnected
             await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self.config.ssl)
 
     def _awaits_requests(self) -> bool:
@@ -66,13 +66,13 @@ class Server(uvicorn.Server):
 
 def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
     listening.setblocking(False)
-    with suppress(OSError):  # there are no more, or no more file descriptors
+    with suppress(OSError):  # the backlog is empty, or there are no file descriptors left
         while True:
             yield listening.accept()[0]
 
 
 def application(settings: Settings, threads: int) -> FastAPI:
-    """The application of this process, with the process set up for it."""
+    """Sets up this process (threads, memory, logs, signals) and returns its application."""
     exit_with_supervisor(exit_patience(settings))
     torch.set_num_threads(threads)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -108,7 +108,7 @@ def exit_patience(settings: Settings) -> float:
 def keep_memory() -> None:
     """Makes the C library reuse the memory of freed large arrays instead of returning it to the system.
 
-    glibc maps each block above its threshold afresh; for bodies of megabytes those page faults are a fifth of a request's time.
+    By default glibc maps new pages for each large block; for bodies of megabytes those page faults take a fifth of a request's time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Checks the service with random cases: a layer and a request each, whose reply is compared with the float64 reference."""
+"""Checks the service with random cases: each is a layer and a request, whose reply is compared with the float64 reference."""
 
 import json
 import secrets
@@ -29,7 +29,7 @@ LOGARITHMIC = {"scores", "log_sum_exp"}
 
 @dataclass(frozen=True, slots=True)
 class OutputError:
-    """The largest error of one output of one case, and its tolerance. `problem` says what is wrong where no number does."""
+    """The largest error of one output of one case, and its tolerance. `problem` describes other faults, such as a wrong shape."""
 
     output: str
     error: float
@@ -48,7 +48,7 @@ class OutputError:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCase:
-    """A random case, the number that draws it again, and the errors of its outputs."""
+    """A random case, its number (which with the seed draws it again), and the errors of its outputs."""
 
     number: int
     case: Case
@@ -65,7 +65,7 @@ class CheckedCase:
 
 @dataclass(slots=True)
 class ServerReport:
-    """The case with the largest error / tolerance for every output. `command` runs the check again, but for the case."""
+    """The case with the largest error / tolerance for every output. `command` repeats the check, without --seed and --case."""
 
     command: str
     seed: int
@@ -117,7 +117,7 @@ class ServerReport:
 
 
 def check_server(backend: Backend, report: ServerReport, numbers: range | list[int]) -> None:
-    """Run the cases of these numbers into the report. Raises AttendError where the service replies to no such request."""
+    """Runs the cases with these numbers and adds them to the report. Raises AttendError if the service cannot answer."""
     progress = Console(stderr=True)
     with closing(check_cases(backend, report.seed, numbers)) as cases:
         for case in track(cases, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
@@ -125,12 +125,12 @@ def check_server(backend: Backend, report: ServerReport, numbers: range | list[i
 
 
 def draw_case(seed: int, number: int) -> Case:
-    """The case of that number; it depends on no other."""
+    """The case with that number. It depends only on the seed and the number."""
     return random_case(np.random.default_rng([seed, number]))
 
 
 def check_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generator[CheckedCase]:
-    """Each case in turn, in a layer of a unique name, which is removed at the end."""
+    """Yields the checked cases. All use one layer with a unique name, which is removed at the end."""
     name = f"check-{secrets.token_hex(6)}"
     try:
         for number in numbers:
@@ -142,7 +142,7 @@ def check_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generato
 
 
 def _check(backend: Backend, name: str, case: Case) -> list[OutputError]:
-    """Seeded layers are drawn on both sides, so that their fingerprint checks the weights too. Other weights are sent."""
+    """Compares one reply with the reference. Both sides draw seeded weights, and the fingerprint compares them; other weights are sent."""
     from service.attention.weights import draw_weights, in_dtype
 
     weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
@@ -159,7 +159,7 @@ def _check(backend: Backend, name: str, case: Case) -> list[OutputError]:
 
 
 def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
-    """The error of every output."""
+    """The errors of all outputs."""
     largest = largest_score(case, reference)
     errors = [compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest) for name in OUTPUTS]
     if fully_masked_rows != reference.fully_masked_rows:
@@ -168,7 +168,7 @@ def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fu
 
 
 def largest_score(case: Case, reference: Reference) -> float:
-    """max|scores| before anything is capped, added or blocked, which is where rounding happens."""
+    """max|scores| before softcap, bias and mask: rounding errors are proportional to it."""
     scale = case.request.get("scale")
     keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)
     products = np.abs(reference.query_projection @ keys.swapaxes(-1, -2))
@@ -176,7 +176,7 @@ def largest_score(case: Case, reference: Reference) -> float:
 
 
 def compare_output(name: str, expected: Array, got: Array | None, dtype: str, largest_score: float) -> OutputError:
-    """The error of one output; where -inf is expected, nothing else agrees."""
+    """The error of one output. Where -inf is expected, only -inf agrees."""
     if got is None:
         return _wrong(name, "missing")
     if got.shape != expected.shape:

@@ -1,8 +1,8 @@
-"""What signals do to a process that serves; `docs/operations.md` has the table for operators.
+"""Signal handlers of a server process; `docs/operations.md` has the table for operators.
 
-SIGTERM: /health/ready turns 503 while calls are still taken, so that load balancers stop sending them; after the drain the port closes,
-accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP is SIGTERM to a server of one
-process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM.
+SIGTERM starts a drain: /health/ready returns 503, so that load balancers stop sending calls, but calls are still accepted. After the drain
+the port closes, accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP acts as SIGTERM
+on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ log = structlog.get_logger("attend")
 
 
 def handle_signals(service: Service, seconds: float, is_worker: bool) -> None:
-    """Installs the handlers, between a signal and uvicorn's handler for it. To be called on the event loop of the server.
+    """Installs handlers that call uvicorn's handlers after the drain. Must be called on the event loop of the server.
 
-    A worker that gets SIGHUP is being replaced: it ends its connections as in a drain of so many `seconds`, but stays ready, since a load
-    balancer must not stop sending calls to the other workers. SIGHUP stays ignored where it was (nohup).
+    SIGHUP tells a worker that it is being replaced: it closes its connections as in a drain of `seconds`, but stays ready, since the load
+    balancer must keep sending calls to the other workers. SIGHUP stays ignored if it was ignored before (nohup).
     """
     close, interrupt, loop = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
     if not callable(close) or not callable(interrupt):
@@ -45,7 +45,7 @@ def handle_signals(service: Service, seconds: float, is_worker: bool) -> None:
         loop.call_soon_threadsafe(loop.call_later, seconds, stop, frame)
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        if service.draining or service.retiring:  # a terminal that closes may send it twice
+        if service.draining or service.retiring:  # a terminal that closes may send SIGHUP twice
             return
         if not is_worker:
             drain(number, frame)
@@ -75,7 +75,7 @@ def ignore_hangup() -> None:
 
 
 def exit_with_supervisor(patience: float) -> None:
-    """Makes a worker whose supervisor dies exit as after SIGTERM, and by force after `patience` seconds."""
+    """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `patience` seconds."""
     supervisor = parent_process()
     if supervisor is None:  # this is the only process
         return

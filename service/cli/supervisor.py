@@ -1,4 +1,4 @@
-"""Several workers behind one socket, each a process with a server of its own, and the supervisor that starts and replaces them."""
+"""The supervisor: starts several worker processes that share one listening socket, and replaces them."""
 
 import os
 import signal
@@ -20,10 +20,10 @@ LONGEST_PAUSE = 60.0  # seconds between two attempts to start a worker; 1 s afte
 
 
 class Worker(Process):
-    """uvicorn's worker, which runs our server. `has_served` once it has told the supervisor that it serves."""
+    """uvicorn's worker process, which runs `Server`. `has_served`: whether it has reported to the supervisor that it is serving."""
 
     has_served = False
-    ended = False  # found to have ended, and to be replaced at the time `replace_at`
+    ended = False  # the process has ended; a new one replaces it at the time `replace_at`
     replace_at = 0.0
 
     @property
@@ -33,8 +33,8 @@ class Worker(Process):
         return self._server  # type: ignore[return-value]  # uvicorn's annotation
 
     def ping(self, timeout: float = 5, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """Whether the worker answers in time. False as soon as it has died, for which uvicorn would wait all that time; true as soon as
-        the supervisor is `interrupted`."""
+        """Whether the worker answers within `timeout` seconds. Returns False as soon as it has died (uvicorn would wait for the timeout),
+        and True as soon as the supervisor is `interrupted`."""
         latest = time.monotonic() + timeout
         try:
             self.parent_conn.send(b"ping")
@@ -59,20 +59,21 @@ class Worker(Process):
 class Supervisor(Multiprocess):
     """uvicorn's supervisor, with these differences.
 
-    It closes its socket before the workers close theirs: the last worker to close it closes it for all, and nobody connects to a port that
-    no process serves. A worker that hangs delays neither the exit of the others nor, beyond `patience` seconds, that of the supervisor.
+    It closes its copy of the socket before the workers close theirs. So the port closes with the last worker, and clients cannot connect to
+    a port that no process serves. A worker that hangs does not delay the exit of the others, and delays that of the supervisor by at most
+    `patience` seconds.
 
-    A server of which no worker has ever served ends with the first worker that cannot start; `failed` is true then. Later, a worker
-    that cannot start is tried again after growing pauses, while the others serve.
+    If a worker cannot start before any worker has served, the server ends, and `failed` is True. Later, such a worker is started again
+    after growing pauses, while the others serve.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], patience: float) -> None:
         super().__init__(config, sockets)
         self.patience, self.failed = patience, False
-        self.processes: list[Worker] = []  # type: ignore[assignment]  # uvicorn's list is of its own class
-        self._replaced: list[Worker] = []  # workers that were told to exit, and have not
-        self._serves = False  # whether any worker ever has
-        self._failures = 0  # to start a worker, since one last served
+        self.processes: list[Worker] = []  # type: ignore[assignment]  # uvicorn's list has its own class of workers
+        self._replaced: list[Worker] = []  # workers that got SIGHUP and have not exited yet
+        self._serves = False  # whether any worker has ever served
+        self._failures = 0  # failed starts since a worker last began to serve
 
     def init_processes(self) -> None:
         self.processes += [self._start_worker() for _ in range(self.processes_num)]
@@ -83,7 +84,7 @@ class Supervisor(Multiprocess):
         return worker
 
     def keep_subprocess_alive(self) -> None:
-        """Replaces the workers that have ended, or do not answer."""
+        """Replaces workers that have ended or do not answer."""
         for index, worker in enumerate(self.processes):
             if self.should_exit.is_set():
                 return
@@ -96,7 +97,7 @@ class Supervisor(Multiprocess):
                 self.processes[index] = self._start_worker()
 
     def _bury(self, worker: Worker) -> None:
-        """Sets the time at which a worker that has ended is replaced; or ends the server."""
+        """Ends a dead or hanging worker, and sets the time at which it is replaced; or ends the server."""
         worker.kill()
         worker.join()
         worker.ended = True
@@ -104,7 +105,7 @@ class Supervisor(Multiprocess):
         log.warning("worker died", pid=worker.pid, exit_status=worker.exitcode)
         if worker.has_served:
             return
-        if not self._serves and (worker.exitcode or 0) > 0:  # and not killed by a signal
+        if not self._serves and (worker.exitcode or 0) > 0:  # not killed by a signal
             log.error("stopping", reason="a worker cannot start; the lines before this one say why")
             self.failed = True
             self.should_exit.set()
@@ -115,8 +116,8 @@ class Supervisor(Multiprocess):
         log.error("worker cannot start", pid=worker.pid, next_attempt_seconds=pause)
 
     def restart_all(self) -> None:
-        """Replaces the workers one by one. An old worker is told to exit once the new one is ready, and the next one waits until it has
-        exited: at most one worker more than usual exists at a time. SIGTERM and SIGINT end this."""
+        """Replaces the workers one by one. Once the new worker is ready, the old one gets SIGHUP; the next one is started after the old one
+        has exited, so there is at most one extra worker at a time. SIGTERM and SIGINT end the replacement."""
         log.info("restarting workers")
         for index, old in enumerate(self.processes):
             new = self._start_worker()
@@ -143,7 +144,7 @@ class Supervisor(Multiprocess):
         return False
 
     def _wait_for_replaced(self) -> None:
-        """Returns when the replaced workers have exited, or this process is to stop. A worker that hangs is killed."""
+        """Waits until the replaced workers have exited, or this process has to stop. Kills a worker that hangs."""
         latest = time.monotonic() + self.patience
         while self._replaced and not self._is_told_to_stop():
             worker = self._replaced[0]
@@ -173,7 +174,7 @@ class Supervisor(Multiprocess):
         super().join_all()
 
     def handle_ttin(self) -> None:
-        """SIGTTIN and SIGTTOU change nothing: the number of workers belongs to the plan of threads."""
+        """Ignores SIGTTIN and SIGTTOU: the number of workers determines the threads of each, so it cannot change."""
 
     handle_ttou = handle_ttin
 

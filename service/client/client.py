@@ -1,6 +1,4 @@
-"""Client: the service as a Python object, for code that waits for its answers. Sends and receives; what is said stands in `operations.py`,
-when it is said again in `retries.py`. `AsyncClient` is the same for code that does not wait, method by method.
-"""
+"""Client: the synchronous client. `operations.py` makes its requests, `retries.py` decides on retries. See also `AsyncClient`."""
 
 import os
 import time
@@ -31,9 +29,9 @@ class Client:
 
     A pickle has no API key: an unpickled client takes it from ATTEND_API_KEY. A deep copy is the client itself.
 
-    Every method raises the server's refusal as the exception of `service.errors` that it was, with its problems (`at`, `expected`, `got`);
-    `Unreachable` or its subclasses `TimedOut` and `Untrusted` if there was no response. Requests that fail in transit or meet a full queue
-    are repeated as `retries` says; changes of layers only if the server surely did not begin them.
+    Every method raises a refusal as the same exception of `service.errors` as in the server, with its problems (`at`, `expected`, `got`);
+    `Unreachable` or its subclasses `TimedOut` and `Untrusted` if there was no response. Requests that fail in transit or find a full queue
+    are repeated according to `retries`; changes of layers only if the server certainly did not begin them.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Client:
 
     @property
     def _http(self) -> httpx.Client:
-        """The connections of this process: over those of a parent process, either could read the other's replies."""
+        """The connections of this process. A forked process must not use its parent's: each could read the other's replies."""
         if self._process != os.getpid():
             self._open()
         return self._opened
@@ -98,7 +96,7 @@ class Client:
         timeout: Timeout = USE_CLIENT_DEFAULT,
         **fields: Any,
     ) -> AnalysisResult:
-        """Metrics of each head, by name; without names the cheap ones that these arguments suffice for.
+        """Metrics of each head; `metrics` has their names, by default all cheap ones that these arguments suffice for.
 
         `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. Undefined numbers are NaN,
         undefined indices -1.
@@ -208,7 +206,7 @@ class Client:
         return self.perform(operation.as_json(), timeout)
 
     def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
-        """Send an operation. Raises for every status but success."""
+        """Send an operation. Raises for any status but success, as every method does."""
         return raise_for_status(self._exchange(operation, timeout))
 
     def _exchange(self, operation: Operation[Any], timeout: Timeout) -> httpx.Response:

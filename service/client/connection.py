@@ -1,4 +1,4 @@
-"""How both clients connect: the arguments of httpx, without secrets when pickled, and the exceptions for failed connections."""
+"""The connection arguments of both clients, which omit secrets when pickled, and the exceptions for failed connections."""
 
 import os
 import ssl
@@ -13,7 +13,7 @@ import httpx
 from service import __version__
 from service.errors import AttendError, TimedOut, Unreachable, Untrusted
 
-# The server closes connections that are idle for 75 seconds. Expiry before that avoids writing into one that is being closed.
+# The server closes connections that are idle for 75 seconds. An earlier expiry avoids a write into a connection that is being closed.
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=60.0)
 API_KEY = "ATTEND_API_KEY"  # environment variable with the API key, for commands and unpickled clients
 CA = "ATTEND_CA"  # environment variable with the CA bundle, for commands
@@ -37,7 +37,7 @@ Timeout = float | Literal[UseClientDefault.USE_CLIENT_DEFAULT] | None
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The arguments of an httpx client. A pickle has no key and no secret header; unpickled, the key is that of ATTEND_API_KEY."""
+    """The arguments of an httpx client. A pickle has no key and no secret headers; unpickling takes the key from ATTEND_API_KEY."""
 
     base_url: str
     timeout: float | None
@@ -46,7 +46,7 @@ class Connection:
     verify: Verify = True
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `httpx.Client` and `httpx.AsyncClient`. Raises OSError where certificates cannot be read."""
+        """Keyword arguments for `httpx.Client` and `httpx.AsyncClient`. Raises OSError if certificates cannot be read."""
         headers = {"User-Agent": f"attend/{__version__}", **self.headers}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key.strip()}"  # a key from a file ends in a newline
@@ -71,7 +71,7 @@ def _unpickle(base_url: str, timeout: float | None, headers: Mapping[str, str], 
 
 
 def ssl_context(verify: Verify) -> ssl.SSLContext | bool:
-    """httpx's `verify`; from a path, a context that trusts only the certificates there. Raises OSError where there are none."""
+    """httpx's `verify`; from a path, a context that trusts only the certificates there. Raises OSError if there are none."""
     if isinstance(verify, bool | ssl.SSLContext):
         return verify
     path = Path(verify)
@@ -94,7 +94,7 @@ def connection_error(error: Exception, url: str) -> AttendError:
 
 
 def certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """The failed verification of a certificate among the causes of an error; None without one."""
+    """The failed verification of a certificate that caused an error; None if the cause is another."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,6 +1,4 @@
-"""The operations of the API: the HTTP request of each, the reader of its response, and when it may be repeated. Pure functions, shared by
-`Client` and `AsyncClient`.
-"""
+"""The operations of the API, shared by `Client` and `AsyncClient`: pure functions that make the request and read the response of each."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,8 +34,8 @@ def read_bytes(response: httpx.Response) -> bytes:
 class Operation(Generic[T]):
     """One HTTP request and the reader of its response.
 
-    `repeat`: a computation changes nothing and may always be repeated after a failure; a change only if the server surely did not begin it.
-    `fallback` makes the same operation with a JSON body, for servers and proxies that refuse safetensors.
+    `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
+    `fallback` returns the same operation with a JSON body, for servers and proxies that refuse safetensors.
     """
 
     method: str
@@ -59,7 +57,7 @@ class Operation(Generic[T]):
 
 
 def attend(fields: Mapping[str, Any]) -> Operation[AttendResult]:
-    """POST /attend in safetensors, the fastest form; in JSON if the reply is to have a form or decimals.
+    """POST /attend with safetensors, the fastest format; with JSON if `reply` has a form or decimals, which only JSON replies have.
 
     An object that is both query and key, or key and value, is sent once.
     """
@@ -78,7 +76,7 @@ def attend(fields: Mapping[str, Any]) -> Operation[AttendResult]:
 
 
 def analysis(fields: Mapping[str, Any]) -> Operation[AnalysisResult]:
-    """POST /attend/analysis, with tensors in safetensors. The reply is JSON, in a form that keeps datatypes unless another is requested."""
+    """POST /attend/analysis, with tensors in safetensors. The reply is JSON; its default form keeps datatypes."""
     reply = dict(fields.get("reply") or {})
     reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
     fields = {**fields, "reply": reply}
@@ -163,7 +161,7 @@ def read_layer(response: httpx.Response) -> LayerDocument:
 
 
 def _without_repeats(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without a value that is the key and a key that is the query: the service has the same defaults."""
+    """The fields without a value that is the key, and a key that is the query: these are the service's defaults."""
     query, key, value = (fields.get(name) for name in ("query", "key", "value"))
     if value is key:
         fields = {**fields, "value": None}

@@ -25,12 +25,12 @@ from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
 from service.wire.schemas.attend import LayerDocument
 
-SEEDS = 2**32  # of dropout
+SEEDS = 2**32  # number of seeds of dropout
 WHERE = "the weights of a RemoteMultiheadAttention are in its service; use client.layer_weights(name)"
 
 
 class _RemoteWeight:
-    """A placeholder for weights. Every use of it raises an error that says where the weights are."""
+    """A placeholder for weights. Every use raises an error that says where the weights are."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
@@ -90,7 +90,7 @@ class RemoteMultiheadAttention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        """The layer's spec, fetched on first use, and again after a reply of another layer of that name."""
+        """The layer's spec, fetched on first use, and again after a reply shows that the layer was replaced."""
         return self._document.spec
 
     def _forget_other(self, fingerprint: str) -> None:
@@ -162,7 +162,7 @@ class _Attend(torch.autograd.Function):
         result = remote.client.attend(*inputs, **{**fields, **chosen})
         remote._forget_other(result.layer.fingerprint)
         arrays = [_tensor(array) for array in result.values()]
-        _check_dtype(inputs, arrays[0].dtype)  # the layer's
+        _check_dtype(inputs, arrays[0].dtype)  # the dtype of the layer
         outputs = tuple(array.to(inputs[0]) for array in arrays)
         ctx.client, ctx.fields, ctx.layer = remote.client, fields, result.layer
         ctx.save_for_backward(*inputs)
@@ -188,7 +188,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _check_masks(**masks: Tensor | None) -> None:
-    """Raises WrongMask for integers, which could mean blocked or added."""
+    """Raises WrongMask for an integer mask, which could be boolean or additive."""
     for name, mask in masks.items():
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise WrongMask.where(f"/{name}", "a mask of torch.bool (True = blocked) or of floats (added to the scores)", str(mask.dtype))

@@ -1,7 +1,7 @@
-"""Reads responses: results of success, exceptions of refusal.
+"""Turns responses into results or exceptions.
 
-A refusal is a problem document whose title names a class of `service/errors.py`. A response without one (a proxy's page, an unknown path)
-becomes an exception by its status.
+A refusal is a problem document; its title selects a class of `service/errors.py`. For a response without such a document (a proxy's page),
+the status selects the class.
 """
 
 import re
@@ -92,7 +92,7 @@ class AnalysisResult(Mapping[str, Any]):
 
 
 def read_attend_result(body: bytes, headers: Mapping[str, str]) -> AttendResult:
-    """The result in a reply to POST /attend, in the form that its headers name (in lower case). Raises BadReply for anything else."""
+    """Decodes a reply to POST /attend, by its Content-Type; `headers` have lower-case names. Raises BadReply if it cannot be read."""
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
         reply = decode_binary_reply(body) if binary else decode_reply(body)
@@ -105,7 +105,7 @@ def read_attend_result(body: bytes, headers: Mapping[str, str]) -> AttendResult:
 
 
 def read_analysis_result(body: bytes) -> AnalysisResult:
-    """The metrics in a reply to POST /attend/analysis. Raises BadReply for anything else."""
+    """Decodes a reply to POST /attend/analysis. Raises BadReply if it cannot be read."""
     try:
         reply = decode_metrics(body)
         layer = LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
@@ -123,7 +123,7 @@ def read_analysis(response: httpx.Response) -> AnalysisResult:
 
 
 def read_document(model: type[Model], response: httpx.Response) -> Model:
-    """A JSON document as its model. Raises BadReply where it does not fit."""
+    """Validates a JSON response as `model`. Raises BadReply if it does not fit."""
     try:
         return validate(model, decode_document(response.content))
     except (MalformedBody, InvalidRequest) as error:
@@ -132,7 +132,7 @@ def read_document(model: type[Model], response: httpx.Response) -> Model:
 
 
 def read_ready(response: httpx.Response) -> bool:
-    """Whether GET /health/ready says 200 and not 503. Raises for every other status."""
+    """True for status 200 of GET /health/ready, False for 503. Raises for every other status."""
     if response.status_code not in (200, 503):
         raise refusal(response)
     return response.status_code == 200

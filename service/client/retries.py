@@ -1,8 +1,8 @@
-"""The retry policy of both clients: whether a failed operation is repeated, and after what delay. Pure; sends and sleeps nothing.
+"""The retry policy of both clients: whether a failed operation is repeated, and after what delay. It neither sends nor sleeps.
 
-A computation is always repeated. A change is repeated only if the server surely did not begin it: no connection was made, the queue was
-full, or the service itself refused with 503. Delays double and are drawn uniformly below that bound ("full jitter"), so that clients that
-failed together do not return together. `Retry-After` is added to the drawn delay.
+A computation is always repeated. A change is repeated only if the server certainly did not begin it: no connection was made, the queue was
+full, or the service itself refused with 503. Each delay is drawn uniformly below a bound that doubles ("full jitter"), so that clients do
+not all retry at once. `Retry-After` is added to the drawn delay.
 """
 
 import random
@@ -20,7 +20,7 @@ from service.client.operations import Operation
 
 Outcome = httpx.Response | Exception
 PROBLEM_JSON = "application/problem+json"
-BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)  # while it ran; a ConnectError came before
+BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)  # during a request; `may_repeat` checks ConnectError first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Retries:
 
     @classmethod
     def of(cls, retries: "Retries | int | None") -> "Retries":
-        """From a client's argument: None is the default, a number is `times`."""
+        """Converts a client's argument: None is the default, a number is `times`."""
         return retries if isinstance(retries, Retries) else cls() if retries is None else cls(times=int(retries))
 
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts of one operation; `timeout` is for all of them together, in seconds, None for no limit."""
+    """The attempts of one operation. `timeout`: seconds for all attempts together; None is no limit."""
 
     retries: Retries
     operation: Operation[Any]
@@ -68,7 +68,7 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
     if operation.repeat == "never":
         return False
     if isinstance(outcome, httpx.ConnectError):
-        return certificate_error(outcome) is None  # which a retry does not mend
+        return certificate_error(outcome) is None  # a retry does not help with an untrusted certificate
     if not isinstance(outcome, httpx.Response):
         return operation.repeat == "always" and isinstance(outcome, BROKEN)
     from_service = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)

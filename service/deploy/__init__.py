@@ -1,1 +1,1 @@
-"""FLOOR 5: the application on engines that exist. Each module is one engine; none is needed to serve from one process."""
+"""FLOOR 5: runs the application on existing serving platforms, one module for each. A single process needs none of them."""

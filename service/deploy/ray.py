@@ -1,8 +1,8 @@
 """The application on Ray Serve: `serve run service.deploy.ray:app`, with settings from the same ATTEND_… variables.
 
-A replica is the application of `web/app.py`, behind Ray's proxy. Ray ends a replica as SIGTERM ends a process: no new calls, then answers
-to the accepted ones. With `shards`, a call too large for one replica is divided by keys among that many actors, each with all layers, and
-joined in the replica that accepted it: see `serving/shards.py`. If an actor or a node fails, its part is computed again.
+A replica is the application of `web/app.py`, behind Ray's proxy. To stop a replica, Ray sends it no new calls and waits for the accepted
+ones. With `shards`, a call that is too large for one replica is divided by keys among that many actors, each with all layers; the replica
+merges their results: see `serving/shards.py`. If an actor or a node fails, its part is computed again.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
 from service.web.app import create_app, create_service
 
-ATTEMPTS = 5  # at one part, over actors that leave in the middle of it
-PAUSE = 0.2  # seconds between them, times their number
+ATTEMPTS = 5  # to compute one part, if actors fail
+PAUSE = 0.2  # seconds after the first failed attempt; twice, three times as many after the next
 
 
 @serve.deployment
@@ -46,7 +46,7 @@ class Attend:
         return _Pickled(self._app)
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica where this raises."""
+        """Raises NotReady; Ray calls this and replaces a replica for which it raises."""
         if not await self._service.answers():
             raise NotReady("the layers could not be loaded, or the device does not answer")
 
@@ -62,7 +62,7 @@ class Shard:
         self._layers = ShardLayers(self._service.registry)
 
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
-        """The result of a part. Raises LayerNotFound; LayerConflict if its layer of that name is another one."""
+        """The result of a part. Raises LayerNotFound; LayerConflict if the actor's layer of that name has another fingerprint."""
         layer = self._layers.find(name, fingerprint)
         return (await self._service.scheduler.submit(layer, part, cost)).result
 
@@ -72,7 +72,7 @@ class Shard:
 
 
 class RayShards:
-    """The actors, as `serving/shards.py` calls them: each part goes to one that is free, and to another where that one leaves."""
+    """The actors that compute parts for `serving/shards.py`. Each part is sent to a free actor, and to another one if that fails."""
 
     def __init__(self, handle: DeploymentHandle, count: int) -> None:
         self.handle, self.count = handle, count
@@ -96,9 +96,9 @@ class RayShards:
 
 
 class _Pickled:
-    """The application with messages that can be pickled, since Ray's proxy is another process: bytes instead of memory views.
+    """The application with messages that can be pickled for Ray's proxy, another process: bytes instead of memory views.
 
-    Without our x-request-id, which the proxy adds to every reply itself.
+    It removes the header x-request-id, because the proxy adds one to every reply.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -132,7 +132,7 @@ def build(settings: Settings) -> serve.Application:
 
 
 def _behind_proxy(settings: Settings) -> Settings:
-    """The settings of one of several processes, behind a proxy that everyone may reach."""
+    """The settings for one of several processes, behind a proxy that everyone may reach."""
     given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0"}
     return settings.model_copy(update=given)
 
@@ -146,7 +146,7 @@ def _prepare(settings: Settings) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, made on access, so that importing a class from here reads no settings."""
+    """`app`, built on first access, so that importing this module reads no settings."""
     if name == "app":
         return build(read_settings({}))
     raise AttributeError(name)

@@ -1,1 +1,1 @@
-"""FLOOR 4: the HTTP edge, the only place that knows statuses and headers. What a call means is the engine's business."""
+"""FLOOR 4: HTTP and gRPC, the only package that knows statuses and headers. `service.serving` executes the calls."""

@@ -1,4 +1,4 @@
-"""create_app: one process's application, put together from settings. The only place where the rooms meet."""
+"""Builds the application of one process from its settings: service, routes, middleware and gRPC server."""
 
 import ipaddress
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ from service.wire.limits import WireLimits
 
 
 class Application(FastAPI):
-    """FastAPI, with `Access` round everything, and the hot endpoints answered there: see `web/middleware/access.py`."""
+    """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
     def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
         own: dict[str, Endpoint] = {
@@ -49,12 +49,12 @@ class Application(FastAPI):
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
 
     async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Under /v2 a path means the same with a slash at its end: the protocol is written both ways."""
+        """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
         path = scope.get("path", "")
         if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2}/"):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
-            await run_in_threadpool(self.openapi)  # made once, which takes a few hundred milliseconds
+            await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
         await super().__call__(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +62,7 @@ class Application(FastAPI):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application. Its layers are made in the background once it runs; /health/ready says when they are."""
+    """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
     offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
@@ -70,7 +70,7 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _grpc(settings, service, offer, keyring, traces):
-            if settings.workers > 1:  # a worker that returns takes no calls before it can answer them: the others can
+            if settings.workers > 1:  # load before accepting connections: after a restart, the other workers answer
                 await service.begin(settings.all_layers())
                 if not service.started:  # the log says why
                     raise NotReady("the layers could not be loaded")
@@ -86,7 +86,7 @@ def create_app(settings: Settings) -> FastAPI:
     attend.install(app, service)
     figure.install(app, service)
     layers.install(app, service, offer.why_not_writable)
-    text.install(app, service, model=settings.workers == 1)  # layers made on demand would be known to one worker only
+    text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, offer)
     repository.install(app, service, offer)
     page.install(app, service, _about(settings, service))
@@ -99,7 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def create_service(settings: Settings) -> Service:
-    """The service with these settings, without any layer yet."""
+    """The service with these settings; it has no layers yet."""
     wire = WireLimits(
         body_bytes=settings.max_body_bytes,
         layer_bytes=settings.max_layer_bytes,
@@ -128,10 +128,10 @@ def create_service(settings: Settings) -> Service:
 def _grpc(
     settings: Settings, service: Service, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
 ) -> AbstractAsyncContextManager[None]:
-    """The gRPC server beside this one, where there is a port for it."""
+    """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
         return nullcontext()
-    from service.web.grpc.calls import Surroundings  # an extra brings what it needs
+    from service.web.grpc.calls import Surroundings  # needs the extra `grpc`
     from service.web.grpc.server import Terms, serving
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
@@ -158,9 +158,9 @@ def _why_no_statistics(settings: Settings, service: Service) -> Exception | None
 
 
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
-    """The checks of requests before anything else; None where there is nothing to check."""
+    """The guard that these settings require; None if they require no check."""
     names = frozenset(_listed(settings.allowed_hosts.lower()))
-    browsed = is_local(settings) and keyring is None  # what a page in this machine's browser could call
+    browsed = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
     hosts = names if (names or browsed) and "*" not in names else None
     return Guard(hosts, _listed(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
@@ -170,7 +170,7 @@ def _listed(text: str) -> list[str]:
 
 
 def is_local(settings: Settings) -> bool:
-    """Whether it listens on a loopback address, which only this machine can reach."""
+    """Whether the server listens on a loopback address, which only this machine can reach."""
     try:
         return settings.uds is None and ipaddress.ip_address(settings.host).is_loopback
     except ValueError:

@@ -1,11 +1,11 @@
-"""One TCP connection, as uvicorn's protocol class: slow peers are cut off, and what is not HTTP gets a problem document.
+"""uvicorn protocol class for one TCP connection: disconnects slow peers, and answers invalid HTTP with a problem document.
 
-An application sees a request once its headers are complete, and the end of a reply once it has handed it over. A peer that sends a byte per
-second, or never reads, is visible only here. A timer of the process (`watch.py`) checks all connections, so that a request costs only the
-count of its bytes. A peer that closes its sending half counts as gone: one that closes both looks the same until it is written to.
+An ASGI application sees a request only when its headers are complete, and cannot see whether the peer reads the reply. A peer that sends
+one byte per second, or never reads, is visible only here. One timer per process (`watch.py`) checks all connections; a request only pays
+for counting its bytes. A peer that closes its sending half counts as disconnected: until the server writes, a full close looks the same.
 
-The application finds the connection in the scope of a request (`connection_of`): whether the peer has gone, and a way to hand over a long
-reply in pieces, of which only one at a time waits in the transport, where nobody would see its progress.
+`connection_of(scope)` gives the application the connection of a request: `lost` says whether the peer has disconnected; `send` passes a
+long reply to the transport in pieces. Only one piece at a time waits in the transport, because progress inside it is not visible.
 """
 
 import os
@@ -29,25 +29,25 @@ VERSIONS = ("1.1", "1.0")
 LONGEST_HEAD = 64 * 1024  # bytes of a request line and headers, without the empty line after them
 REQUEST_LINE = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line without its target
 HEADER_LINE = len(b": \r\n")  # bytes of a header without its name and value
-FRAMING = 8  # bytes of chunk headers and trailers per byte of body, beyond LONGEST_HEAD
-PIECE = 256 * 1024  # bytes of a reply handed to the transport at a time
-BUFFERED = 64 * 1024  # bytes in the transport above which it gets no more; TLS would take half a megabyte
-LINGER = 5.0  # seconds in which bytes after a refused request are read and dropped
-TLS_CLOSE_SECONDS = 5.0  # in which the peer must end a TLS connection when the server stops
+FRAMING = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to LONGEST_HEAD
+PIECE = 256 * 1024  # bytes of a reply passed to the transport at a time
+BUFFERED = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
+LINGER = 5.0  # seconds for which bytes after a refused request are read and discarded
+TLS_CLOSE_SECONDS = 5.0  # when the server stops, the peer must answer the TLS close within this time
 
 
 class Awaited(Enum):
     """What the peer has to do next."""
 
-    NOTHING = 0  # the server's turn, or idle between two requests, which uvicorn itself times
+    NOTHING = 0  # the server has to act, or the connection is idle between requests, for which uvicorn has a timeout
     HEADERS = 1  # send the headers of a request
     BODY = 2  # send the body of a request
-    REPLY = 3  # take a reply
-    TLS_CLOSE = 4  # answer the end of TLS
+    REPLY = 3  # read a reply
+    TLS_CLOSE = 4  # answer the TLS close
 
 
 class Refused(Exception):
-    """A request that the application never sees: the reason in metrics, the status and title of the reply, what was expected, what came."""
+    """A request refused before the application sees it: `reason` labels the metric; the other fields make the reply."""
 
     def __init__(self, reason: str, status: int, title: str, expected: str, got: str = "more") -> None:
         super().__init__(reason)
@@ -64,7 +64,7 @@ LONG_CHUNK_HEADERS = (
 
 
 class Connection(HttpToolsProtocol):
-    """`watch` is shared by all connections of the process, and set before the first of them, since uvicorn makes the connections."""
+    """One connection. uvicorn creates the instances; all share `watch`, which is set before the server starts."""
 
     watch: ClassVar[Watch] = Watch()
 
@@ -74,15 +74,15 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.app_state = {**self.app_state, STATE: self}  # of which uvicorn puts a copy into each scope
-        self.lost = False  # whether the peer has gone
-        self._received = self._sent = 0  # bytes from the peer; bytes of long replies handed to the transport
-        self._body = self._framing = 0  # bytes of the current body; of the current head, or around the chunks of the current body
+        self.app_state = {**self.app_state, STATE: self}  # uvicorn copies this dictionary into each scope
+        self.lost = False  # whether the peer has disconnected
+        self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
+        self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers
         self._in_body = False  # whether the headers of the current request are complete
-        self._boundary = False  # whether the last bytes received had the end of a head or of a request in them
+        self._boundary = False  # whether the last bytes received contained the end of a head or of a request
         self._state: tuple[Awaited, Any] = (Awaited.NOTHING, None)
         self._since, self._progress = self.watch.now, 0
-        self._refusal: Refused | None = None  # after its reply the connection is closed; replies that are due come before
+        self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
         self._refusal_reply = b""
         if self.scheme == "https":
             self.transport.set_write_buffer_limits(BUFFERED)
@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
         body, self._boundary = self._body, False
         self._received += len(data)
         super().data_received(data)
-        if not self._boundary:  # all of it belongs to one head, or to one body
+        if not self._boundary:  # `data` belongs entirely to one head or to one body
             self._framing += len(data) - (self._body - body)
             if self._framing > LONGEST_HEAD + FRAMING * self._body and self._refusal is None and not self.transport.is_closing():
                 self._refuse(Refused(*(LONG_CHUNK_HEADERS if self._in_body else LONG_HEAD)))
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         parser, headers = self.parser, self.headers
         if (method := parser.get_method()) == b"CONNECT":
             raise Refused("unsupported_message", 501, "not implemented", "a method other than CONNECT", method.decode())
-        if parser.should_upgrade():  # this head comes again, without `Upgrade`
+        if parser.should_upgrade():  # the parser reads this head again, without `Upgrade`
             return
         self._body = self._framing = 0
         self._in_body = self._boundary = True
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
             expected = "the transfer coding chunked alone"
             raise Refused("unsupported_message", 501, "not implemented", expected, codings.decode("latin-1"))
         super().on_headers_complete()
-        self.headers = []  # trailers go here, and not into the request's headers
+        self.headers = []  # uvicorn appends trailers to this list; the scope keeps the request's headers
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
@@ -135,11 +135,11 @@ class Connection(HttpToolsProtocol):
         self._body = self._framing = 0
         self._in_body, self._boundary = False, True
         super().on_message_complete()
-        if not self.pipeline:  # the body is complete, and only reading on shows that the peer has gone
+        if not self.pipeline:  # uvicorn may have paused reading; a disconnect is noticed only while reading
             self.flow.resume_reading()
 
     def head_without_upgrade(self) -> bytes:
-        """The request line and headers as they came, without the header `Upgrade`."""
+        """The request line and headers as received, without the header `Upgrade`."""
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
     # Writing
 
     async def send(self, send: Send, message: Message) -> None:
-        """Hands a part of a long reply to the transport in pieces, each when the one before is nearly gone."""
+        """Sends a body message in pieces of at most PIECE bytes; each waits until the previous piece is nearly sent."""
         whole, more = memoryview(message.get("body", b"")), message.get("more_body", False)
         if not whole:
             await send(message)
@@ -159,14 +159,14 @@ class Connection(HttpToolsProtocol):
                 break
 
     async def sent(self) -> None:
-        """Returns when all that was handed to the transport has left it."""
+        """Waits until the transport's write buffer is empty."""
         if not self.lost and self.transport.get_write_buffer_size():
-            self.transport.set_write_buffer_limits(1, 0)  # it counts as full now, until it is empty
+            self.transport.set_write_buffer_limits(1, 0)  # the buffer counts as full until it is empty
             await self.flow.drain()
             self.transport.set_write_buffer_limits(BUFFERED)
 
     def shutdown(self) -> None:
-        """Ends an idle connection; of TLS by force, which would otherwise wait half a minute for the peer."""
+        """Closes an idle connection; aborts TLS after TLS_CLOSE_SECONDS, since asyncio would wait 30 seconds for the peer."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
             self.loop.call_later(TLS_CLOSE_SECONDS, self.transport.abort)
@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol):
     # Slow peers
 
     def check_progress(self, now: float) -> None:
-        """Ends the connection where what the peer has to do has not advanced for too long."""
+        """Disconnects a peer that has made too little progress for longer than `watch.patience` seconds."""
         state, progress = self._awaited()
         if state != self._state or progress - self._progress >= self.watch.least or state[0] is Awaited.NOTHING:
             self._state, self._progress, self._since = state, progress, now
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
             self._cut_off(state[0])
 
     def _awaited(self) -> tuple[tuple[Awaited, Any], int]:
-        """What the peer has to do next, for which request, and how many bytes have moved."""
+        """((what the peer has to do next, for which request), bytes transferred)."""
         cycle = self.cycle
         if unsent := self.transport.get_write_buffer_size():
             return (Awaited.REPLY, cycle), self._sent - unsent
@@ -201,7 +201,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif awaited is Awaited.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()
-        elif awaited is Awaited.HEADERS and not self._received:  # opened ahead of its first request
+        elif awaited is Awaited.HEADERS and not self._received:  # opened in advance, without a request yet
             self.transport.close()
         else:
             if awaited is Awaited.BODY:
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's reply to what the parser refuses. What a callback raised is the context of the parser's error."""
+        """Overrides uvicorn's reply to a parser error. The parser's error has the exception of a callback as its `__context__`."""
         error = sys.exc_info()[1]
         cause = error and error.__context__
         if isinstance(cause, MemoryError):
@@ -222,7 +222,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(cause)
 
     def _refuse(self, refusal: Refused) -> None:
-        """Closes the connection with a problem document, after the replies to complete requests that came before."""
+        """Replies with a problem document and closes the connection, after the replies to earlier complete requests."""
         self.watch.refused(refusal.reason)
         request_id, problems = os.urandom(8).hex(), (Problem("", refusal.expected, refusal.got),)
         detail, status = f"expected {refusal.expected}, got {refusal.got}", refusal.status
@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
         headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self._refusal = refusal
         self._refusal_reply = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body
-        if self.pipeline and self.cycle.more_body:  # the request of which a part came, after others
+        if self.pipeline and self.cycle.more_body:  # the incomplete request waits behind others
             self.pipeline.popleft()
         elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             self._close()
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Sends the refusal, unless it would stand in the middle of a reply, and closes."""
+        """Sends the refusal and closes; aborts if a reply is half sent, since the refusal would corrupt it."""
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()
         elif self._refusal is not None and not self.transport.is_closing():
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LINGER, self.transport.close)
 
     def _count(self, status: int) -> None:
-        """Counts the refusal: with the request of which a part came, if the application has begun with it and will count it; else here."""
+        """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
         scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
         if (record := scope.get("attend")) is None:
             self.watch.answered(status)
@@ -271,6 +271,6 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a request; None if the server is another than ours."""
+    """The connection of a request; None under another ASGI server."""
     connection: Connection | None = scope.get("state", {}).get(STATE)
     return connection

@@ -1,6 +1,6 @@
-"""Errors as HTTP replies: the table of statuses, and the bodies, which are RFC 9457 problem details, and {"error": "…"} under /v2.
+"""Turns errors into HTTP responses: RFC 9457 problem details, or {"error": "…"} under /v2.
 
-A class without a row has the status of its nearest ancestor. No reply shows a stack trace or a path of the machine.
+An error class without a row in STATUSES has the status of its nearest ancestor. No response contains a stack trace or a file path.
 """
 
 import json
@@ -37,7 +37,7 @@ STATUSES: dict[type[errors.AttendError], int] = {
     errors.DeadlinePassed: 504,
     errors.OutOfMemory: 507,
     errors.StorageFull: 507,
-    errors.CallerGone: 499,  # never sent, since the caller has gone
+    errors.CallerGone: 499,  # never sent: the client has disconnected
     errors.ServiceFault: 500,
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
@@ -52,7 +52,7 @@ def status_of(error: errors.AttendError) -> int:
 
 
 def refusal(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
-    """Status, media type and body of a refusal, in the form of this path."""
+    """(status, media type, body) of a refusal, in the form that this path uses."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == V2 or path.startswith(f"{V2}/"):  # the protocol has no 422
         return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
@@ -67,7 +67,7 @@ def problem(status: int, title: str, detail: str, request_id: str, problems: tup
 
 
 def respond(error: errors.AttendError, scope: Any) -> Response:
-    """The response to an error, whose reason goes into the record of the request."""
+    """The response to an error. Writes the reason into the request's record."""
     record = scope["attend"]
     record.reason, record.detail = type(error).__name__, error.detail
     status = status_of(error)
@@ -81,12 +81,12 @@ def respond(error: errors.AttendError, scope: Any) -> Response:
 
 
 def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = random.randint) -> str:
-    """Seconds to wait: the estimate, and up to half of it more, so that callers refused together do not all return together."""
+    """Seconds for Retry-After: the estimate plus a random part of up to half of it, so that clients do not all retry at once."""
     return str(draw(error.retry_after, error.retry_after + math.ceil(error.retry_after / 2)))
 
 
 def out_of_memory(error: Exception, scope: Any) -> Response:
-    """The response where memory ran out. The memory of the failed request is freed first."""
+    """The response when memory ran out. Frees the memory of the failed request first."""
     traceback.clear_frames(error.__traceback__)
     return respond(errors.OutOfMemory("there was not enough memory for this request"), scope)
 
@@ -98,16 +98,16 @@ def internal_error(scope: Any) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Registers the handlers of errors, and of the framework's 404 and 405.
+    """Registers handlers for all exceptions, and for the framework's 404 and 405.
 
-    Starlette answers what no handler takes with a plain text, and raises it again.
+    For an exception without a handler, Starlette sends plain text and raises the exception again.
     """
 
     async def refused(request: Request, error: Exception) -> Response | None:
         assert isinstance(error, errors.AttendError)
         if isinstance(error, errors.CallerGone):
             request.scope["attend"].reason = type(error).__name__
-            return None  # the caller has gone
+            return None  # the client has disconnected
         return respond(error, request.scope)
 
     async def memory_error(request: Request, error: Exception) -> Response:

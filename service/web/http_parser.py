@@ -1,4 +1,4 @@
-"""httptools' parser, without upgrades."""
+"""httptools' request parser, changed to ignore the header `Upgrade`."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ import httptools
 
 
 class Head(Protocol):
-    """What receives the parser's callbacks."""
+    """The object that receives the parser's callbacks."""
 
     def head_without_upgrade(self) -> bytes: ...
 
@@ -14,8 +14,8 @@ class Head(Protocol):
 class Parser(httptools.HttpRequestParser):
     """Ignores the header `Upgrade`, as RFC 9110 (section 7.8) asks of a server that supports no upgrade.
 
-    httptools takes such a request to end with its head, and what follows for another protocol. So the connection ignores this head, and the
-    parser reads it again without `Upgrade`, and then the body.
+    httptools ends such a request after its head, and treats the following bytes as another protocol. So the connection ignores this head;
+    the parser reads it again without `Upgrade`, and then reads the body.
     """
 
     def __init__(self, connection: Head) -> None:
@@ -24,7 +24,7 @@ class Parser(httptools.HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: Any) -> None:
-        """Raises HttpParserError for bytes that are not HTTP, and for an exception in a callback, which is its context."""
+        """Parses `data`. Raises HttpParserError for invalid HTTP, and for an exception in a callback, which is its `__context__`."""
         while True:
             try:
                 super().feed_data(data)
@@ -33,5 +33,5 @@ class Parser(httptools.HttpRequestParser):
             else:
                 return
             head = self._connection.head_without_upgrade()
-            self.__init__(self._connection)  # type: ignore[misc]  # after `Connection: close` it would read no further head
+            self.__init__(self._connection)  # type: ignore[misc]  # resets the parser: after `Connection: close` it reads no further head
             super().feed_data(head)

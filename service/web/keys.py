@@ -1,7 +1,7 @@
 """API keys with scopes: a file of digests, read again when it changes. `web/middleware/guard.py` defines what each scope allows.
 
-A line is `name scope,scope sha256-of-the-key`. Keys have 256 random bits, so that a fast digest is safe. A key is compared with all lines,
-each in constant time.
+A line is `name scope,scope sha256-of-the-key`. Keys have 256 random bits, so a fast digest is safe. A key is compared with every line, in
+constant time.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class BadKeys(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key without its secret."""
+    """One line of the file. It has the digest of the key, not the key."""
 
     name: str
     scopes: frozenset[str]
@@ -68,7 +68,7 @@ def read_keys(path: Path) -> list[Key]:
 
 
 def write_keys(path: Path, keys: Iterable[Key]) -> None:
-    """Replaces the file in one step, readable by its owner alone. Raises OSError."""
+    """Replaces the file atomically; only its owner may read it. Raises OSError."""
     text = "".join(f"{key.name} {','.join(sorted(key.scopes))} {key.digest}\n" for key in keys)
     beside = path.with_name(path.name + ".new")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -85,7 +85,7 @@ class Keyring:
         self._state = self._stat()
 
     def find(self, presented: str) -> Key | None:
-        """The key with that secret, None if there is none."""
+        """The entry of the presented key; None if it is unknown."""
         if (state := self._stat()) != self._state:
             self._state = state
             try:

@@ -1,4 +1,4 @@
-"""Headers and body of an HTTP request -> the engine's `RawRequest`. Sizes are checked from the headers, before a byte is read."""
+"""Reads the headers and body of an HTTP request into a `RawRequest`. Checks the declared size before it reads the body."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from service.wire.codec import CODECS, Codec
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
-Limit = tuple[str, int]  # the name of a setting, "" where no setting changes the value; the value
-SMALL = 64 * 1024  # bytes of a body that is not refused before it is read: what it takes is refused when it is there
-JOINED_ASIDE = 1 << 20  # bytes of a body from which joining its pieces would hold up the event loop for long
+Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
+SMALL = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
+JOINED_ASIDE = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
 
 
 async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
-    """The request, its forms chosen by Content-Type and Accept. One that brings a `layer` may be larger; `largest` is the limit of a route
-    with small bodies.
+    """The request; Content-Type and Accept choose the codecs. With `layer`, safetensors may have `max_layer_bytes`; `largest` is a lower
+    limit of the route, in bytes.
 
-    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the body never comes whole.
+    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
     form = form_of_body(record.header(b"content-type"))
     reply_form = form_of_reply(record.header(b"accept"))
@@ -45,7 +45,7 @@ async def read_as(
     service: Service,
     limit: Limit | None = None,
 ) -> RawRequest:
-    """The request, its codecs being known. Raises as `read` does."""
+    """As `read`, with known codecs."""
     deadline, lease = deadline_of(record, service), lease_of(record, service)
     limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
     pieces = _pieces(record.headers.get(b"content-length"), receive, limit, lease)
@@ -66,7 +66,7 @@ async def read_as(
 
 
 def lease_of(record: Record, service: Service) -> Lease:
-    """The bytes that a request holds. They are given back once its reply is sent: see `web/middleware/access.py`."""
+    """The request's share of the memory budget. `web/middleware/access.py` releases it once the reply is sent."""
     if record.lease is None:
         record.lease = service.budget.lease(record.key or network_of(record.address))
     return record.lease
@@ -74,7 +74,7 @@ def lease_of(record: Record, service: Service) -> Lease:
 
 @lru_cache(1024)
 def network_of(address: str) -> str:
-    """The address, or of IPv6 the /64 network, any address of which one caller may use."""
+    """The address; for IPv6 its /64 network, since one caller may use all addresses of that network."""
     if ":" not in address:
         return address
     try:
@@ -84,7 +84,7 @@ def network_of(address: str) -> str:
 
 
 def deadline_of(record: Record, service: Service) -> float | None:
-    """When, on the service's clock, the caller or the settings want an answer at the latest."""
+    """The deadline on the service's clock, from X-Request-Timeout or the settings; None without either. Raises InvalidRequest."""
     if b"x-request-timeout" not in record.headers:
         return None if service.timeout is None else service.clock() + service.timeout
     timeout = record.header(b"x-request-timeout")
@@ -98,7 +98,7 @@ def deadline_of(record: Record, service: Service) -> float | None:
 
 
 def _hung_up(record: Record) -> Callable[[], bool]:
-    """A function that says whether the caller has gone; never, where the server is another than ours."""
+    """A function that returns whether the client has disconnected; always False under another ASGI server."""
     connection = record.connection
     return _never if connection is None else lambda: connection.lost
 
@@ -108,7 +108,7 @@ def _never() -> bool:
 
 
 async def _pieces(content_length: bytes | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
-    """The body as it comes, counted as it comes: bytes that are declared and never sent take no room."""
+    """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent take no memory budget."""
     if content_length is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")

@@ -1,4 +1,4 @@
-"""The timer of a process that checks the progress of every connection."""
+"""A timer that checks the progress of every connection of the process."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,11 +13,11 @@ class Watched(Protocol):
 
 
 class Watch:
-    """Limits for slow peers, and the clock by which they are measured.
+    """Limits for slow peers, and the clock that measures them.
 
-    Bodies and replies must move by `rate` bytes per second, averaged over `patience` seconds; so a small body, or the last part of one, has
-    all of that time. `refused` gets the reason of each closed connection, `answered` the status of each refusal that the application does
-    not know of. With `log_requests` refusals are logged.
+    Bodies and replies must move by `rate` bytes per second, averaged over `patience` seconds; so a small body, or the last part of one, may
+    take all of that time. `refused` is called with the reason of each refusal, `answered` with the status of each refusal that the
+    application does not see. With `log_requests` refusals are logged.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Watch:
         self.patience, self.refused, self.log_requests, self.answered = patience, refused, log_requests, answered
         self.rate, self.least = rate, rate * patience  # bytes by which a body or a reply must move within the patience
         self.interval = min(1.0, patience / 4)
-        self.now = 0.0  # seconds, without those in which this process did not run: peers are not to blame for them
+        self.now = 0.0  # seconds, without the time in which this process did not run, which is not the peers' fault
         self._checked = 0.0
         self._running = False
 
     def start(self, loop: Any, connections: set[Any]) -> None:
-        """Checks these connections from now on, until there are none."""
+        """Checks these connections every `interval` seconds, until there are none."""
         if not self._running:
             self._running, self._checked = True, loop.time()
             loop.call_later(self.interval, self._check, loop, connections)
@@ -48,7 +48,7 @@ class Watch:
         for connection in list(connections):
             try:
                 connection.check_progress(self.now)
-            except Exception:  # of one connection; the others are checked all the same
+            except Exception:  # the other connections are still checked
                 log.exception("a connection could not be checked")
         self._running = bool(connections)
         if self._running:

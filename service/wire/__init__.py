@@ -1,1 +1,1 @@
-"""Floor 2: bytes <-> requests and replies. It depends on neither torch nor layers, HTTP statuses or the event loop."""
+"""Floor 2: decodes requests and encodes replies. It depends on no torch, layers, HTTP statuses or event loop."""

@@ -1,4 +1,4 @@
-"""Bytes, base64 and numbers -> arrays of a datatype that holds them, and the descriptions of elements that it does not hold."""
+"""Converts bytes, base64 and numbers to arrays of a datatype, and describes elements that the datatype cannot represent."""
 
 import binascii
 import math
@@ -13,11 +13,11 @@ from service.wire.problems import shown
 
 Kind = Literal["number", "bias", "mask", "count"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
-EXACT = 2**53  # float64 holds every integer up to here
+EXACT = 2**53  # float64 represents every integer up to here
 
 
 def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], at: str) -> Array:
-    """An array over the bytes of a body, or a copy if they are not aligned. Raises InvalidRequest where bytes of BOOL are not 0 or 1."""
+    """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
     if row.kind == "bool":
         _demand_flags(piece, at)
     array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
@@ -25,7 +25,7 @@ def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], a
 
 
 def decode_base64(pieces: Iterator[bytes]) -> bytearray:
-    """The bytes of a base64 text in pieces of any length. Raises ValueError."""
+    """Decodes a base64 text in pieces of any length. Raises ValueError."""
     data, rest = bytearray(), b""
     for piece in pieces:
         rest += piece
@@ -41,7 +41,7 @@ def decode_base64(pieces: Iterator[bytes]) -> bytearray:
 
 
 def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-    """The array whose bytes are the text, a string or an iterator over pieces of one. Raises InvalidRequest."""
+    """The array of a base64 text, which is a string or an iterator over pieces. Raises InvalidRequest."""
     if not isinstance(text, str | Iterator):
         raise InvalidRequest.where(at, "a base64 string", shown(text))
     try:
@@ -70,7 +70,7 @@ def beyond_float64(numbers: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
-    """The numbers, float64, in that datatype. Raises InvalidRequest at the first one that it does not hold."""
+    """Float64 numbers as `dtype`. Raises InvalidRequest at the first number that it cannot represent."""
     if numbers.dtype == dtype:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
@@ -80,7 +80,7 @@ def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
 
 
 def demand_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
-    """Raises InvalidRequest at the first of `numbers` that their conversion `array` does not hold. Only floats may be rounded."""
+    """Raises InvalidRequest at the first of `numbers` that `array`, their conversion, changes. Floats may be rounded to finite ones."""
     wrong = ~np.isfinite(array) if row.kind == "float" else array != numbers
     if not wrong.any():
         return
@@ -92,7 +92,7 @@ def demand_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
 
 
 def range_text(row: Datatype) -> str:
-    """A description of the numbers that a datatype holds."""
+    """A description of the numbers that a datatype can represent."""
     if row.kind == "int":
         return f"a whole number from {np.iinfo(row.numpy).min} to {np.iinfo(row.numpy).max} for {row.name}"
     return "0 or 1 for BOOL" if row.kind == "bool" else f"a number that is finite in {row.name}"
@@ -104,12 +104,12 @@ def _number_text(value: float) -> str:
 
 
 def without_broadcast(array: Array) -> Array:
-    """The array with every axis along which it is broadcast cut to length 1."""
+    """The array with length 1 along every broadcast axis."""
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
 
 
 def first_index(where: Array) -> str:
-    """Pointer to the first true element: /0/3/1."""
+    """JSON pointer to the first true element: /0/3/1."""
     flat = int(np.argmax(where))
     return "".join(f"/{i}" for i in np.unravel_index(flat, where.shape)) if where.ndim else ""
 

@@ -1,10 +1,10 @@
-"""The client's side of the wire: fields -> the body of a request, the body of a reply -> arrays, in JSON and in safetensors.
+"""Encodes requests and decodes replies for the client, in JSON and in safetensors.
 
-In JSON, small tensors are written as nested lists, which people can read. Larger ones, and those that lists cannot hold (no elements, NaN,
-infinities), are written as base64. Every number arrives as it was. The server validates requests; only what cannot be written, or would
-arrive as another value, is refused here.
+In JSON, small tensors are nested lists, which people can read. Larger ones, and those that lists cannot represent (no elements, NaN,
+infinities), are base64. Numbers arrive unchanged. The server validates requests; this module refuses only values that it cannot encode
+without changing them.
 
-Replies in base64 or safetensors give the arrays that the server had. Nested lists have no datatype: numbers become float64, keys int64.
+Replies in base64 or safetensors keep the datatypes of the server. Nested lists have none: numbers become float64, keys int64.
 """
 
 import binascii
@@ -23,7 +23,7 @@ from service.wire.reply import Reply
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
 
-READABLE = 4096  # bytes of a tensor up to which it is written as nested lists
+READABLE = 4096  # a tensor of up to this many bytes is written as nested lists
 HEAD = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
 
 
@@ -31,7 +31,7 @@ def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> byte
     """The JSON body of these fields, without those that are None.
 
     `kinds` maps the members that are tensors to their kind; "weights/*" names every member of the mapping `weights`. A tensor is anything
-    that numpy converts to an array, or a mapping in a form of the wire. Raises InvalidRequest where JSON cannot hold a field.
+    that numpy converts to an array, or a mapping in a form of the wire. Raises InvalidRequest if JSON cannot represent a field.
     """
     return _write({name: _member(name, value, kinds) for name, value in fields.items() if value is not None})
 
@@ -39,7 +39,7 @@ def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> byte
 def encode_tensors(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
     """The safetensors body of these fields: tensors under their names, the others as JSON in the metadata entry `request`.
 
-    A tensor that is a mapping in a form of JSON is written there too. Raises InvalidRequest as `encode_request` does.
+    A tensor given as a mapping (a form of the JSON body) is written there too. Raises InvalidRequest as `encode_request` does.
     """
     tensors, others = {}, {}
     for name, value in fields.items():
@@ -65,7 +65,7 @@ def _member(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
 
 
 def _plain(value: Any, at: str) -> Any:
-    """A value that is not a tensor, as orjson takes it. orjson would write NaN as null, which means something else."""
+    """A value that is not a tensor, as plain Python. Raises InvalidRequest for NaN, which orjson would write as null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
         text = binascii.b2a_base64(raw(array), newline=False)
         return {"shape": list(array.shape), "datatype": row.name, "base64": orjson.Fragment(b'"' + text + b'"')}
     if row.kind == "float":
-        array = array.astype(np.float64)  # the shortest text of a float32 is another number in float64
+        array = array.astype(np.float64)  # the shortest text of a float32 is read as another number in float64
     elif kind == "mask" and row.kind == "bool":
         array = array.astype(np.uint8)  # 1 and 0 are shorter than true and false
     return little_endian(array) if array.ndim else array.item()
@@ -105,7 +105,7 @@ def _array(value: Any, kind: Kind, at: str) -> Array:
 
 
 def _from_torch(tensor: Any) -> Array:
-    """A torch tensor on any device as an array. numpy has no bfloat16; float32 holds all of its numbers."""
+    """A torch tensor on any device as an array. bfloat16, which numpy lacks, is converted by way of float32."""
     tensor = tensor.detach().cpu()
     array: Array = tensor.float().numpy().astype(DATATYPES["BF16"].numpy) if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
     return array
@@ -173,7 +173,7 @@ def _metric(value: Any, name: str, at: str) -> Any:
 
 
 def _indices(value: Any) -> Any:
-    """Indices in lists, null as -1; a tensor in base64 as it is."""
+    """Lists of indices with null replaced by -1; anything else unchanged."""
     if isinstance(value, list):
         return [_indices(item) for item in value]
     return -1 if value is None else value
@@ -186,7 +186,7 @@ def _parts(value: Any, at: str) -> Array | dict[str, Array]:
 
 
 def _tensor_of_reply(value: Any, at: str, integers: bool) -> Array:
-    """A tensor in any form; `integers` is the type of nested lists."""
+    """A tensor in any form; nested lists become int64 with `integers`, else float64. Raises MalformedBody."""
     try:
         if not isinstance(value, Mapping):
             return np.array(value, np.int64 if integers else np.float64)

@@ -1,7 +1,8 @@
-"""What every protocol implements: a codec decodes a body into the members of a request, and encodes a reply into headers and bytes.
+"""The interface of codecs: a codec decodes a body into the members of a request, and encodes a reply into headers and bytes.
 
-Codecs keep no state between calls. What the reply needs of its request (an id, which outputs go as bytes) is in `Decoded.reply_format`.
-`CODECS` has those of the service's own endpoints by media type; `wire/v2/codec.py` and `web/grpc/codec.py` have the others.
+Codecs keep no state between calls. `Decoded.reply_format` passes what the reply needs from `decode` to `encode` (an id, which outputs are
+sent as bytes). `CODECS` has the codecs of the service's own endpoints by media type; the others are in `wire/v2/codec.py` and
+`web/grpc/codec.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,8 +24,8 @@ Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
 class ErrorPaths:
-    """Translates pointers into the members of a request to pointers into the body that was sent. As a context manager it translates the
-    RequestError that leaves the block. This one leaves pointers as they are."""
+    """Translates JSON pointers into the members of a request to pointers into the body. As a context manager, it translates a RequestError
+    that leaves the block. This base class changes no pointers."""
 
     __slots__ = ()
 
@@ -44,11 +45,11 @@ SAME_PATHS = ErrorPaths()
 
 
 class Decoded(NamedTuple):
-    """A decoded body. `members` are those of a request of the service's own: tensors as arrays, all else as plain Python, not validated."""
+    """A decoded body. `members` are named as in AttendRequest: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]
-    reply_format: Any = None  # what `encode` of the same codec needs of the request
-    timeout: float | None = None  # seconds that the body allows, beside the deadline of its headers
+    reply_format: Any = None  # passed to `encode` of the same codec
+    timeout: float | None = None  # seconds, from the body; the headers may set another deadline
     error_paths: ErrorPaths = SAME_PATHS
 
 
@@ -60,23 +61,23 @@ class Encoded(NamedTuple):
 
 
 class Codec(ABC):
-    """One form of bodies. `writes_text`: whether its replies hold numbers as text, which takes more bytes than the numbers have."""
+    """One format of bodies. `writes_text`: whether replies have numbers as text, which is larger than their bytes."""
 
     writes_text: bool = True
-    largest_reply: tuple[str, int] | None = None  # the setting, and bytes of a reply's tensors, where the protocol bounds them
+    largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
 
     @abstractmethod
     def decode(
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
-        """The request in `body`. `parameters` is what its headers and path say; `kinds` maps the members that are tensors to their kind.
+        """Decodes a request. `parameters`: values from headers and path; `kinds` maps the members that are tensors to their kind.
 
         With `shapes_alone` a tensor may be given by its shape. Raises MalformedBody, InvalidRequest or TooLarge.
         """
 
     @abstractmethod
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
-        """The reply. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
+        """Encodes a reply. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
 
 
 class JsonCodec(Codec):

@@ -1,4 +1,4 @@
-"""gzip and deflate of bodies and replies. The unpacked size of a body is bounded while it is unpacked."""
+"""Decompresses bodies and compresses replies (gzip, deflate). The size limit is checked during decompression."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from service.wire.reply import Buffer
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
 MEMBERS = 4096  # in one gzip body
-LEVEL = 1  # further levels cost several times as much, and hardly shrink numbers in text
+LEVEL = 1  # higher levels cost several times as much, and hardly shrink numbers in text
 
 
 def unpack(body: bytes, coding: str, limit: int) -> bytes:
-    """The body without its Content-Encoding. Raises MalformedBody, TooLarge or UnsupportedMediaType."""
+    """Decompresses a body to at most `limit` bytes. Raises MalformedBody, TooLarge or UnsupportedMediaType."""
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return body
@@ -33,9 +33,9 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
 
 
 def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: list[bytes]) -> tuple[int, int]:
-    """Unpacks the member at `position` into `pieces`. Returns where the next one begins, and the room left, negative if it was exceeded.
+    """Unpacks the member at `position` into `pieces`. Returns (start of the next member, bytes left; negative if exceeded).
 
-    The input is passed in growing pieces, since zlib copies what a stream leaves unused.
+    The input is passed in growing pieces, since zlib copies the input that a stream does not use.
     """
     stream, size = zlib.decompressobj(WINDOWS[coding]), FIRST_PIECE
     while not stream.eof:
@@ -57,14 +57,14 @@ def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: l
 
 
 def pack(pieces: Sequence[Buffer], coding: str) -> list[Buffer]:
-    """The reply with that Content-Encoding."""
+    """Compresses a reply."""
     stream = zlib.compressobj(LEVEL, zlib.DEFLATED, WINDOWS[coding])
     packed = [stream.compress(piece) for piece in pieces]
     return [b"".join([*packed, stream.flush()])]
 
 
 def coding_of_reply(accept_encoding: str, always: bool) -> str:
-    """The Content-Encoding of the reply, "" for none. Without `always`, a caller must accept one supported coding and nothing else.
+    """The Content-Encoding of the reply, "" for none. Without `always`, it is used only if the client accepts one coding and no other.
 
     HTTP libraries accept several codings by default, but on a fast network compression costs more time than it saves.
     """

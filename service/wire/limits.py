@@ -1,4 +1,4 @@
-"""Bounds on bodies, beyond which they are refused as `TooLarge`. `Settings` has the server's; the client uses the defaults."""
+"""Limits of bodies; a body beyond one is refused with `TooLarge`. `Settings` sets the server's; the client uses the defaults."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ JSON_TEXT_BYTES = 1 << 20  # of JSON text in a parameter of V2, or in an entry o
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """Bounds on one body."""
+    """Limits of one body."""
 
     body_bytes: int = 128 * MIB
     layer_bytes: int = 1024 * MIB  # of a safetensors body with a layer's weights

@@ -1,4 +1,4 @@
-"""Content negotiation (RFC 9110, section 12): request headers -> media types of the body and of the reply."""
+"""Content negotiation (RFC 9110, section 12): chooses the media types of body and reply from the request headers."""
 
 from collections.abc import Sequence
 from typing import Literal

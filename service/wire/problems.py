@@ -1,4 +1,4 @@
-"""pydantic's errors -> `Problem`s: where, what was expected, what was received. Received values are shortened."""
+"""Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""A reply before it is written: its tensors as arrays, and their conversion to the datatype that the caller wants."""
+"""A reply before it is encoded, and the conversion of its arrays to the requested datatype."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply to a caller. A tensor is an array, or with `select.top_k` two arrays, `keys` and `values`."""
+    """A reply. A tensor is an array, or with `select.top_k` two arrays, `keys` and `values`."""
 
     layer: dict[str, str]  # name, fingerprint
     fully_masked_rows: int
     datatype: str  # V2 name of the datatype in which numbers are sent
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
-    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; parts that are lists hold words
+    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains words
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Every array with its name; those of one tensor as `name.keys` and `name.values`."""
@@ -36,7 +36,7 @@ class Reply:
 def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) -> tuple[Array, Array | None]:
     """The array in its wire datatype, and a mask of its elements that are not finite (None: all are finite).
 
-    Raises InvalidRequest, naming output and index, where an element is NaN or overflowed and `options.nonfinite` is "error".
+    Raises InvalidRequest, with output and index, if an element is NaN or overflowed and `options.nonfinite` is "error".
     """
     if array.dtype.kind in "iu":
         return array, None

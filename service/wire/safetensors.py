@@ -1,7 +1,7 @@
-"""safetensors bytes <-> the members of a document. Arrays are views of the body; replies are written from the arrays' own memory.
+"""Decodes and encodes safetensors. Decoded arrays are views of the body; encoded pieces are views of the arrays.
 
 The format: eight bytes with the length of a JSON header, the header, the tensors' bytes. The library `safetensors` copies every tensor, so
-the header is read here. Every property of it is checked before it is used, and the tensors must cover the buffer without gaps or overlaps.
+this module parses the header itself. It checks every entry before use; the tensors must cover the buffer without gaps or overlaps.
 Fields that are not tensors are JSON in the metadata entry `request`, and in replies in the entry `reply`.
 """
 
@@ -23,9 +23,9 @@ from service.wire.problems import pointer
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
-HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors, which takes tens of milliseconds
-CACHED = 4096  # bytes of a header up to which its parsed form is cached
-LISTS = {"query_offset"}  # a list in JSON, and also a tensor here
+HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
+CACHED = 4096  # parsed headers of up to this many bytes are cached
+LISTS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
 OTHER_FILES = {  # first bytes -> the format
     b"PK": "a zip archive, as torch.save and numpy.savez write",
@@ -41,7 +41,7 @@ ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
-    """Name -> array over the body's memory, and the metadata. Raises MalformedBody, InvalidRequest or TooLarge, naming the tensor."""
+    """(name -> view of the body, metadata). Raises MalformedBody, InvalidRequest or TooLarge with the name of the tensor."""
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
     if len(body) > 8 and body[8] != OPENING:
@@ -74,7 +74,7 @@ class Span:
 
 
 def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
-    """The tensors in the order of their bytes, and the metadata, checked against the number of bytes."""
+    """(entries in header order, metadata), checked against the number of bytes after the header."""
     try:
         header = parse_strictly(text, "header")
     except RequestError as refusal:
@@ -96,7 +96,7 @@ def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str
     return spans, metadata
 
 
-_read_cached_header = lru_cache(256)(_read_header)  # callers repeat headers
+_read_cached_header = lru_cache(256)(_read_header)  # clients repeat headers
 
 
 def _span(name: str, entry: Any, available: int) -> Span:
@@ -142,13 +142,13 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "the field either as a tensor or in the metadata entry request", "both")
-        # a tensor in place of a plain value is left to that field's own refusal
+        # a tensor instead of a plain value is refused when that field is validated
         members[name] = array if name in kinds or name in LISTS else {"tensor": list(array.shape)}
     return members
 
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
-    """The reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
+    """Encodes a reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     if reply.metrics is not None:

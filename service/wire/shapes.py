@@ -1,7 +1,7 @@
 """Checks the fields of one request against each other: shapes, and fields that require or exclude others.
 
-b batch, h heads, q queries, k keys. An unbatched request has no b in any field. What depends on the layer (h and the widths) is checked
-in `serving/binding.py`.
+b batch, h heads, q queries, k keys. An unbatched request has no b in any field. `serving/binding.py` checks what depends on the
+layer (h and the widths).
 """
 
 from typing import Any, Protocol

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over gRPC, on a port of its own: another form of the same calls. Needs the extra `grpc`."""
+"""The Open Inference Protocol over gRPC, on a separate port. Needs the extra `grpc`."""

@@ -1,6 +1,6 @@
-"""The handlers of GRPCInferenceService: keys, bounds, messages, and the log line, count and span of every call.
+"""Handlers of GRPCInferenceService: check keys and limits, read messages, and log, count and trace every call.
 
-Every handler reads its message itself, so that nothing is read for a caller without a key: see `channel.py`.
+Each handler reads its message itself, after it has checked the key: see `channel.py`.
 """
 
 import re
@@ -30,7 +30,7 @@ from service.web.middleware.guard import ADMIN, ANY, demand_key
 from service.web.middleware.telemetry import Ending, Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
-SCOPES = {  # of the keys that open a method, where not any does
+SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY
     "ServerLive": frozenset[str](),
     "ServerReady": frozenset[str](),
     "ModelInfer": frozenset({"infer"}),
@@ -38,7 +38,7 @@ SCOPES = {  # of the keys that open a method, where not any does
     "RepositoryModelLoad": ADMIN,
     "RepositoryModelUnload": ADMIN,
 }
-OUR_FAULT = {  # as OpenTelemetry's conventions count on a server's side
+OUR_FAULT = {  # the codes that OpenTelemetry's conventions count as errors of the server
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -47,16 +47,16 @@ OUR_FAULT = {  # as OpenTelemetry's conventions count on a server's side
     grpc.StatusCode.DATA_LOSS,
 }
 STREAM = "ModelStreamInfer"
-IN_FLIGHT = 16  # requests of one stream that are answered at once; more are not read
-SMALL = 1 << 20  # bytes of a message without tensors
-DETAIL = 4000  # bytes of a refusal: they travel in a header, of which clients take 8192
+IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is read later
+SMALL = 1 << 20  # largest message without tensors, in bytes
+DETAIL = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
 log = structlog.get_logger("attend")
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Whether calls are logged, who may call, and where traces go. With a `keyring` a call brings its key as over HTTP, in the metadata."""
+    """Logging, authentication and tracing of calls. With a `keyring`, clients send the key in the metadata, named as in HTTP."""
 
     log_requests: bool = True
     keyring: Keyring | None = None
@@ -65,7 +65,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a call has no reply, and the metadata that says more of it."""
+    """Status, message and trailing metadata of a failed call."""
 
     code: grpc.StatusCode
     detail: str
@@ -73,7 +73,7 @@ class Failure:
 
 
 class Calls:
-    """The service's handlers. A message has at most `largest` bytes, and comes within `seconds`."""
+    """The handlers. A message has at most `largest` bytes, and must arrive within `seconds`."""
 
     def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
         self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
@@ -81,7 +81,7 @@ class Calls:
         self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For the server. A method with one message each way is handled as a stream of one, which is the same on the wire."""
+        """The handlers to register. Unary methods are handled as streams of one message, which are the same on the wire."""
         handlers: dict[str, Any] = {STREAM: self._stream}
         for name in SERVICE.methods_by_name:
             if name != STREAM:
@@ -91,7 +91,7 @@ class Calls:
         )
 
     def _method(self, name: str) -> Method:
-        """The method of that name, of bytes both ways."""
+        """The method of that name; it takes and returns serialized messages."""
         method: Method = getattr(self.methods, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
         kind = GetMessageClass(SERVICE.methods_by_name[name].input_type)
 
@@ -107,7 +107,7 @@ class Calls:
         return method if name == "ModelInfer" else call
 
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
-        """Any method but the stream. One that needs no key has an empty request, which is not read."""
+        """Handles any method but ModelStreamInfer. A method that needs no key has an empty request, which is not read."""
         metadata = dict(context.invocation_metadata())
         record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
 
@@ -122,8 +122,8 @@ class Calls:
             await context.abort(failure.code, failure.detail, failure.metadata)
 
     async def _stream(self, _: Any, context: Any) -> None:
-        """ModelStreamInfer: a reply to each request, in the order of the requests. Each counts as a call; one that fails ends no other.
-        The stream itself is logged only where it is refused or fails."""
+        """ModelStreamInfer: replies to each request, in order. Each request counts as a call; a failed one does not end the stream.
+        The stream itself is logged only if it is refused or fails."""
         metadata = dict(context.invocation_metadata())
         record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
         failure = None
@@ -137,7 +137,7 @@ class Calls:
             await context.abort(failure.code, failure.detail, failure.metadata)
 
     async def _replies(self, caller: str, key: str, metadata: Mapping[str, str], context: Any) -> None:
-        """Answers a stream's requests until there are no more. Raises DeadlinePassed where none comes for long."""
+        """Answers a stream's requests until the client ends it. Raises DeadlinePassed if none arrives within `self.seconds`."""
 
         async def reply(message: bytes, turn: Turn) -> None:
             record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
@@ -165,13 +165,13 @@ class Calls:
     async def _observe(
         self, name: str, record: CallRecord, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
     ) -> Failure | None:
-        """Calls `answer` with the trailing metadata; counts, logs and traces the call. Returns why it failed; None where it did not."""
+        """Calls `answer` with the trailing metadata; counts, logs and traces the call. Returns the failure, or None."""
         full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.surroundings.traces
         started, trailing = service.clock(), [("x-request-id", record.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
             trailing.append(("traceresponse", span.traceparent))
-        code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # until it is known better
+        code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # unless set below
         try:
             await answer(tuple(trailing))
             code, reason = grpc.StatusCode.OK, ""
@@ -209,7 +209,7 @@ class Calls:
 
 
 async def _send(context: Any, reply: bytes) -> None:
-    """Returns when the reply is on its way. Raises CallerGone."""
+    """Sends the reply. Raises CallerGone if the client has disconnected."""
     try:
         await context.write(reply)
     except (grpc.aio.UsageError, grpc.aio.InternalError):
@@ -221,8 +221,8 @@ async def _fail(error: BaseException, _: Metadata) -> None:
 
 
 def fitting(detail: str) -> str:
-    """As much of a refusal as fits. In a header what is no printable ASCII takes three bytes for each of its own; half a surrogate pair
-    is escaped."""
+    """The message, cut to DETAIL bytes as gRPC encodes it: each byte that is not printable ASCII becomes three (percent-encoding). Lone
+    surrogates are escaped."""
     detail = detail.encode(errors="backslashreplace").decode()
     size = 0
     for i, character in enumerate(detail):

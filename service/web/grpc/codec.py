@@ -1,7 +1,7 @@
-"""ModelInfer: protobuf messages both ways, the form of the Open Inference Protocol over gRPC.
+"""Decodes and encodes the ModelInfer messages of the Open Inference Protocol over gRPC.
 
-Here rather than in `wire`, which does without protobuf so that a client does. Numbers come raw, as the tensors' own bytes, or typed, in
-repeated fields; they are replied raw. Arrays view the message they came in where its bytes are the array's.
+It is not in `wire`, so that clients do not need protobuf. Requests have numbers raw, as the tensors' bytes, or typed, in repeated fields;
+replies have them raw. Decoded arrays are views of the message where possible.
 """
 
 import math
@@ -50,13 +50,13 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP64": "fp64_contents",
 }
 FIELDS = {field.number: field.name for field in inference_pb2.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
-WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # what the fields for several datatypes hold
+WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # element types of the fields that several datatypes share
 FINAL_RESPONSE = "triton_final_response"
-INFER_RESPONSE = 2  # the field of a ModelStreamInferResponse
+INFER_RESPONSE = 2  # field number in ModelStreamInferResponse
 
 
 class GrpcCodec(Codec):
-    """ModelInferRequest and its reply; in a `stream`, a ModelStreamInferResponse. Replies have at most `largest` bytes."""
+    """Decodes ModelInferRequest; encodes ModelInferResponse, with `stream` ModelStreamInferResponse, of at most `largest` bytes."""
 
     writes_text = False
 
@@ -84,7 +84,7 @@ class GrpcCodec(Codec):
         timeout = seconds_of(options)
         for i, output in enumerate(request.outputs):
             demand_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
-        options.pop("binary_data_output", None)  # as it is here anyway
+        options.pop("binary_data_output", None)  # replies are always binary here
         outputs = tuple(output.name for output in request.outputs)
         members = members_of(request.model_name, tensors, options, outputs)
         drop_columns(members)
@@ -94,7 +94,7 @@ class GrpcCodec(Codec):
         return Decoded(members, reply_format, timeout, V2ErrorPaths(tuple(paths), "/model_name"))
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
-        """The reply, as one message. Its tensors are written beside the protobuf library, which would copy them once more."""
+        """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
         response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
@@ -112,7 +112,7 @@ class GrpcCodec(Codec):
 
 
 def refusal_in_stream(body: bytes, detail: str) -> bytes:
-    """The reply in a stream to a request that is refused; it has the request's id, if that can be read."""
+    """The reply to a refused request of a stream, with the request's id if that can be read."""
     response = inference_pb2.ModelStreamInferResponse(error_message=detail)
     with suppress(RequestError):
         response.infer_response.id = _split(body).message.id
@@ -128,13 +128,13 @@ def _split(body: bytes) -> SplitRequest:
 
 
 def demand_version(version: str) -> None:
-    """Raises LayerNotFound for any version but the one that every model has."""
+    """Raises LayerNotFound unless `version` is empty or VERSION, the only version of every model."""
     if version not in ("", VERSION):
         raise LayerNotFound.where("", f"version {VERSION}", shown(version))
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by name, as Python has them. Raises InvalidRequest where one has no value."""
+    """Parameters by name, as Python values. Raises InvalidRequest if one has no value."""
     values = {}
     for name, parameter in parameters.items():
         if (choice := parameter.WhichOneof("parameter_choice")) is None:
@@ -144,7 +144,7 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[InputPath, Array]:
-    """One input: its path, and its array."""
+    """(path, array) of one input. Raises InvalidRequest or MalformedBody."""
     demand_input(entry.name, f"{at}/name")
     demand_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
@@ -160,7 +160,7 @@ def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | mem
 
 
 def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tuple[int, ...], at: str) -> Array:
-    """The array of an input's typed contents, which are packed numbers by field number."""
+    """The array of an input's typed contents (field number -> packed numbers). Raises InvalidRequest or MalformedBody."""
     if row.name not in CONTENTS:
         raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
     field = CONTENTS[row.name]
@@ -168,7 +168,7 @@ def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tup
     demand_known(packed, (field,), at)
     try:
         wide = _numbers(packed.get(field, b""), row, WIDE.get(field, row.numpy))
-    except (DecodeError, ValueError):  # NumPy's, for a number in pieces
+    except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
         raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
     if len(wide) != math.prod(shape):
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
@@ -178,7 +178,7 @@ def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tup
 
 
 def _numbers(packed: bytes | memoryview, row: Datatype, wide: np.dtype[Any]) -> Array:
-    """A field's numbers, of the type that the field has: floats are there as such, others as varints."""
+    """The numbers of a packed field, as dtype `wide`: floats are stored in IEEE format, others as varints."""
     if row.kind != "float":
         return varints(packed, wide)
     array: Array = np.frombuffer(packed, wide)

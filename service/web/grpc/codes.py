@@ -1,4 +1,4 @@
-"""The one table from errors to gRPC codes. A class without a row takes its nearest ancestor's, as in `web/errors.py`."""
+"""The gRPC code of each error class. A class without a row has the code of its nearest ancestor, as in `web/errors.py`."""
 
 import grpc
 

@@ -1,8 +1,8 @@
-"""The standard health service, for the whole server and for the one service: serving while a call would be answered.
+"""The standard gRPC health service, for the whole server and for GRPCInferenceService: SERVING while calls are answered.
 
-The library's own, for asyncio, notifies only one of several watchers of the same name. Here every watcher is sent a change of readiness
-within `INTERVAL`, and the closing of the gate at once; then the stream ends, so that watchers do not keep the server alive. No key is
-needed, so messages and watchers are bounded.
+The library's asyncio version notifies only one of several watchers of the same name. Here every watcher gets a change of readiness within
+`INTERVAL` seconds, and immediately when the shutdown gate closes; then its stream ends, so that watchers do not delay the shutdown.
+Clients need no key, so the numbers of messages and watchers are limited.
 """
 
 from typing import Any
@@ -17,34 +17,34 @@ from service.serving.service import Service
 from service.web.grpc.channel import KEYLESS, WATCHES, address_of
 from service.web.grpc.codes import code_of
 
-INTERVAL = 0.5  # seconds between two looks
+INTERVAL = 0.5  # seconds between two checks
 STATE = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The health service. `names` are the services that it knows besides the whole server, which is ""."""
+    """The health service. `names`: the services that it knows in addition to "", the whole server."""
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
         self._turns, self._watches = ReceivingTurns(KEYLESS, largest, seconds), CallLimit(WATCHES, "health watches")
-        self._budget = ByteBudget(KEYLESS * largest)  # of its own: a server full of calls is a healthy one
+        self._budget = ByteBudget(KEYLESS * largest)  # not the budget of calls: a server that has spent that is still healthy
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For the server. Each method reads its message itself."""
+        """The handlers to register. Each reads its message itself."""
         methods = {"Check": self.check, "Watch": self.watch}
         return grpc.method_handlers_generic_handler(
             health.SERVICE_NAME, {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
         )
 
     async def check(self, _: Any, context: Any) -> None:
-        """NOT_FOUND for a name that is not served."""
+        """Sends the state of the named service. Aborts with NOT_FOUND for an unknown name."""
         name = await self._name(context)
         if name not in self.names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f'no service "{name[:60]}"')
         await self._send(context, await self._status(name))
 
     async def watch(self, _: Any, context: Any) -> None:
-        """The state at the beginning, and every time it has changed, until the gate closes."""
+        """Sends the current state and every change of it, until the gate closes."""
         try:
             with self._watches.place(address_of(context.peer())):
                 await self._watch(context)
@@ -54,7 +54,7 @@ class Health:
     async def _watch(self, context: Any) -> None:
         name, sent = await self._name(context), None
         while True:
-            last = not self.service.gate.open  # before the state, which the gate's closing changes
+            last = not self.service.gate.open  # read before the status, which changes when the gate closes
             if (status := await self._status(name)) != sent:
                 await self._send(context, status)
                 sent = status

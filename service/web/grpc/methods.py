@@ -1,6 +1,6 @@
-"""The methods of GRPCInferenceService. Calls are answered by the engine, as over HTTP; models are described by `web/v2`.
+"""The methods of GRPCInferenceService. The engine answers calls, as over HTTP; `web/v2` describes models.
 
-ModelInfer gets and gives bytes: decoding and encoding are the engine's phases, and large messages leave the event loop for them.
+ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop.
 """
 
 from collections.abc import Awaitable, Callable
@@ -25,12 +25,12 @@ from service.wire.codec import Codec
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call: the seconds that its caller still waits, if known, the bytes it holds, and what its log line says."""
+    """One call: seconds until the client's deadline (None: no deadline), bytes in memory, and fields of the log line."""
 
     seconds_left: float | None
     request_id: str
-    lease: Lease = field(init=False)  # from when the caller is known
-    key: str = ""  # the name of the caller's
+    lease: Lease = field(init=False)  # set once the caller is known
+    key: str = ""  # the name of the caller's key
     phases: Phases | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -39,8 +39,8 @@ Method = Callable[[Any, CallRecord], Awaitable[Any]]
 
 
 class Methods:
-    """One service's. Names are the protocol's, in lower case; each takes a request and what else is known of the call. Replies have at most
-    `largest` bytes."""
+    """The methods of one service, named as in the protocol, in snake case. Each takes a request and the record of the call. Replies have
+    at most `largest` bytes."""
 
     def __init__(self, service: Service, offer: Offer, largest: int) -> None:
         self.service, self.offer, self.largest = service, offer, largest
@@ -53,7 +53,7 @@ class Methods:
         return messages.ServerReadyResponse(ready=await self.service.serves())
 
     async def model_ready(self, request: Any, record: CallRecord) -> Any:
-        """Of a model that is not there or unloaded, too: it is not ready."""
+        """A missing or unloaded model is not ready; that is no error."""
         try:
             self._layer(request)
         except (LayerNotFound, LayerUnloaded):
@@ -71,7 +71,7 @@ class Methods:
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
     async def model_statistics(self, request: Any, record: CallRecord) -> Any:
-        """Of one model, or without a name of all."""
+        """Statistics of one model, or without a name of all models."""
         self.offer.demand_statistics()
         layers = [self._layer(request)] if request.name else self.service.registry.all()
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.offer.workers))
@@ -91,13 +91,13 @@ class Methods:
         return messages.RepositoryModelUnloadResponse()
 
     async def model_infer(self, body: bytes, record: CallRecord, codec: Codec | None = None) -> bytes:
-        """A call whose caller cancels or hangs up is cancelled with this coroutine: the scheduler drops it."""
+        """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
         demand_started(self.service)
         codec = codec or self.codec
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
         raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
-        del body  # the engine releases it once there are arrays
+        del body  # the engine frees it after decoding
         answer = await self.service.engine.attend(raw)
         record.phases, record.about = answer.phases, answer.about
         reply = bytes(answer.pieces[0])
@@ -110,5 +110,5 @@ class Methods:
 
 
 def _filled(message: Message, document: Any) -> Message:
-    """A document of HTTP's as the message of the same members. What the message has no field for is empty in the document."""
+    """Fills `message` from a Pydantic model with the same members. The message has no `response_stats`, which is always empty."""
     return ParseDict(document.model_dump(exclude_none=True, exclude={"model_stats": {"__all__": {"response_stats"}}}), message)

@@ -1,4 +1,4 @@
-"""The standard reflection service, which wants no key: few streams at once, which end when they are idle, and when the gate closes."""
+"""The standard reflection service. It needs no key, so only a few streams may be open; they end when idle or when the gate closes."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,14 +16,14 @@ NAME = reflection.SERVICE_NAME
 
 
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
-    """The library's own, beside a gate. `seconds` is how long a question may take to come."""
+    """The library's service; a stream ends when `gate` closes; it is aborted if no request arrives within `seconds`."""
 
     def __init__(self, gate: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
         super().__init__(names)
         self.gate, self.seconds, self._streams = gate, seconds, CallLimit(KEYLESS, "reflection streams")
 
     async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """An answer to each question, until there are no more, or the gate closes."""
+        """Answers each request, until the client ends the stream or the gate closes."""
         try:
             with self._streams.place(address_of(context.peer())):
                 questions = self.gate.until_closed(in_time(request_iterator, self.seconds))

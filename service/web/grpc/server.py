@@ -1,4 +1,4 @@
-"""The gRPC server: its port, its methods, health and reflection. On the event loop of the HTTP server, with the same service."""
+"""The gRPC server: port, methods, health and reflection. It runs on the event loop of the HTTP server, with the same service."""
 
 import re
 from collections.abc import AsyncIterator
@@ -25,8 +25,8 @@ log = structlog.get_logger("attend")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a port is served: bytes of the largest message, seconds in which a message must come, seconds for the calls in hand once the gate
-    closes, and the files of certificate and key where only TLS is spoken."""
+    """`largest`: bytes of a message; `seconds`: time for a message to arrive; `grace`: seconds for running calls once the gate closes;
+    `tls`: files of certificate and key, None for plaintext."""
 
     largest: int
     seconds: float
@@ -36,7 +36,7 @@ class Terms:
 
 @asynccontextmanager
 async def serving(service: Service, offer: Offer, address: str, terms: Terms, surroundings: Surroundings) -> AsyncIterator[None]:
-    """Listens until the service's gate closes, or the block ends; then takes no more calls, and gives those it has taken their time."""
+    """Serves until the service's gate closes or the block ends; then gives running calls `terms.grace` seconds to end."""
     server = grpc.aio.server(options=channel_options(terms.largest, terms.seconds))
     calls = Calls(service, Methods(service, offer, terms.largest), surroundings, terms.largest, terms.seconds)
     checks = Health(service, frozenset({SERVICE.full_name}), terms.largest, terms.seconds)
@@ -50,9 +50,7 @@ async def serving(service: Service, offer: Offer, address: str, terms: Terms, su
         port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
     log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
-    service.gate.add(
-        partial(server.stop, terms.grace)
-    )  # with HTTP's, so that what one has in hand is not waited for after what the other has
+    service.gate.add(partial(server.stop, terms.grace))  # together with HTTP, so that the two grace periods do not add up
     try:
         yield
     finally:

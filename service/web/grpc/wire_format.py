@@ -1,7 +1,7 @@
-"""Protobuf's wire format, as far as it takes to leave the numbers of a ModelInferRequest where they are.
+"""Splits a serialized ModelInferRequest into its tensors, as views of the bytes, and the rest of the message.
 
-The protobuf library holds the interpreter while it reads a message, copies every tensor twice, and makes a Python object of each typed
-number. So the tensors' bytes are cut out first, as views of the message, and the library reads the rest, which is small.
+The protobuf library holds the GIL while it parses a message, copies every tensor twice, and makes a Python object of each typed number.
+So this module cuts out the tensors' bytes first, as views of the message; the library parses the rest, which is small.
 https://protobuf.dev/programming-guides/encoding/
 """
 
@@ -17,17 +17,17 @@ from service.tensors import Array
 from service.web.grpc.inference_pb2 import ModelInferRequest
 
 INPUTS, RAW_INPUTS, CONTENTS, RAW_OUTPUTS = 5, 7, 5, 6  # field numbers, of `contents` within an input
-VARINT, BYTES, FIXED = 0, 2, {1: 8, 5: 4}  # wire types; sizes of those of fixed size
+VARINT, BYTES, FIXED = 0, 2, {1: 8, 5: 4}  # wire types; wire type -> bytes for those of fixed size
 LONGEST_VARINT = 10  # bytes
-PIECE = 1 << 20  # bytes of varints that are decoded at a time: decoding takes some 50 times their memory
-MOST_FIELDS = 1 << 14  # in one message, nested ones among them; a tensor's numbers are one field
-MOST_BYTES = 2 << 20  # of a message besides its tensors: names, shapes, parameters
+PIECE = 1 << 20  # bytes of varints decoded at a time: decoding needs about 50 times as much memory
+MOST_FIELDS = 1 << 14  # in one message, including nested ones; a tensor's numbers are one field
+MOST_BYTES = 2 << 20  # of a message without its tensors: names, shapes, parameters
 
 
 @dataclass(slots=True)
 class SplitRequest:
-    """`message` is the request without its numbers; `raw` its raw_input_contents; `typed` the contents of each input by field number,
-    None for an input that has none."""
+    """`message`: the request without its numbers; `raw`: raw_input_contents; `typed`: for each input, field number -> packed contents,
+    None for an input without contents."""
 
     message: Any
     raw: list[memoryview] = field(default_factory=list)
@@ -35,7 +35,7 @@ class SplitRequest:
 
 
 def split(body: bytes) -> SplitRequest:
-    """A ModelInferRequest and its tensors. Raises DecodeError for bytes that are none, TooLarge for more fields than a request can need."""
+    """Splits a ModelInferRequest. Raises DecodeError for invalid bytes, TooLarge for more than MOST_FIELDS fields or MOST_BYTES bytes."""
     count = _Count()
     parts = SplitRequest(None)
     rest: list[bytes | memoryview] = []
@@ -55,7 +55,7 @@ def split(body: bytes) -> SplitRequest:
 
 
 def length_prefixed(number: int, size: int) -> bytes:
-    """What stands before `size` bytes that are a field."""
+    """The tag and length that precede a field of `size` bytes."""
     written = bytearray()
     for value in (number << 3 | BYTES, size):
         while value > 127:
@@ -66,7 +66,7 @@ def length_prefixed(number: int, size: int) -> bytes:
 
 
 def varints(packed: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
-    """The numbers of a packed field, of a whole or boolean type. Raises DecodeError."""
+    """The numbers of a packed field of integers or booleans. Raises DecodeError."""
     octets = np.frombuffer(packed, np.uint8)
     if octets.size and octets[-1] > 127:
         raise DecodeError("truncated")
@@ -83,7 +83,7 @@ def varints(packed: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
 
 
 def _varints(octets: Array, dtype: np.dtype[Any]) -> Array:
-    """Seven bits a byte, the lowest first; the last byte of each number is below 128."""
+    """Decodes numbers of seven bits per byte, lowest first; the last byte of each number is below 128."""
     ends = np.flatnonzero(octets < 128)
     starts = np.concatenate((np.zeros(1, ends.dtype), ends[:-1] + 1))
     lengths = ends - starts + 1
@@ -109,7 +109,7 @@ class _Count:
 
 
 def _input(entry: memoryview, count: _Count) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
-    """An input without its contents; and these. A field that stands in pieces, or number by number, is joined."""
+    """(input without its contents, field number -> contents or None). Joins a field that is split into several pieces."""
     rest: list[memoryview] = []
     typed: dict[int, list[memoryview]] | None = None
     for number, value, whole in _fields(entry, count):
@@ -125,7 +125,7 @@ def _input(entry: memoryview, count: _Count) -> tuple[bytes, dict[int, bytes | m
 
 
 def _fields(message: memoryview, count: _Count) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Each field's number, its value, and the whole of it."""
+    """Yields (field number, value, whole field) for each field."""
     at = 0
     while at < len(message):
         count.add()
@@ -148,7 +148,7 @@ def _fields(message: memoryview, count: _Count) -> Iterator[tuple[int, memoryvie
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where the next field begins."""
+    """(the varint at `at`, the position after it)."""
     value = 0
     for i, octet in enumerate(message[at : at + LONGEST_VARINT]):
         value |= (octet & 127) << (7 * i)

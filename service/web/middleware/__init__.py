@@ -1,1 +1,1 @@
-"""What surrounds every request: access log, guard, telemetry."""
+"""Code that runs around every request: access log, guard, telemetry."""

@@ -1,7 +1,7 @@
-"""The outermost layer, around every request: its id, log line and count, HEAD for every GET, and replies to exceptions.
+"""The outermost ASGI middleware: request ids, access log, counts, HEAD for every GET, and replies to exceptions.
 
-Plain ASGI: it sees headers and sizes, never a payload. It reads the scope once, into a `Record`, which it hands to the endpoints that it
-calls itself, and leaves in the scope for FastAPI's routes.
+It sees headers and sizes, never a payload. It reads the scope once, into a `Record`, which it passes to the endpoints that it calls itself,
+and stores in the scope for FastAPI's routes.
 """
 
 import re
@@ -26,10 +26,10 @@ from service.web.record import Record
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-SMALL = 32 * 1024  # bytes of a reply up to which it is handed over at once, and not followed until it is sent
+SMALL = 32 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
 QUERY_PARAMETERS = 64  # no endpoint has more than a few
-DRAINED_BYTES = 64 << 20  # bytes of a refused body that are read, and thrown away
-OTHER = "other"  # paths where nothing is served
+DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
+OTHER = "other"  # label of all paths where nothing is served
 ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
@@ -39,7 +39,7 @@ Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
 
 
 class Traces(Protocol):
-    """What follows requests beyond this process: see `web/middleware/telemetry.py`."""
+    """Exports a span for each request: see `web/middleware/telemetry.py`."""
 
     def begin(self, scope: Scope, path: str) -> None: ...
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]: ...
@@ -47,10 +47,10 @@ class Traces(Protocol):
 
 
 class Access:
-    """The outermost layer of the application.
+    """The outermost middleware of the application.
 
-    `hot` finds, by method and path, endpoints that are called from here: FastAPI's routing and its layers would cost a small request a
-    sixth of its time.
+    `hot(method, path)` returns the endpoint to call directly, or None: FastAPI's routing and middleware would take a sixth of the time of a
+    small request.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Access:
         started = time.monotonic()
         record = scope["attend"] = record_of(scope)
         head, connection = record.method == "HEAD", record.connection
-        if head:  # a copy: the server below needs the method as it came
+        if head:  # a copy: uvicorn needs the original method
             scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] >= 400 and not record.whole and message["status"] != 504:  # which comes in time, if nothing else does
+                if message["status"] >= 400 and not record.whole and message["status"] != 504:  # 504 must not wait for the body
                     await _drain_body(record, receive)
                 record.status = message["status"]
                 headers = message["headers"]
@@ -84,7 +84,7 @@ class Access:
                     record.lease.resize(_length(headers))
                 if NO_SNIFFING not in headers:
                     headers.append(NO_SNIFFING)
-                if self.service.draining or self.service.retiring:  # so that nobody sends a request on a connection about to be closed
+                if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
                     headers.append((b"connection", b"close"))
                 headers.append((b"x-request-id", record.request_id.encode()))
                 if self.traces is not None:
@@ -110,7 +110,7 @@ class Access:
                 record.lease.release()
 
     async def _answer(self, scope: Scope, record: Record, receive: Receive, answer: Send) -> None:
-        """Calls the endpoint; an exception becomes a refusal."""
+        """Calls the endpoint; turns an exception into a response."""
         try:
             if scope["query_string"].count(b"&") >= QUERY_PARAMETERS:  # before the framework makes an object of each
                 raise TooLarge.where("", f"at most {QUERY_PARAMETERS} query parameters", "more")
@@ -160,7 +160,7 @@ class Access:
 
 
 def record_of(scope: Scope) -> Record:
-    """The record of a new request: what its scope says, read once."""
+    """The record of a new request, from its scope."""
     pairs = scope["headers"]
     headers = dict(pairs)
     given = headers.get(b"x-request-id")
@@ -187,18 +187,18 @@ async def _drain_body(record: Record, receive: Receive) -> None:
 
 
 def milliseconds(phases: Phases) -> dict[str, float]:
-    """The phases as a log line has them."""
+    """The phases in milliseconds, as fields of a log line."""
     return {f"{name}_ms": round(getattr(phases, name) * 1e3, 3) for name in ("decode", "queue", "compute", "encode")}
 
 
 def request_id(given: str | None) -> str:
-    """The caller's where it can be one, or a new one."""
+    """The client's request id if it is valid, otherwise a new one."""
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
-@lru_cache(256)  # few paths are requested, again and again
+@lru_cache(256)
 def endpoint(path: str) -> str:
-    """The path with names left out, so that metrics stay few."""
+    """The path with names replaced by {name}, or OTHER, so that metrics have few labels."""
     if ENDPOINTS.fullmatch(path):
         return path
     if V2_ENDPOINTS.fullmatch(path):
@@ -209,7 +209,7 @@ def endpoint(path: str) -> str:
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Bytes of the reply that has these headers, 0 where they do not say."""
+    """The Content-Length in bytes, 0 if there is none."""
     for name, value in headers:
         if name == b"content-length":
             return int(value)

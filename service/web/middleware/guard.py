@@ -1,8 +1,8 @@
-"""Which requests are let in: those with a key of the right scope where there are keys; elsewhere any but those of other sites' pages.
+"""Admits requests: with a keyring, those with a key of the right scope; without, all but those of other sites' pages.
 
-A server on the loopback address is reachable by every page that its user's browser shows. A page whose name was made to point here sends
-its own name as Host; a page that posts across origins says where it comes from in Origin. Neither gets in. With keys no page can: a
-browser adds none by itself. Sees headers alone; where nothing has to be checked there is no Guard, and nothing is paid.
+Every page open in a user's browser can reach a server on the loopback address. A page whose name resolves to this server (DNS rebinding)
+sends its own name as Host; a page of another origin that posts sends that origin as Origin. The guard refuses both. With a keyring it
+refuses such pages because a browser adds no key by itself. It reads only headers; settings that require no check create no Guard.
 """
 
 import ipaddress
@@ -17,26 +17,26 @@ from service.wire.negotiation import HTML, JSON, acceptable
 READING = frozenset({"GET", "HEAD"})
 ANY = frozenset({"infer", "admin", "metrics"})
 CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
-RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first that matches: one of these scopes opens it
+RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first match decides: a key needs one of its scopes
     (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
-    (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the empty shell of the page
+    (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the page's files, without any data
     (READING, re.compile(r"/metrics"), frozenset({"metrics"})),
     (READING, re.compile(r".*"), ANY),
     (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY),  # reads layers, as GET /layers does
     (frozenset({"POST"}), re.compile(CALLS), frozenset({"infer"})),
 )
-ADMIN = frozenset({"admin"})  # for all that no rule names
+ADMIN = frozenset({"admin"})  # for requests that no rule matches
 
 
 class Guard:
-    """The checks that these settings ask for. `hosts`: names by which the server may be called, None for any."""
+    """Checks Host, key and Origin. `hosts`: allowed Host names, besides localhost and addresses; None allows any."""
 
     def __init__(self, hosts: Collection[str] | None, origins: Collection[str], keyring: Keyring | None) -> None:
         self.hosts, self.origins, self.keyring = hosts, frozenset(origins), keyring
-        self._known: set[bytes] = set()  # Host headers found to be good; few, since only those are kept that name an allowed host
+        self._known: set[bytes] = set()  # Host headers that were allowed; at most 64
 
     def check(self, record: Record, http_version: str) -> str:
-        """The name of the caller's key, "" where none is needed. Raises MalformedRequest, Unauthenticated or Forbidden."""
+        """The name of the caller's key, "" if none is needed. Raises MalformedRequest, Unauthenticated or Forbidden."""
         headers, path, method = record.headers, record.path, record.method
         host = headers.get(b"host", b"")
         if record.repeated or not host:
@@ -64,14 +64,15 @@ class Guard:
 
 
 def _demand_one_host(record: Record, http_version: str) -> None:
-    """Raises MalformedRequest for two, of which a proxy may have used the other, and in HTTP/1.1 for none."""
+    """Raises MalformedRequest for several Host headers, of which a proxy may have used another, and in HTTP/1.1 for none."""
     count = sum(name == b"host" for name, _ in record.repeated) if record.repeated else int(b"host" in record.headers)
     if count > 1 or (count == 0 and http_version == "1.1"):
         raise MalformedRequest.where("", "one Host header", f"{count or 'no'}")
 
 
 def demand_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[str]) -> str:
-    """The name of the key that came, which has one of these scopes; "" where none is needed. Raises Unauthenticated or Forbidden."""
+    """The name of the presented key; "" if `scopes` is empty. Raises Unauthenticated for a missing or unknown key, Forbidden for one with
+    none of `scopes`."""
     if not scopes:
         return ""
     wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
@@ -86,12 +87,12 @@ def demand_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[s
 
 
 def scopes_for(method: str, path: str) -> frozenset[str]:
-    """The scopes of which a key must have one; empty where none is needed."""
+    """The scopes of which a key must have one; empty if no key is needed."""
     return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN)
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
-    """The key that came with a request, "" if none did."""
+    """The key in the headers, "" if there is none."""
     kind, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 

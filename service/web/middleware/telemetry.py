@@ -1,8 +1,8 @@
 """Traces and metrics over OTLP (`--telemetry`, extra `otel`), configured by the OTEL_… variables of OpenTelemetry's specification.
 
-The span of a request, or of a gRPC call, continues the caller's trace (W3C `traceparent`), the reply names the span, and the phases are its
-children. Names, attributes and buckets follow OpenTelemetry's semantic conventions for HTTP and RPC servers: only a fault of this server
-is an error; the reason of any other refusal is in `attend.reason`.
+The span of a request or gRPC call continues the caller's trace (W3C `traceparent`); the reply names the span; the phases are child spans.
+Names, attributes and buckets follow OpenTelemetry's semantic conventions for HTTP and RPC servers: only a fault of this server is an
+error; `attend.reason` has the reason of any other refusal.
 
 OpenTelemetry's own instrumentation of ASGI and gRPC lacks `traceresponse`, `http.route` in the histogram (requests do not pass a
 framework's router) and the histogram of gRPC calls, so the spans are made here, from the record of each request.
@@ -95,7 +95,7 @@ class Telemetry:
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
     def begin(self, scope: Scope, path: str) -> None:
-        """Starts the span of a request, below the caller's if there is one."""
+        """Starts the span of a request, as a child of the caller's span if there is one."""
         came = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
         method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint(path)
         scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", came)
@@ -111,7 +111,7 @@ class Telemetry:
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         if route != OTHER:
             labels["http.route"] = route
-        if record.status:  # no reply was sent to a caller who had gone
+        if record.status:  # 0: the client disconnected before the reply
             labels["http.response.status_code"] = record.status
         if failed:
             labels["error.type"] = record.reason or str(record.status)
@@ -140,7 +140,7 @@ class Telemetry:
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
 
     def _close(self, open_span: "OpenSpan", labels: Mapping[str, Any], ending: "Ending", seconds: float) -> None:
-        """Ends the span. The phases become its children, one after the other, the last of which ends with it."""
+        """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
         span.set_attributes({**labels, "attend.request_id": ending.request_id})
         span.set_attributes({f"attend.{name}": value for name, value in ending.about.items()})
@@ -159,12 +159,12 @@ class Telemetry:
         span.end(now)
 
     def close(self) -> None:
-        """Sends what is left, and stops."""
+        """Exports the remaining spans and metrics, and stops."""
         for provider in self._providers:
             provider.shutdown()
 
 
 def _method(scope: Scope) -> str:
-    """The method, if HTTP defines it, else _OTHER: callers must not invent labels."""
+    """The method, if HTTP defines it, else _OTHER: clients must not be able to create labels."""
     method: str = scope["method"]
     return method if method in METHODS else "_OTHER"

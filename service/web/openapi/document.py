@@ -1,4 +1,4 @@
-"""GET /openapi.json, made from the routes and the pydantic models, and the page GET /docs, whose assets this server has."""
+"""GET /openapi.json, generated from the routes and Pydantic models, and GET /docs, with assets from this server."""
 
 from functools import cache
 from importlib.resources import files
@@ -30,7 +30,7 @@ Every refusal is a problem document with what was expected, what was received, a
 
 
 def install(app: FastAPI) -> None:
-    """Adds the document and the page."""
+    """Adds the document, and the routes of the page."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -73,7 +73,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
     document["components"]["securitySchemes"] = SECURITY
-    document["security"] = [{}, *({name: []} for name in SECURITY)]  # where the server has keys
+    document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
     for name, path in document["paths"].items():
         for operation in path.values():
             if not name.startswith("/health/"):

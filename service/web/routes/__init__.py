@@ -1,1 +1,1 @@
-"""The endpoints, one subject a module."""
+"""The HTTP endpoints, one module per subject."""

@@ -1,7 +1,7 @@
 """POST /attend, POST /attend/analysis and POST /attend/plan.
 
 The first two are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
-Python object per number. The routes that document them are declared here from the same pydantic models, and never reached.
+Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +21,7 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
-JOINED = 32 * 1024  # bytes of a reply up to which copying its pieces costs less than sending each of them
+JOINED = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 BINARY = {"type": "string", "format": "binary"}
 
 
@@ -38,7 +38,7 @@ class Attend:
 
 
 async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
-    """Sends a reply, a large one piece by piece. Each is freed once it is sent: to free all at once stalls the event loop."""
+    """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
     record.phases, record.about = reply.phases, reply.about
     size = sum(map(len, reply.pieces))
     pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]
@@ -52,13 +52,13 @@ async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
 
 
 def demand_started(service: Service) -> None:
-    """Raises NotReady before the configured layers are loaded and warm. A server about to leave still takes what comes."""
+    """Raises NotReady before the configured layers are loaded and warm. A server that is shutting down still accepts calls."""
     if not service.started:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
 def takes(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
-    """The OpenAPI part that says what body a route reads itself."""
+    """The OpenAPI description of the request body of a route that reads the body itself."""
     content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
     if binary:
         content[SAFETENSORS] = {"schema": BINARY}
@@ -70,12 +70,12 @@ def schema(model: str) -> dict[str, str]:
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI part for the refusals a route may give."""
+    """The OpenAPI descriptions of a route's refusals."""
     return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
 
 
 def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
-    """The same, for refusals written as another model; `meaning` has the words for statuses that mean something else there."""
+    """As `refusals`, with another body; `meaning` replaces the descriptions of some statuses."""
     words = {
         400: "The bytes are no JSON, or a key stands twice.",
         401: "This server wants a key.",
@@ -98,7 +98,7 @@ def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[in
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the route of the plan, and the one that documents the hot endpoint."""
+    """Adds the route of the plan, and those that document the endpoints that bypass FastAPI."""
 
     @app.post(
         "/attend",

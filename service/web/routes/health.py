@@ -1,4 +1,4 @@
-"""What an operator asks: health and metrics."""
+"""GET /health/live, /health/ready, /health/startup and /metrics, for operators."""
 
 from fastapi import FastAPI, Response
 

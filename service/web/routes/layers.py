@@ -1,4 +1,4 @@
-"""GET, PUT and DELETE of layers, and their weights as a file."""
+"""GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
 
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -20,18 +20,18 @@ from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 
 NAME = re.compile(LAYER_NAME)
 QUERY = ("layout", "prefix", "spec")
-NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # which `demand_name` checks, in words of ours
-CHUNK = 1 << 20  # bytes handed to the socket at a time, so that a slow reader holds no second copy
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `demand_name` checks it
+CHUNK = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
 def demand_name(name: str) -> None:
-    """Raises InvalidRequest where no layer may have the name."""
+    """Raises InvalidRequest if `name` is no valid name of a layer."""
     if not NAME.fullmatch(name):
         raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
 
 
 def demand_query(names: Sequence[str]) -> None:
-    """Raises InvalidRequest where a parameter of PUT's query is none of ours, or stands twice."""
+    """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
     unknown = [name for name in names if name not in QUERY][:PROBLEMS]
     problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in unknown]
     problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
@@ -40,7 +40,7 @@ def demand_query(names: Sequence[str]) -> None:
 
 
 def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
-    """Adds the routes; `why_not` is raised where layers cannot be changed over HTTP."""
+    """Adds the routes. `why_not`: the error to raise if layers cannot be changed over HTTP, else None."""
 
     def demand_writable() -> None:
         if why_not is not None:
@@ -97,7 +97,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
         pieces = await service.export_layer(name)
         size = sum(map(len, pieces))
-        lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until its reader is done
+        lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 

@@ -22,7 +22,7 @@ from service.serving.service import Service
 from service.wire.negotiation import HTML, JSON, acceptable
 
 FOLDERS = ("web/page", "assets")
-CONTRACT = "1"  # version of the wire contract; a change of it requires changes of clients
+CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
 TYPES = {".html": HTML, ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -47,7 +47,7 @@ class File:
 
 @cache
 def page_files() -> Mapping[str, File]:
-    """Name -> file, read once a process."""
+    """Name -> file. Each process reads the files once."""
     found = {}
     for path in chain.from_iterable(files("service").joinpath(folder).iterdir() for folder in FOLDERS):
         body = path.read_bytes()

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over HTTP, under /v2: another form of the same calls. No second way through the house."""
+"""The Open Inference Protocol over HTTP, under /v2. The engine answers its calls like those of /attend."""

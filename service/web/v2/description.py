@@ -1,9 +1,9 @@
-"""A layer as the Open Inference Protocol describes a model: metadata, configuration, statistics. The same for HTTP and gRPC.
+"""Describes a layer as a model of the Open Inference Protocol: metadata, configuration, statistics. Used for HTTP and gRPC.
 
-Letters as everywhere: b batch, q queries, k keys, h heads. Every input has a form with the batch axis in front, so a layer is a model that
-batches: `max_batch_size` is above 0, and `dims` of the configuration are the metadata's `shape` without its first axis. Triton and its
-clients know no tensor that has the batch axis alone: a number for each item is announced as [b, 1]. Other forms are taken besides. What is
-announced means something in any request; tensors that need something else in it (gradients, the largest weights) are not announced.
+In shapes, b is batch, q queries, k keys, h heads. Every input may have a batch axis in front, so a layer is a batching model:
+`max_batch_size` is above 0, and `dims` in the configuration are the metadata's `shape` without its first axis. Triton and its clients have
+no tensors with only the batch axis, so one number per item is announced as [b, 1]. Requests may use other shapes, too. Only tensors that
+are valid in any request are announced; those that need further parameters (gradients, the largest weights) are not.
 """
 
 import math
@@ -36,17 +36,17 @@ from service.wire.v2.schemas import (
 
 PLATFORM = "pytorch_attention"
 EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
-HEADER = 1024  # bytes of JSON that a request of few inputs may have before its tensors
+HEADER = 1024  # bytes reserved for the JSON header of a request with few inputs
 PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Which extensions work under a server's settings; where one does not, the error to raise."""
+    """The protocol extensions that the settings allow. `why_…`: the error to raise if an extension does not work, else None."""
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
-    workers: int = 1  # that each hold every layer
+    workers: int = 1  # processes; each has a copy of every layer
 
     def demand_writable(self) -> None:
         if self.why_not_writable is not None:
@@ -58,7 +58,7 @@ class Offer:
 
     @property
     def extensions(self) -> list[str]:
-        """Their names in the protocol."""
+        """The protocol's names of the extensions that work."""
         dependent = {"model_repository": self.why_not_writable, "statistics": self.why_no_statistics}
         return [*EVERYWHERE, *(name for name, why_not in dependent.items() if why_not is None)]
 
@@ -67,7 +67,7 @@ class Offer:
 
 
 def index_of(layers: Sequence[LayerDocument], ready: bool) -> list[RepositoryModel]:
-    """The model repository: layers that are held are ready, and unloaded ones unavailable. With `ready`, the first alone."""
+    """The model repository: loaded layers are READY, unloaded ones UNAVAILABLE. With `ready`, only the loaded ones."""
     states = {"ready": ("READY", ""), "unloaded": ("UNAVAILABLE", "unloaded")}
     wanted = (layer for layer in layers if layer.state == "ready" or not ready)
     return [
@@ -76,14 +76,14 @@ def index_of(layers: Sequence[LayerDocument], ready: bool) -> list[RepositoryMod
 
 
 def metadata_of(layer: HeldLayer) -> ModelMetadata:
-    """What tensors a model takes and gives."""
+    """The inputs and outputs of a model: names, datatypes, shapes."""
     spec = layer.spec
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
 def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
-    """What Triton's own clients ask before they call. `max_batch_size` items are taken, of one query and one key each, as bytes: a message
-    has at most `largest`."""
+    """The configuration, which Triton's clients read before they call. `max_batch_size`: items of one query and one key each that fit into
+    a binary message of `largest` bytes and into the service's limits."""
     spec = layer.spec
     required = _required(spec)
     item = sum(math.prod(tensor.shape[2:]) for tensor in _inputs(spec) if tensor.name in required) * BY_TORCH[spec.dtype].size
@@ -104,7 +104,7 @@ def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
 
 
 def statistics_of(service: Service, layers: Sequence[HeldLayer], workers: int) -> Statistics:
-    """What has been counted of these models since the server started, by all its `workers`."""
+    """Statistics of these models since the server started, over all workers."""
     counted = service.statistics.all()
     return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
 
@@ -131,7 +131,7 @@ def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatis
 
 
 def _batch(size: int, row: Totals) -> BatchStatistics:
-    """Of executions, not of calls: what each took once, and what reading and writing took for all its calls together."""
+    """Statistics of the batches of one size. Counts executions, not calls; decode and encode times are sums over the calls of a batch."""
     spent = {"compute_input": row.decode, "compute_infer": row.execution, "compute_output": row.encode}
     return BatchStatistics(batch_size=size, **{name: Duration(count=row.executions, ns=ns) for name, ns in spent.items()})
 
@@ -156,7 +156,7 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
 
 
 def _required(spec: LayerSpec) -> set[str]:
-    """The inputs that no other can stand for: a key defaults to the query and a value to the key, where they are as wide."""
+    """The required inputs: the key defaults to the query, and the value to the key, if they have the same width."""
     if spec.value_dim != spec.key_dim:
         return {"query", "key", "value"}
     return {"query"} if spec.key_dim == spec.query_dim else {"query", "key"}

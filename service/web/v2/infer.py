@@ -1,6 +1,6 @@
-"""POST /v2/models/{name}/infer, with or without /versions/1: called before any routing, as POST /attend is.
+"""POST /v2/models/{name}/infer, with or without /versions/1; it bypasses FastAPI's routing, as POST /attend does.
 
-The header Inference-Header-Content-Length says what the body is. Content-Type and Accept are ignored: clients send none, or any.
+The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary ones.
 """
 
 import re
@@ -39,13 +39,13 @@ class Infer:
 
 
 def _header_length(record: Record) -> str:
-    """Inference-Header-Content-Length, "" without one. Raises MalformedBody where two of them differ: a proxy may have read the other."""
+    """Inference-Header-Content-Length, "" if there is none. Raises MalformedBody if several differ: a proxy may have used another one."""
     if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
         raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
     return record.header(HEADER_LENGTH)
 
 
 def demand_version(version: str | None) -> None:
-    """Raises LayerNotFound for any version but the one that every model has."""
+    """Raises LayerNotFound unless `version` is None or VERSION, the only version of every model."""
     if version not in (None, VERSION):
         raise LayerNotFound.where("", f"version {VERSION}", shown(version))

@@ -1,4 +1,4 @@
-"""The model repository extension: which layers there are, making them as PUT of /layers does, and unloading and loading them."""
+"""The model repository extension: lists, creates, unloads and reloads layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.parameters import demand_known, read_nested
 from service.wire.v2.schemas import RepositoryModel
 
-LARGEST = 1 << 16  # bytes of a body, as it came and unpacked: a spec has some hundreds
+LARGEST = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
 
 
@@ -75,7 +75,7 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
 
 
 async def load_layer(service: Service, name: str, parameters: Mapping[str, Any]) -> None:
-    """Makes the layer that the LayerSpec `config` among the parameters, JSON text, says; without one, the unloaded one of that name."""
+    """Creates or replaces the layer by the parameter `config`, a LayerSpec as JSON text; without it, reloads the unloaded layer."""
     demand_started(service)
     demand_known(parameters, ("config",), "/parameters")
     if (config := parameters.get("config")) is None:
@@ -84,7 +84,7 @@ async def load_layer(service: Service, name: str, parameters: Mapping[str, Any])
     if not isinstance(config, str):
         raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
     demand_name(name)
-    await run_in_threadpool(read_nested, config, "/parameters/config")  # one document, not the middle of another
+    await run_in_threadpool(read_nested, config, "/parameters/config")  # must be complete JSON: it is inserted into other JSON
     try:
         await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
@@ -100,14 +100,14 @@ async def unload_layer(service: Service, name: str, parameters: Mapping[str, Any
 
 
 def _of_config(refusal: RequestError) -> RequestError:
-    """The refusal of a spec, pointing into the parameter that it came in."""
+    """The refusal with paths into /parameters/config instead of /spec."""
     if not refusal.problems:
         return refusal
     return type(refusal)(problems=[replace(p, at="/parameters/config" + p.at.removeprefix("/spec")) for p in refusal.problems])
 
 
 async def _document(request: Request, service: Service) -> dict[str, Any]:
-    """The JSON object that the body is; an empty one where there is none."""
+    """The body as a JSON object; {} for an empty body."""
     limit = ("", LARGEST) if service.wire_limits.body_bytes > LARGEST else None
     raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
     return await service.read_object(raw, LARGEST)

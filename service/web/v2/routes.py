@@ -18,7 +18,7 @@ VERSIONED = MODEL + "/versions/{version}"
 
 
 def _demand_version(request: Request) -> None:
-    """Raises LayerNotFound where the path has a version that no model has."""
+    """Raises LayerNotFound if the path has a version other than VERSION."""
     demand_version(request.path_params.get("version"))
 
 
@@ -26,12 +26,12 @@ V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "depe
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI part for the refusals of a route under /v2."""
+    """The OpenAPI descriptions of the refusals of a route under /v2."""
     return refusals_as("V2Error", JSON, *statuses, meaning={400: "Anything wrong with the request."})
 
 
 def health_of(ready: bool) -> Health:
-    """A body that suits every client."""
+    """The body of a health reply; different clients read different members."""
     return Health(live=True, ready=ready, error=None if ready else "not ready")
 
 
@@ -60,7 +60,7 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
         """Statistics of every model."""
         offer.demand_statistics()
         layers = service.registry.all()
-        text = await run_in_threadpool(lambda: statistics_of(service, layers, offer.workers).model_dump_json())  # long, for many layers
+        text = await run_in_threadpool(lambda: statistics_of(service, layers, offer.workers).model_dump_json())  # slow for many layers
         return Response(text, media_type=JSON)
 
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)

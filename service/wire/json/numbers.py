@@ -1,8 +1,7 @@
-"""Lists of numbers in a JSON text -> arrays. No Python object is made per number.
+"""Parses lists of numbers in a JSON text into arrays, without a Python object per number.
 
-simdjson parses the numbers. It holds the interpreter's lock meanwhile, and it flattens nested lists. So a long list is parsed in pieces,
-cut at commas: numpy finds a piece's brackets, simdjson parses the piece with blanks in their place, and when all numbers are read, the
-brackets are compared with those that an array has.
+simdjson parses the numbers; it holds the GIL and flattens nested lists. So a long list is parsed in pieces, cut at commas: numpy finds the
+brackets of a piece, simdjson parses the piece with blanks instead of brackets, and at the end the positions of all brackets give the shape.
 """
 
 import re
@@ -21,9 +20,9 @@ from service.wire.json.strict import EMPTY_AXIS, array_of_integers, array_of_lis
 from service.wire.limits import WireLimits
 from service.wire.problems import pointer
 
-PIECE = 1 << 17  # bytes: a piece and what the parser makes of it stay in the processor's caches
+PIECE = 1 << 17  # bytes: a piece and its parsed numbers fit in the processor's caches
 LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor
-MINUS_INFINITY, STAND_IN = b'"-inf"', -1e308  # -1e308 is as long, and a digit beside it would take it out of the range of a float64
+MINUS_INFINITY, STAND_IN = b'"-inf"', -1e308  # same length; with one more digit it exceeds float64
 OPEN, CLOSE, COMMA, BLANK = b"[], "
 NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
 FLOAT64 = np.dtype(np.float64)
@@ -32,7 +31,7 @@ _threads = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class NumberList:
-    """A list in a JSON text, brackets included: text[start:stop]. It has no objects, and no strings but "-inf"; it may be malformed."""
+    """A list in a JSON text, brackets included: text[start:stop]. It has no objects and no strings except "-inf"; it may be malformed."""
 
     text: bytes
     start: int
@@ -65,8 +64,8 @@ class NumberList:
 
 
 def _parsed(text: bytes) -> Any:
-    """The text, parsed by this thread's parser, which must not be used again while anything that it returned exists. The traceback of an
-    error may refer to such a value: then a new parser takes its place."""
+    """Parses with this thread's parser. simdjson raises RuntimeError if a value of an earlier parse still exists (the traceback of an error
+    may refer to one); then a new parser replaces it."""
     try:
         return _threads.parser.parse(text)
     except (AttributeError, RuntimeError):
@@ -75,11 +74,11 @@ def _parsed(text: bytes) -> Any:
 
 
 def _parse(text: bytes) -> Array | None:
-    """A list of any depth as float64; None unless it is regular."""
+    """A list of any depth as float64; None if it is no array of numbers."""
     try:
         rows = document = _parsed(text)
         shape: list[int] = []
-        lists, items = 0, 1  # in the axes so far
+        lists, items = 0, 1  # lists in, and items of, the axes so far
         while isinstance(rows, simdjson.Array) and len(shape) <= MAX_RANK:
             shape.append(len(rows))
             lists, items = lists + items, items * len(rows)
@@ -100,14 +99,14 @@ def _rows_agree(value: Any, shape: list[int]) -> bool:
 
 
 def _numbers_alone(text: bytes, kind: Kind) -> bytes:
-    """The text, with numbers in place of other elements that the kind allows. Its length is the same."""
+    """The text with true, false and "-inf" replaced by numbers, where the kind allows them. The length does not change."""
     if kind == "mask" and b'"' not in text:
         return text.replace(b"true", b" 1  ").replace(b"false", b" 0   ")
     return text.replace(MINUS_INFINITY, b"-1e308") if kind == "bias" else text
 
 
 def _restored(numbers: Array | None, text: bytes, kind: Kind) -> Array | None:
-    """The numbers with -inf in place of its stand-in; None if the text has the stand-in itself."""
+    """The numbers with STAND_IN replaced by -inf; None if the text contains the number STAND_IN itself."""
     if numbers is None or kind != "bias" or not (count := text.count(MINUS_INFINITY)):
         return numbers
     infinite = numbers == STAND_IN
@@ -115,8 +114,8 @@ def _restored(numbers: Array | None, text: bytes, kind: Kind) -> Array | None:
 
 
 class _LongList:
-    """The conversion of one list, in pieces. `signs` has 1 for each opening bracket so far and -1 for each closing one, `slots` how many
-    commas are before it: a number in slot n is the n-th of the list."""
+    """Converts one list in pieces. For each bracket read so far, `signs` has 1 (opening) or -1 (closing), and `slots` the number of commas
+    before it. The number in slot n is the n-th number of the list."""
 
     def __init__(self, source: NumberList, kind: Kind, at: str, dtype: np.dtype[Any]) -> None:
         self.source, self.kind, self.at, self.dtype = source, kind, at, dtype
@@ -161,7 +160,7 @@ class _LongList:
         self.filled += len(numbers)
 
     def _add_brackets(self, characters: Array, brackets: Array, start: int) -> None:
-        """Counts the commas before each bracket, and looks at what is beside it: `1[` and `]1` would else be read as numbers."""
+        """Records sign and slot of each bracket. Checks the character outside of it, since with blanks `1[` and `]1` would be valid."""
         kinds = characters[brackets]
         signs = np.where(kinds == OPEN, 1, -1).astype(np.int8)
         near = brackets - signs
@@ -176,7 +175,7 @@ class _LongList:
             place = int(brackets[int(np.argmax(wrong))])
             got = f"{chr(characters[place])!r} at {line_and_column(self.source.text, start + place - 1)}"
             raise MalformedBody.where("", "JSON", f"{got} (expecting ',' delimiter)")
-        # a valid piece has fewer commas than uint16 holds
+        # uint16 is enough for the commas of a valid piece
         commas = np.add.reduceat((characters == COMMA).view(np.uint8), np.concatenate(([0], brackets)), dtype=np.uint16)
         self.signs.append(signs)
         self.slots.append(self.filled + np.cumsum(commas[:-1], dtype=np.int64))
@@ -185,14 +184,14 @@ class _LongList:
             raise TooLarge.where(self.at, f"at most {self.source.limits.lists} lists in one tensor", "more")
 
     def _read_strictly(self, text: bytes, start: int) -> Array:
-        """The numbers of a flat list that simdjson refuses, or of which float64 does not hold all."""
+        """The numbers of a flat list that simdjson refuses, or that has integers that float64 cannot represent."""
         values = parse_strictly(text, place_of=lambda offset: line_and_column(self.source.text, start + offset - 1))
         if self.dtype.kind in "iu" and self.dtype.itemsize == 8:
             return array_of_integers(values, self.kind, self.dtype, "")
         return array_of_lists(values, self.kind, "")
 
     def _below(self, problem: Problem) -> Problem:
-        """A problem of the piece that is read, with the place in the whole list."""
+        """A problem of the current piece, with a pointer into the whole list."""
         index = problem.at.split("/")[1:]
         return Problem(self._path(self.filled + int(index[0])), problem.expected, problem.got) if index else problem
 
@@ -216,7 +215,7 @@ class _LongList:
         return (np.concatenate(self.signs).tolist(), np.concatenate(self.slots).tolist()) if self.signs else ([], [])
 
     def _shape(self) -> tuple[int, ...] | None:
-        """The shape of the array that has these brackets; None if no array has."""
+        """The shape that the brackets describe; None if they describe no regular array."""
         signs, slots = np.concatenate(self.signs), np.concatenate(self.slots)
         depth = np.cumsum(signs, dtype=np.int32)
         self._demand_depth(rank := int(depth.max()))
@@ -238,7 +237,7 @@ class _LongList:
             raise TooLarge.where(self.at, f"a document at most {deepest} deep (max_depth)", "one nested deeper")
 
     def _refuse_irregular(self) -> NoReturn:
-        """Raises at the first item that is not what the first one at its depth is: a number, or a list of that length."""
+        """Raises InvalidRequest at the first item that differs from the first one at its depth (a number, or a list of another length)."""
         signs, slots = self._brackets()
         rank = sum(1 for _ in takewhile(lambda bracket: bracket == (1, 0), zip(signs, slots, strict=True)))
         lengths: dict[int, int] = {}  # by depth
@@ -268,7 +267,7 @@ class _LongList:
 
 
 def _parse_flat(text: bytes) -> Array | None:
-    """A list of numbers alone as float64; None if it has anything else. It must not have other brackets."""
+    """A flat list as float64; None if it contains anything but numbers."""
     try:
         return np.frombuffer(_parsed(text).as_buffer(of_type="d"), np.float64)
     except (TypeError, ValueError, RuntimeError):

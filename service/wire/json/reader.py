@@ -1,8 +1,7 @@
-"""JSON bytes -> the members of a document, tensors as numpy arrays. No Python object is made per number.
+"""Decodes a JSON body into its members, with tensors as numpy arrays and without a Python object per number.
 
-Lists of numbers and long base64 strings are found without parsing and cut out. What is left, the rest, is small: the strict reader
-parses it. The numbers are then read from the text by `numbers.py`. A small body that is refused is parsed again as a whole, by the strict
-reader alone, which finds the place of the fault.
+Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `numbers.py` then
+reads the numbers from the text. A small body that is refused is parsed again as a whole by `strict.py`, which finds the place of the fault.
 """
 
 import math
@@ -23,9 +22,9 @@ from service.wire.problems import SHOWN, pointer, shown
 
 REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
-LONG = 1 << 16  # bytes from which on a base64 string is cut out
+LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
 LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
-PLACEHOLDER = b"NaN"  # of what is cut out: JSON has no such value
+PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
 FORM_KEYS = ("shape", "datatype", "data", "base64")
@@ -64,18 +63,18 @@ Cut: TypeAlias = NumberList | Base64Text
 
 
 class Parts(NamedTuple):
-    """A JSON text in parts. In `rest` a placeholder stands for each value of `cut`."""
+    """A JSON text in parts. `rest` has a placeholder for each value of `cut`."""
 
     text: bytes
     rest: bytes
     cut: list[Cut]
 
     def document(self) -> Any:
-        """The document, whose values that were cut out are `Cut`s. Raises MalformedBody, InvalidRequest or TooLarge."""
+        """The parsed document; values that were cut out are `Cut` objects. Raises MalformedBody, InvalidRequest or TooLarge."""
         return parse_strictly(self.rest, place_of=self._place_of, placed=self.cut)
 
     def _place_of(self, offset: int) -> str:
-        """The place in the text of a byte of the rest."""
+        """Line and column in the text of the byte at `offset` in the rest."""
         for value in self.cut:
             start, stop = (value.start, value.stop) if isinstance(value, NumberList) else (value.start - 1, value.stop + 1)
             if offset <= start:
@@ -85,11 +84,11 @@ class Parts(NamedTuple):
 
 
 def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALUE) -> Parts:
-    """The text without lists of numbers and long base64 strings: those values of members that follow `before`. Raises TooLarge.
+    """Cuts lists of numbers and long base64 strings out of the text, if they follow a match of `before`. Raises TooLarge.
 
-    Nothing is parsed. In JSON a quotation mark before a colon ends a key, so a value follows. Up to the next quotation mark or brace there
-    are neither strings nor objects, so a list that begins there has numbers alone and ends before. If the text is not JSON, the rest or
-    one of the values is not JSON either, and is refused when it is read.
+    Nothing is parsed. In JSON, a quotation mark before a colon ends a key, so a value follows. There are no strings or objects before the
+    next quotation mark or brace, so a list that is the value and ends before that mark contains only numbers. If the text is not JSON, the
+    rest or one of the values is not JSON either, and is refused when it is parsed.
     """
     pieces: list[bytes] = []
     cut: list[Cut] = []
@@ -109,7 +108,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
 
 
 def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | None:
-    """The list that begins there; None if it holds strings or objects."""
+    """The list that begins at `start`; None if it contains strings or objects."""
     quote = text.find(b'"', start)
     while text.startswith(MINUS_INFINITY, quote):
         quote = text.find(b'"', quote + len(MINUS_INFINITY))
@@ -119,7 +118,7 @@ def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | No
 
 
 def _base64_text(text: bytes, start: int) -> Base64Text | None:
-    """The string that begins there; None if it is short."""
+    """The string that begins at `start`; None if it is at most LONG bytes."""
     stop = text.find(b'"', start + 1)
     return Base64Text(text, start + 1, stop) if stop - start > LONG and text[stop - 1 : stop] != b"\\" else None
 
@@ -128,7 +127,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects.
 
     `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
-    tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge, each with the place.
+    tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
     """
     reader = Reader(limits, shapes_alone)
     try:
@@ -142,7 +141,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 
 class Reader:
-    """Converts the members of one document, and bounds their depth and number."""
+    """Converts the members of one document, and limits their depth and number."""
 
     def __init__(self, limits: WireLimits, shapes_alone: bool = False) -> None:
         self.limits, self.shapes_alone = limits, shapes_alone
@@ -155,7 +154,7 @@ class Reader:
         return self._object(document, "", kinds, 1)
 
     def plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
-        """The value as Python objects, except members that `kinds` calls tensors."""
+        """The value as Python objects; members named in `kinds` become arrays."""
         self.values += 1
         if self.values > self.limits.values:
             raise TooLarge.where(at, f"at most {self.limits.values} plain values in one body", "more")
@@ -199,7 +198,7 @@ class Reader:
             raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
 
     def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
-        """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; a shape alone is a tensor of zeros that takes no memory."""
+        """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
         for key in value:
             if key not in FORM_KEYS:
                 raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), shown(key))
@@ -222,7 +221,7 @@ class Reader:
 
 
 def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-    """A list of numbers, flat or nested to the shape, as an array of that datatype. Raises InvalidRequest where it does not hold them."""
+    """A list of numbers, flat or nested to the shape, as an array of `dtype`. Raises InvalidRequest if they do not fit."""
     if not isinstance(data, list | NumberList):
         raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else shown(data))
     if isinstance(data, NumberList):
@@ -239,7 +238,7 @@ def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype
 
 
 def shape_of(value: Any, at: str) -> tuple[int, ...]:
-    """A list of lengths of axes as a shape; `...` is one left out. Raises InvalidRequest, or TooLarge for more than any memory holds."""
+    """A list of lengths of axes as a shape; `...` means that the list is missing. Raises InvalidRequest, or TooLarge (2^48 elements)."""
     if not isinstance(value, list):
         raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else shown(value))
     if len(value) > MAX_RANK:

@@ -1,4 +1,4 @@
-"""The strict reader: Python's `json` with checks, and lists as it returns them -> arrays. It is slow, and finds the place of a fault."""
+"""The strict JSON parser: Python's `json` with checks; converts its lists to arrays. It is slow, and finds the place of a fault."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from service.tensors import BY_NUMPY, Array
 from service.wire.arrays import MAX_RANK, Kind, range_text
 from service.wire.problems import pointer, shown
 
-DIGITS = 309  # the longest integer that a float64 holds, and its sign
+DIGITS = 309  # digits of the largest integer in the range of float64; a sign counts
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
 ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and their description
     "number": ({int, float}, "a number"),
@@ -33,7 +33,7 @@ class _Constant:
 
 
 def line_and_column(body: bytes, offset: int) -> str:
-    """The place of a byte in a text, as people count."""
+    """Line and column of a byte in a text, counted from 1."""
     line, column = body.count(b"\n", 0, offset) + 1, offset - body.rfind(b"\n", 0, offset)
     return f"line {line} column {column}"
 
@@ -41,10 +41,10 @@ def line_and_column(body: bytes, offset: int) -> str:
 def parse_strictly(
     body: bytes, whole: str = "body", place_of: Callable[[int], str] | None = None, placed: Sequence[Any] | None = None
 ) -> Any:
-    """The document as Python objects. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number that no float64 holds).
+    """The document as Python objects. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number beyond float64).
 
-    Refusals call the text `whole`; where it was cut from another one, `place_of` describes the place of a byte of it in that one. The n-th
-    NaN in the text is read as the n-th item of `placed`, and there must be as many.
+    Error messages call the text `whole`. If it was cut from another text, `place_of` maps a byte offset to the place in that text. The n-th
+    NaN in the text is replaced by the n-th item of `placed`; their numbers must agree.
     """
     values = iter(placed or ())
     constants = 0
@@ -73,7 +73,7 @@ def parse_strictly(
 
 
 def _integer(text: str) -> int | float:
-    """An integer. One that no float64 holds becomes infinite, which `_fault` finds; int() would refuse thousands of digits."""
+    """An integer. One beyond float64 becomes infinity, which `_fault` reports; int() would raise for thousands of digits."""
     return int(text) if len(text) <= DIGITS else float(text)
 
 
@@ -119,7 +119,7 @@ def array_of_lists(value: list[Any], kind: Kind, at: str) -> Array:
 
 
 def array_of_integers(value: list[Any], kind: Kind, dtype: np.dtype[Any], at: str) -> Array:
-    """The list in a datatype of 64-bit integers, of which float64 does not hold all."""
+    """The list as 64-bit integers, not all of which float64 can represent. Raises InvalidRequest."""
     array = np.empty(array_of_lists(value, kind, at).shape, dtype)
     limits = np.iinfo(dtype)
     for index in np.ndindex(array.shape):
@@ -133,7 +133,7 @@ def array_of_integers(value: list[Any], kind: Kind, dtype: np.dtype[Any], at: st
 
 
 def _overflow(value: Any) -> str:
-    """Pointer to the first integer that no float64 holds, "" if there is none."""
+    """Pointer to the first integer beyond float64, "" if there is none."""
     for i, item in enumerate(value):
         if isinstance(item, list):
             if below := _overflow(item):

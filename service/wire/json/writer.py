@@ -1,7 +1,7 @@
-"""Replies -> JSON. orjson writes numbers from the arrays' own memory; no Python object is made per number.
+"""Encodes replies as JSON. orjson reads numbers from the arrays' memory, without a Python object per number.
 
-orjson holds the interpreter's lock until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each
-null is then replaced by what the caller wants in its place.
+orjson holds the GIL until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each null is then
+replaced as `options.nonfinite` requires.
 """
 
 import binascii
@@ -15,18 +15,18 @@ from service.wire.reply import MINUS_INFINITY_IS_A_VALUE, Buffer, Reply, wire_ar
 from service.wire.schemas.attend import ReplyOptions
 
 PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
-PLACEHOLDER = b"\0"  # of a long text in a document; JSON has this byte only as an escape
+PLACEHOLDER = b"\0"  # replaces a long text in a document; JSON text never contains this byte
 
 
 class LongText:
-    """A value of a JSON document as its text, in pieces."""
+    """A value of a JSON document that is already JSON text, in pieces."""
 
     def __init__(self, pieces: list[Buffer]) -> None:
         self.pieces = pieces
 
 
 def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
-    """The reply as JSON. Raises InvalidRequest where a number is not finite and `options.nonfinite` is "error"."""
+    """The reply as JSON, in pieces. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
     document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     for name, tensor in reply.tensors.items():
         if isinstance(tensor, dict):
@@ -39,7 +39,7 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
 
 
 def write_json(document: dict[str, Any]) -> list[Buffer]:
-    """The document, which may hold arrays and `LongText`, in pieces."""
+    """Encodes the document, which may contain arrays and `LongText`. Returns pieces."""
     texts: list[list[Buffer]] = []
 
     def placeholder(value: Any) -> orjson.Fragment:
@@ -90,7 +90,7 @@ def _base64(array: Array) -> str | LongText:
 
 
 def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
-    """A value that `write_json` writes as the array's numbers: the array, or text where it is long or has numbers that are not finite."""
+    """A value for `write_json`: the array itself, or JSON text if the array is long or has numbers that are not finite."""
     if array.size > PIECE:
         return LongText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
     array = _printable(array, options)
@@ -100,7 +100,7 @@ def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOpti
 
 
 def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
-    """The text of an array as a list, some rows or numbers at a time."""
+    """The array as the text of a JSON list; each piece has at most about PIECE numbers."""
     size = array.size // len(array)  # numbers in a row
     pieces: list[Buffer] = []
     step = max(1, PIECE // size)

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol's form of requests and replies: a layer is a model, its fields are tensors and parameters."""
+"""Requests and replies of the Open Inference Protocol: a layer is a model; the fields of a request are tensors and parameters."""

@@ -1,11 +1,11 @@
-"""The Open Inference Protocol over HTTP, with the binary tensor extension: bytes both ways.
+"""The codec of the Open Inference Protocol over HTTP, with the binary tensor extension.
 
-A body is a JSON header, followed by the bytes of those tensors that have `binary_data_size`, in the order they stand in the header;
-Inference-Header-Content-Length says where the JSON ends. Arrays view the body; a reply is written from the arrays' own memory.
+A body is a JSON header, then the bytes of the tensors that have `binary_data_size`, in the order of the header;
+Inference-Header-Content-Length is the length of the JSON. Decoded arrays are views of the body; replies are views of the arrays.
 
-Callers repeat headers, and parsing one costs more than a small call. So the header template, which is the header with every `data` list
-emptied, is the key of a cache of parsed headers, and only the lists are read anew. A body that does not fit this is read as a whole, which
-also says what is wrong with it.
+Clients repeat headers, and parsing one costs more than a small call. So parsed headers are cached by the header template, the header with
+every `data` list replaced by a placeholder; only the lists are parsed each time. A small body that is refused is parsed again as a whole,
+to find the place of the fault.
 """
 
 import re
@@ -29,7 +29,7 @@ from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
 from service.wire.v2.parameters import VERSION, arrays_asked, drop_columns
 from service.wire.v2.tensors import CutList
 
-LONGEST = 4096  # bytes of a header template; longer ones are hardly sent twice
+LONGEST = 4096  # bytes of a header template that is cached; longer ones rarely repeat
 DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 HEADER_LENGTH = b"inference-header-content-length"
 JSON_ALONE: Headers = ((b"content-type", JSON.encode()),)
@@ -49,7 +49,7 @@ class V2Codec(Codec):
         return Decoded(members, header.reply_format, header.timeout, header.error_paths)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
-        """The JSON, then the bytes of the outputs that go as such."""
+        """The JSON, then the bytes of the binary outputs."""
         outputs: list[dict[str, Any]] = []
         pieces: list[Buffer] = []
         binary = False
@@ -76,7 +76,7 @@ class V2Codec(Codec):
 
 @lru_cache(256)
 def parse_template(template: bytes, nested: tuple[bool, ...], following: int, model: str, limits: WireLimits) -> V2Header:
-    """The header of that template. `nested` has for each list that was cut out whether it holds lists.
+    """Parses a header template. `nested`: for each list that was cut out, whether it contains lists; `following`: bytes after the JSON.
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
@@ -85,7 +85,7 @@ def parse_template(template: bytes, nested: tuple[bool, ...], following: int, mo
 
 
 def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
-    """The header, and the members of the request with their arrays. Raises MalformedBody, InvalidRequest or TooLarge."""
+    """(header, members of the request with their arrays). Raises MalformedBody, InvalidRequest or TooLarge."""
     try:
         parts = cut_values(text, limits, DATA)
         lists = [value for value in parts.cut if isinstance(value, NumberList)]
@@ -96,14 +96,14 @@ def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) ->
         raise
     except RequestError:
         if len(text) > STRICT:
-            cut_values(text, limits, DATA).document()  # raises where the JSON is malformed, with its place in the text
+            cut_values(text, limits, DATA).document()  # raises if the JSON is malformed, with the place in the text
             raise
     header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
     return header, _members(header, (), following)
 
 
 def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview) -> dict[str, Any]:
-    """The members of the request, arrays among them."""
+    """The members of the request, with arrays."""
     members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
     for name, tensor in header.json_tensors.items():
         data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
@@ -112,7 +112,7 @@ def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview)
 
 
 def _header_size(length: str, received: int) -> int:
-    """Bytes of JSON at the beginning of a body of `received` bytes. Raises MalformedBody, or InvalidRequest for bytes alone."""
+    """The length of the JSON in a body of `received` bytes. Raises MalformedBody; InvalidRequest for a body without JSON."""
     if not length:
         return received
     wanted = "an Inference-Header-Content-Length within the body"
@@ -121,6 +121,6 @@ def _header_size(length: str, received: int) -> int:
     size = int(length)
     if size > received:
         raise MalformedBody.where("", wanted, f"{size} for {received} bytes")
-    if not size:  # a raw request: the bytes of the only input a model has
+    if not size:  # a raw request, which the protocol allows for models with one input
         raise InvalidRequest.where("", "a JSON object that names the inputs, of which there are several", "bytes alone")
     return size

@@ -1,7 +1,7 @@
-"""Pointers into a request for attention -> pointers into the V2 request that was sent, for errors found after the body was read.
+"""Translates JSON pointers into an AttendRequest to pointers into the V2 request, for errors found after decoding.
 
-The field of a tensor is an input, by its place in the list; every other field is a parameter; the layer is the model. Errors of the body
-itself point into it already. Knows neither JSON bodies nor protobuf.
+A tensor field becomes an input, by its index; every other field a parameter; the layer the model. Errors found during decoding point into
+the V2 request already. This module is independent of JSON and protobuf.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from service.wire.v2.parameters import OPTIONS, TENSORS
 
 
 class InputPath(NamedTuple):
-    """Where an input stands. `numbers` is the pointer from the input to its elements; "" where they are bytes, which no pointer reaches."""
+    """An input of the V2 request. `numbers`: the pointer from the input to its elements, "" if they are bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class InputPath(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class V2ErrorPaths(ErrorPaths):
-    """Where the parts of one request stand. `model` points to the model's name; "" where the name is in the path of the URL."""
+    """The inputs of one request, in order. `model`: the pointer to the model's name, "" if the name is in the URL."""
 
     inputs: Sequence[InputPath] = ()
     model: str = ""
@@ -42,7 +42,7 @@ class V2ErrorPaths(ErrorPaths):
 
 
 def _in_input(problem: Problem, at: str, input_path: InputPath, parts: Sequence[str]) -> Problem:
-    """A problem of an input, or of its element at `parts`. The name of the input, no longer in the pointer, goes into the message."""
+    """Translates a problem of an input or its element `parts`. The pointer loses the input's name, so the message names it."""
     index = [int(part) for part in parts if part.isdigit()]
     shape = input_path.shape
     got = problem.got if input_path.name in problem.expected else f"{problem.got} in {input_path.name}"

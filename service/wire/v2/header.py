@@ -1,4 +1,4 @@
-"""The members of a V2 request's JSON -> `V2Header`. The numbers of tensors are not read here."""
+"""Validates the JSON header of a V2 request into a `V2Header`, without the numbers of tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,22 +27,22 @@ from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
 INPUT = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT = ("name", "parameters")
-INPUTS = 64  # of one request; each has a name of its own, and there are not as many
+INPUTS = 64  # of one request; there are fewer names of inputs
 
 
 @dataclass(frozen=True, slots=True)
 class V2ReplyFormat:
-    """What a reply needs of its request."""
+    """The parts of a request on which the form of its reply depends."""
 
     model: str
     id: str | None  # the reply repeats it
-    outputs: Sequence[str] = ()  # the names asked for, none where the caller left them open
-    binary: bool = False  # whether outputs go as bytes, unless `binary_outputs` says otherwise
+    outputs: Sequence[str] = ()  # the requested names; empty for the default outputs
+    binary: bool = False  # whether outputs are sent as bytes; `binary_outputs` overrides it by name
     binary_outputs: Mapping[str, bool] | None = None
-    marks_final: bool = False  # in a stream: whether the reply says that it is the last one to its request
+    marks_final: bool = False  # in a stream: whether the reply has the flag `triton_final_response`
 
     def in_text(self, name: str) -> bool:
-        """Whether an output goes in the JSON."""
+        """Whether an output is sent in the JSON."""
         if not self.binary_outputs:
             return not self.binary
         return not self.binary_outputs.get(name, self.binary_outputs.get(name.partition(".")[0], self.binary))
@@ -50,7 +50,7 @@ class V2ReplyFormat:
 
 @dataclass(frozen=True, slots=True)
 class V2Header:
-    """A parsed header. `members` are those of a request for attention, without its arrays, in the order of the inputs."""
+    """A parsed header. `members`: those of an AttendRequest, with `...` for each array, in the order of the inputs."""
 
     members: Mapping[str, Any]
     binary_tensors: Mapping[str, BinaryTensor]  # by name, in the order of their bytes
@@ -61,7 +61,7 @@ class V2Header:
 
 
 def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Header:
-    """The header with these members, of a request to that model, with `following` bytes after the JSON.
+    """Parses the header of a request to `model`, with `following` bytes after the JSON.
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
@@ -100,7 +100,7 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 
 
 def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
-    """One input: its path, and where its numbers are."""
+    """(path, tensor) of one input."""
     at = f"/inputs/{i}"
     demand_known(_object(entry, at), INPUT, at)
     name = _name(entry, at)
@@ -126,7 +126,7 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
 
 
 def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
-    """The names asked for, and for which of them the caller says whether they go as bytes."""
+    """(requested names, name -> `binary_data` where the request sets it)."""
     if not isinstance(entries, list):
         raise InvalidRequest.where("/outputs", "a list of outputs", shown(entries))
     names, binary = [], {}
@@ -148,7 +148,7 @@ def _object(value: Any, at: str) -> dict[str, Any]:
 
 
 def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The parameters of a request, an input or an output; null says that there are none."""
+    """The parameters of a request, an input or an output; null means none."""
     value = holder.get("parameters")
     return {} if value is None else _object(value, f"{at}/parameters")
 

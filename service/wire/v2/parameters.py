@@ -1,7 +1,7 @@
-"""What a V2 request says, in whatever it came, -> the members of a request for attention. Knows neither JSON bodies nor protobuf.
+"""Converts the tensors and parameters of a V2 request to the members of an AttendRequest. Independent of JSON and protobuf.
 
-Tensors go under their field names. A field that is no tensor is a request parameter; as parameters are strings, numbers and booleans, one
-that has members of its own (`select`, `window`, …) is given as JSON text. Nothing is passed over: what has no meaning here is refused.
+Tensors have their field names. A field that is no tensor is a request parameter; parameters are strings, numbers and booleans, so a nested
+field (`select`, `window`, …) is JSON text. Unknown names are refused, except the parameters in IGNORED.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,19 +21,19 @@ from service.wire.schemas.attend import WHICH_MASK, AttendRequest, Output
 
 VERSION = "1"  # of every model
 TENSORS = {*AttendRequest.tensors, *LISTS}
-INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]  # in the order that people read them in
+INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]  # in the order of error messages
 OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LISTS
 NESTED = {"window", "dropout", "select", "reply", "tokens"}
-PER_ITEM = ("valid_lens", "query_offset")  # a number for each batch item
+PER_ITEM = ("valid_lens", "query_offset")  # one number per batch item
 OUTPUTS = get_args(Output)
 BY_DEFAULT: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
 KEYS = "attention_weights.keys"
-PARTS = (KEYS, "attention_weights.values")  # outputs in place of the weights, where the largest are selected
-PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters of the protocol's own
-# Whether a reply of a stream (gRPC) is to say that it is the last one to its request. perf_analyzer sends it outside of streams, too.
+PARTS = (KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
+PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters that the protocol defines
+# Whether a reply of a gRPC stream has the flag `triton_final_response`. perf_analyzer sends this parameter outside of streams, too.
 FINAL = "triton_enable_empty_final_response"
-# Parameters that clients add of their own accord, by where they stand. They say nothing that would change an answer: which of MLServer's
-# codecs makes objects of a tensor, and how many bytes it has or whether it goes as bytes, where the protocol decides that (over gRPC).
+# Parameters that client libraries add, by their place. They do not change a reply: `content_type` chooses one of MLServer's codecs; over
+# gRPC the protocol decides what `binary_data_size` and `binary_data` say.
 IGNORED = {
     "request": ("content_type",),
     "input": ("content_type", "binary_data_size"),
@@ -42,10 +42,10 @@ IGNORED = {
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-    """The members of an AttendRequest; `drop_columns` is still to come.
+    """The members of an AttendRequest; the caller must still call `drop_columns`.
 
-    `tensors` are arrays, or what stands for them, in the order they came; `outputs` the requested names, none where the caller left them
-    open. Raises InvalidRequest or MalformedBody for what stands twice or has no meaning here.
+    `tensors`: (name, array or placeholder) in the order of the request; `outputs`: the requested names, empty for the default. Raises
+    InvalidRequest or MalformedBody for repeated or unknown names.
     """
     members: dict[str, Any] = {}
     for i, (name, array) in enumerate(tensors):
@@ -72,14 +72,14 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
 
 
 def arrays_asked(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
-    """The reply's arrays that go by these names, in their order; all of them where the caller named none."""
+    """The reply's arrays with these names, in this order; all arrays if `names` is empty."""
     arrays = dict(reply.arrays())
     for name in names or reply.tensors:
         yield from ((part, array) for part, array in arrays.items() if name in (part, part.partition(".")[0]))
 
 
 def refuse_decimals(members: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest where numbers are to be rounded in a reply that has none in text. Bytes hold numbers as they are."""
+    """Raises InvalidRequest if `reply.decimals` is set, for a reply whose outputs are all bytes, which are not rounded."""
     reply = members.get("reply")
     if isinstance(reply, dict) and reply.get("decimals") is not None:
         raise InvalidRequest.where(
@@ -88,7 +88,7 @@ def refuse_decimals(members: Mapping[str, Any]) -> None:
 
 
 def read_nested(text: str, at: str) -> Any:
-    """What JSON text inside a request says. Raises the refusals of a body, with the place in the text and where the text stands."""
+    """Parses JSON text inside a request. Raises as `parse_strictly`, with pointers below `at`, and TooLarge for long text."""
     size = len(text) if len(text) > JSON_TEXT_BYTES else len(encoded := text.encode(errors="surrogatepass"))
     if size > JSON_TEXT_BYTES:
         raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(size))
@@ -99,7 +99,7 @@ def read_nested(text: str, at: str) -> Any:
 
 
 def _outputs(names: Sequence[str], select: Any) -> list[str]:
-    """The outputs of an AttendRequest that hold the requested ones."""
+    """The outputs of an AttendRequest that contain the requested ones. Raises InvalidRequest for unknown or repeated names."""
     outputs: list[str] = []
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
@@ -115,7 +115,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
 
 
 def drop_columns(members: dict[str, Any]) -> None:
-    """Arrays of a number for each item: [b, 1] becomes [b], since a tensor of a model that batches is announced with an axis besides."""
+    """Replaces arrays [b, 1] of one number per item by [b]: the metadata announces them with a second axis."""
     for name in PER_ITEM:
         array, query = members.get(name), members.get("query")
         if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
@@ -123,7 +123,7 @@ def drop_columns(members: dict[str, Any]) -> None:
 
 
 def seconds_of(parameters: Mapping[str, Any]) -> float | None:
-    """The parameter `timeout`, microseconds on the wire; None where there is none, or 0. Checks `priority`, too: there is one level."""
+    """The parameter `timeout`, in microseconds, as seconds; None if absent or 0. Also validates `priority`, which has no effect."""
     for name, number in (("timeout", "a whole number of microseconds"), ("priority", "a whole number")):
         value = parameters.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**64:
@@ -132,7 +132,7 @@ def seconds_of(parameters: Mapping[str, Any]) -> float | None:
 
 
 def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
-    """Raises InvalidRequest where an object of a request has a member that means nothing here."""
+    """Raises InvalidRequest if an object of a request has an unknown member."""
     for name in entry:
         if name not in known:
             expected = f"one of {', '.join(known)}" if known else "no members"
@@ -140,7 +140,7 @@ def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
 
 
 def demand_input(name: str, at: str) -> None:
-    """Raises InvalidRequest where no input has that name, saying which there are."""
+    """Raises InvalidRequest, with the known names, if no input has that name."""
     if name in TENSORS:
         return
     if name in OPTIONS:
@@ -151,7 +151,7 @@ def demand_input(name: str, at: str) -> None:
 
 
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
-    """The row of a V2 datatype that a tensor of this kind may have; `...` is one left out. Raises InvalidRequest for any other."""
+    """The row of a V2 datatype; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
     known = [row.name for row in DATATYPES.values() if row.kind != "bool" or kind == "mask"]
     if not isinstance(name, str) or name not in known:
         raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else shown(name))
@@ -163,7 +163,7 @@ def kind_of(name: str) -> Kind:
 
 
 def _option(name: str, value: Any, at: str) -> Any:
-    """The value of an option, JSON text read. How it is refused from here on, the request's own model says."""
+    """The value of an option; JSON text is parsed. AttendRequest validates the value later."""
     if not isinstance(value, str | int | float | bool):
         raise InvalidRequest.where(at, "a string, a number or a boolean", shown(value))
     if name in NESTED:

@@ -1,6 +1,6 @@
-"""The JSON documents of the Open Inference Protocol, as pydantic models: what the routes answer, and the source of the OpenAPI document.
+"""The JSON documents of the Open Inference Protocol as Pydantic models, for the replies of the routes and for the OpenAPI document.
 
-A request for inference is read by `exchange.py`, without any of these; its model here describes it to people and generators.
+`codec.py` decodes inference requests without these models; InferenceRequest only documents them in OpenAPI.
 """
 
 from typing import Annotated, Any, Literal

@@ -7,7 +7,7 @@ from service.wire.arrays import Kind, array_over
 
 
 class BinaryTensor(NamedTuple):
-    """A tensor whose bytes follow the JSON, from `start` to `stop` among them; `at` points to its input."""
+    """A tensor sent as bytes: those from `start` to `stop` after the JSON. `at` points to its input."""
 
     row: Datatype
     shape: tuple[int, ...]
@@ -16,19 +16,19 @@ class BinaryTensor(NamedTuple):
     at: str
 
     def array(self, following: memoryview) -> Array:
-        """The array, over those bytes. Raises InvalidRequest."""
+        """The array, a view of `following`, the bytes after the JSON. Raises InvalidRequest."""
         return array_over(following[self.start : self.stop], self.row, self.shape, self.at)
 
 
 class CutList(NamedTuple):
-    """Stands in a parsed header for one of the lists that were cut out of the text; `nested`: whether it holds lists."""
+    """Replaces, in a parsed header, a list that was cut out of the text. `nested`: whether it contains lists."""
 
-    number: int  # among those
+    number: int  # index among the lists that were cut out
     nested: bool
 
 
 class JsonTensor(NamedTuple):
-    """A tensor whose numbers are in the JSON, in the input of that index. `data` is a `CutList`, or what the input has."""
+    """A tensor whose numbers are in the JSON, in input number `input`. `data`: a `CutList`, or the value in the JSON."""
 
     input: int
     kind: Kind
