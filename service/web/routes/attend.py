@@ -77,20 +77,20 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
     """As `refusals`, with another body; `meaning` replaces the descriptions of some statuses."""
     words = {
-        400: "The bytes are no JSON, or a key stands twice.",
-        401: "This server wants a key.",
+        400: "The body is not valid JSON, or a key is repeated.",
+        401: "An API key is required.",
         403: "This server does not allow it.",
         404: "No such layer.",
-        406: "No form that the caller accepts.",
+        406: "No supported media type is accepted.",
         409: "The layers cannot be changed that way here, or the layer is unloaded.",
         413: "Too large: bytes, depth, parameters, or predicted memory.",
-        415: "A media type that is not read here.",
+        415: "An unsupported media type.",
         422: "Well-formed, but it breaks the contract or does not fit the layer.",
         429: "The queue is full; see Retry-After.",
-        500: "Ours to mend.",
+        500: "Server error.",
         503: "Not ready yet.",
         504: "The deadline of X-Request-Timeout passed.",
-        507: "The memory, or the disk for a layer, was not there.",
+        507: "Not enough memory, or no disk space for a layer.",
         **meaning,
     }
     content = {media_type: {"schema": schema(model)}}

@@ -10,7 +10,7 @@ def install(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/live", tags=["operation"], response_model=dict[str, bool])
     async def live() -> dict[str, bool]:
-        """The process answers."""
+        """The process is alive."""
         return {"live": True}
 
     @app.get(
@@ -20,7 +20,7 @@ def install(app: FastAPI, service: Service) -> None:
         responses={503: {"model": dict[str, bool], "description": "Not ready."}},
     )
     async def ready(response: Response) -> dict[str, bool]:
-        """Every configured layer is loaded and warm, and the device computes: a tiny call does, if nothing else has just done."""
+        """200 if all configured layers are loaded and warmed up and the device answers a small test call (skipped after a recent call)."""
         ready = await service.answers()
         response.status_code = 200 if ready else 503
         return {"ready": ready}

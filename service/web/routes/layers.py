@@ -48,12 +48,12 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
 
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:
-        """The layers that are held, and those that are unloaded."""
+        """All layers, loaded and unloaded."""
         return Layers(layers=service.registry.documents())
 
     @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=refusals(404))
     async def get_layer(name: str) -> LayerDocument:
-        """One layer: its spec with all defaults filled in, its fingerprint, where it lives."""
+        """One layer: its spec with all defaults filled in, its fingerprint, its device."""
         return service.registry.document(name)
 
     @app.put(
@@ -70,13 +70,14 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         name: NewName,
         request: Request,
         response: Response,
-        layout: Annotated[str | None, Query(description="Whose names a checkpoint has; where its names tell, it may be left out.")] = None,
-        prefix: Annotated[str | None, Query(description="Which layer of a checkpoint: its name there, or as much as selects one.")] = None,
-        spec: Annotated[str | None, Query(description="JSON: what a checkpoint's tensors cannot tell, such as num_heads.")] = None,
+        layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
+        prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
+        spec: Annotated[str | None, Query(description="JSON: fields that the tensors do not determine, such as num_heads.")] = None,
     ) -> LayerDocument:
-        """Makes or replaces a layer; it serves when the reply comes.
+        """Create or replace a layer; it is usable once the reply arrives.
 
-        JSON describes it, or safetensors bring it: those of GET /layers/{name}/weights, or a checkpoint of which one layer is taken.
+        The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
+        one layer is read.
         """
         demand_writable()
         demand_name(name)
@@ -94,7 +95,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 409, 429, 507)},
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
-        """The weights under their canonical names, as a file that PUT takes back; the spec stands in its metadata."""
+        """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
         pieces = await service.export_layer(name)
         size = sum(map(len, pieces))
         lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent

@@ -45,7 +45,7 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
 
     @app.get("/v2/health/live", **V2, response_model=Health)
     async def live() -> Health:
-        """The process answers. `ready` is without asking the device."""
+        """The process is alive. `ready` does not check the device."""
         return health_of(service.ready and len(service.registry) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
@@ -66,7 +66,7 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
     @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
     @app.get(MODEL, **V2, response_model=ModelMetadata, responses=refusals(404, 409))
     async def model(name: str) -> ModelMetadata:
-        """The tensors that a model takes and gives. Like every path of a model, it also exists below /versions/1."""
+        """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(service.registry.find(name, at=""))
 
     @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
@@ -86,7 +86,7 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
     @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
     @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=refusals(404, 409))
     async def config(name: str) -> ModelConfig:
-        """What Triton's clients want to know before they call."""
+        """Model configuration, as in Triton."""
         return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
     @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)

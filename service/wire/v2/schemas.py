@@ -33,13 +33,13 @@ class Health(BaseModel):
 class ServerMetadata(BaseModel):
     name: str
     version: str
-    extensions: list[str] = Field(description="Exactly those that work here.")
+    extensions: list[str] = Field(description="Extensions that this server supports.")
 
 
 class TensorMetadata(BaseModel):
     name: str
     datatype: str
-    shape: list[int] = Field(description="-1 for what varies.")
+    shape: list[int] = Field(description="-1: any length.")
 
 
 class ModelMetadata(BaseModel):
@@ -63,7 +63,7 @@ class ConfigTensor(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The fields of Triton's model configuration that mean something here. `output` are those that come unless others are asked for."""
+    """The fields of Triton's model configuration that mean something here. `output` has the default outputs."""
 
     name: str
     platform: str
@@ -81,7 +81,7 @@ class Duration(BaseModel):
 
 
 class BatchStatistics(BaseModel):
-    """Executions of one batch size, counted by execution: `compute_infer` counts once what stacked calls were computed in."""
+    """Durations of the executed batches of this size; `compute_infer` counts a batch once."""
 
     batch_size: int = Field(description="Batch items computed together, of all calls that were stacked.")
     compute_input: Duration
@@ -121,13 +121,13 @@ class RepositoryModel(BaseModel):
 
 
 class Request(BaseModel):
-    """What callers write: members that mean nothing are refused."""
+    """Unknown members are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class CodecParameters(Request):
-    content_type: Any = Field(default=None, description="Ignored: MLServer's codecs say it.")
+    content_type: Any = Field(default=None, description="Ignored: sent by MLServer's codecs.")
 
 
 class InputParameters(CodecParameters):
@@ -155,7 +155,7 @@ class InferenceParameters(CodecParameters):
     model_config = ConfigDict(json_schema_extra=_options)
 
     binary_data_output: bool = Field(default=False, description="Outputs as bytes after the JSON.")
-    priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="There is one level.")
+    priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Has no effect.")
     timeout: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
 
@@ -203,7 +203,7 @@ class InferenceReply(BaseModel):
 class LoadParameters(Request):
     config: str | None = Field(
         default=None,
-        description="A LayerSpec as JSON text; without it the layer is made available that is there already.",
+        description="A LayerSpec as JSON text; without it, the unloaded layer is loaded.",
         json_schema_extra={"contentMediaType": "application/json"},
     )
 
@@ -221,7 +221,7 @@ class UnloadRequest(Request):
 
 
 class IndexRequest(Request):
-    ready: bool = Field(default=False, description="Whether models that are ready are wanted alone.")
+    ready: bool = Field(default=False, description="List only ready models.")
 
 
 def protocol_schemas() -> dict[str, Any]:
