@@ -40,6 +40,8 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
             for document in [DOCUMENT] * count + [{"layer": "more", "query": [[1.0]]}]:
                 reply = ask(server.url, "POST", "/attend", json=document)
                 sent, received = sent + len(reply.request.content), received + len(reply.content)
+            # A worker counts a request after its reply; what is counted must be written before the worker stands still.
+            until(lambda refused=count - 1: told(server.url)[REFUSED] - before[REFUSED] == refused, "the last refusal counted")
     for worker in workers_of(server.process.pid):
         with only(worker, server.process.pid):
             grown = told(server.url) - before

@@ -62,8 +62,12 @@ class HalfSent:
 
 def workers_of(parent: int) -> list[int]:
     """The processes that serve, by their ids."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    found = []
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with suppress(FileNotFoundError):  # it has ended since
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return sorted(found)
 
 
 def state(pid: int) -> str:
