@@ -10,8 +10,10 @@ long reply to the transport in pieces. Only one piece at a time waits in the tra
 
 import os
 import sys
+from collections.abc import Generator
 from enum import Enum
 from itertools import chain
+from types import coroutine
 from typing import Any, ClassVar
 
 import structlog
@@ -147,7 +149,10 @@ class Connection(HttpToolsProtocol):
     # Writing
 
     async def send(self, send: Send, message: Message) -> None:
-        """Sends a body message in pieces of at most PIECE bytes; each waits until the previous piece is nearly sent."""
+        """Sends a body message in pieces of at most PIECE bytes; each waits until the previous piece is nearly sent.
+
+        The event loop has a turn after each piece: a peer that reads fast never makes the transport wait.
+        """
         whole, more = memoryview(message.get("body", b"")), message.get("more_body", False)
         if not whole:
             await send(message)
@@ -157,6 +162,7 @@ class Connection(HttpToolsProtocol):
             await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(whole)})
             if self.lost:
                 break
+            await _next_turn()
 
     async def sent(self) -> None:
         """Waits until the transport's write buffer is empty."""
@@ -268,6 +274,12 @@ class Connection(HttpToolsProtocol):
             self.watch.answered(status)
         else:
             record.status = status
+
+
+@coroutine
+def _next_turn() -> Generator[None]:
+    """Yields to the event loop once, as `asyncio.sleep(0)` does: event loops are imported by `serving` alone."""
+    yield
 
 
 def connection_of(scope: Scope) -> Connection | None:

@@ -599,3 +599,26 @@ def test_an_idle_connection_is_closed_when_its_time_is_over(start: Callable[...,
     assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answer
     assert LIMITS.keepalive_expiry is not None
     assert LIMITS.keepalive_expiry < Settings().keepalive_timeout
+
+
+def test_the_event_loop_has_a_turn_after_each_piece_of_a_reply() -> None:
+    """The peer reads as fast as the reply is written, so that sending a piece never waits."""
+    connection = Connection.__new__(Connection)
+    connection.lost, connection._sent = False, 0
+    order: list[str] = []
+
+    async def send(message: Any) -> None:
+        order.append("piece")
+
+    async def others() -> None:
+        while True:
+            order.append("turn")
+            await asyncio.sleep(0)
+
+    async def reply() -> None:
+        task = asyncio.create_task(others())
+        await connection.send(send, {"type": "http.response.body", "body": bytes(4 * PIECE)})
+        task.cancel()
+
+    asyncio.run(reply())
+    assert "".join(order).count("pieceturn") == order.count("piece") == 4
