@@ -48,7 +48,7 @@ class Decoded(NamedTuple):
     """A decoded body. `members` are named as in AttendRequest: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]
-    reply_format: Any = None  # passed to `encode` of the same codec
+    reply_format: Any = None  # passed to `encode` of the same codec; of the JSON and safetensors codecs: the picture type to reply with
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
     error_paths: ErrorPaths = SAME_PATHS
 

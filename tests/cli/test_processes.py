@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -329,6 +329,18 @@ def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
     server.process.wait(PATIENCE)
 
 
+def terminate_under_load(server: Server, call: Callable[[], None], busy: threading.Barrier) -> None:
+    """Sends SIGTERM once every caller has reached the barrier, and waits until the callers and the server have ended."""
+    threads = [threading.Thread(target=call) for _ in range(busy.parties - 1)]
+    for thread in threads:
+        thread.start()
+    busy.wait()
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(PATIENCE) == 0
+
+
 def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
     """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
     server, callers = start("--drain-seconds", "2"), 6
@@ -346,15 +358,7 @@ def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
                 if number == 5:
                     busy.wait()
 
-    threads = [threading.Thread(target=call) for _ in range(callers)]
-    for thread in threads:
-        thread.start()
-    busy.wait()
-    server.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-
-    assert server.process.wait(PATIENCE) == 0
+    terminate_under_load(server, call, busy)
     assert set(answered) == {200}
     assert len(answered) >= (6 + LATE) * callers
     steps = ["draining", "stopping", "stopped"]
@@ -379,15 +383,7 @@ def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
             if number == 5:
                 busy.wait()
 
-    threads = [threading.Thread(target=call) for _ in range(callers)]
-    for thread in threads:
-        thread.start()
-    busy.wait()
-    server.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-
-    assert server.process.wait(PATIENCE) == 0
+    terminate_under_load(server, call, busy)
     assert ends == ["[Errno 111] Connection refused"] * callers
 
 
