@@ -170,7 +170,7 @@ def _show(console: Console, embedded: Sentence, result: AttendResult, seconds: f
     console.print("\n[bold]200 OK[/bold]")
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
-    console.print(f"{headline(result)}; {seconds * 1e3:.1f} there and back\n", markup=False)
+    console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
     console.print(links_table(result.attention_weights, embedded.tokens), soft_wrap=False)
 
 

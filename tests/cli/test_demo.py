@@ -52,7 +52,7 @@ def test_the_demo_with_hash_vectors(server, tmp_path):
     shown = show("--vectors", "hash", "--save", str(folder))
     assert SENTENCE in shown and "the heads mean nothing" in shown
     assert '"tokens": {"query": ["The", "cat", "sat"' in shown
-    assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "there and back" in shown
+    assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "round trip" in shown
 
     reply = repeat(server, by_hand(shown))
 

@@ -11,7 +11,7 @@ from typing import Any
 import schemathesis
 
 REASONS = {
-    "the layer is not there": ["a layer that is held .*"],
+    "the layer is not there": ["a loaded layer .*"],
     "tensors must fit each other and the layer": [
         r"shape .*",
         r"rank \d, as the query has",

@@ -158,7 +158,7 @@ def test_its_asyncio_client(v2_server: Server, want: dict[str, Array]) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.infer("none", [tensor("query", QUERY)]), 'expected a layer that is held .* got "none"'),
+        (lambda c: c.infer("none", [tensor("query", QUERY)]), 'expected a loaded layer .* got "none"'),
         (lambda c: c.infer("a/b", [tensor("query", QUERY)]), "nothing is served at"),
         (lambda c: c.infer("tiny", [tensor("query", QUERY[..., :5])]), "expected 6 values per query"),
         (lambda c: c.infer("tiny", [tensor("keys", KEY)]), 'expected one of query, key, value, .* got "keys", at /inputs/0/name'),

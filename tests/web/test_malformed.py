@@ -323,7 +323,7 @@ FIELDS = [
     Bad("unknown-in-select", 422, "/select/head", "no field of that name", "", tiny(select={"head": [0]})),
     Bad("unknown-in-dropout", 422, "/dropout/q", "no field of that name", 'a field "q"', tiny(dropout={"p": 0, "seed": 1, "q": 1})),
     Bad("unknown-in-tokens", 422, "/tokens/value", "no field of that name", "", tiny(tokens={"value": WORDS})),
-    Bad("layer-unknown", 404, "/layer", "a layer that is held", '"nobody"', tiny(layer="nobody")),
+    Bad("layer-unknown", 404, "/layer", "a loaded layer", '"nobody"', tiny(layer="nobody")),
     Bad("layer-number", 422, "/layer", "a string", "5", tiny(layer=5)),
     Bad("layer-null", 422, "/layer", "a string", "null", tiny(layer=None)),
     Bad("layer-empty", 422, "/layer", "", '""', tiny(layer="")),
@@ -682,8 +682,8 @@ LAYERS = [
     ),
     put("parameters", "/spec", "at most 268435456 parameters", "268468224", spec(d_model=8192), status=413),
     put("parameters-2^62", "/spec", "at most 268435456 parameters", "", spec(d_model=2**31 - 2), status=413),
-    Bad("delete-unknown", 404, "/layer", "a layer that is held", '"nobody"', method="DELETE", path="/layers/nobody"),
-    Bad("get-unknown", 404, "/layer", "a layer that is held", '"nobody"', method="GET", path="/layers/nobody"),
+    Bad("delete-unknown", 404, "/layer", "a loaded layer", '"nobody"', method="DELETE", path="/layers/nobody"),
+    Bad("get-unknown", 404, "/layer", "a loaded layer", '"nobody"', method="GET", path="/layers/nobody"),
 ]
 
 HTTP = [

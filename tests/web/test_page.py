@@ -106,7 +106,7 @@ def test_words_are_as_wide_as_what_they_are_to_be(http: httpx.Client, layers: di
         ({"text": "x" * 70000}, 422, "/text", "65536"),
         ({"text": 5}, 422, "/text", "a string"),
         ({}, 422, "/text", "a value"),
-        ({"text": "cat", "layer": "nowhere"}, 404, "/layer", "a layer that is held"),
+        ({"text": "cat", "layer": "nowhere"}, 404, "/layer", "a loaded layer"),
         ({"text": "cat", "part": "output"}, 422, "/part", "one of"),
         ({"text": "cat", "words": 1}, 422, "/words", "no field of that name"),
     ],

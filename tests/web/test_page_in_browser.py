@@ -395,7 +395,7 @@ def test_a_picture_that_is_refused_says_why_beside_its_button(visit: Visitor) ->
     page = visit()
     page.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
     page.refusal(lambda: page.page.click("[data-figure=svg]"), "**/attend/figure")
-    page.page.locator("#take-error", has_text="Expected a layer that is held").wait_for()
+    page.page.locator("#take-error", has_text="Expected a loaded layer").wait_for()
     assert page.page.inner_text("#taken") == ""
 
 

@@ -87,7 +87,7 @@ class LayerRegistry:
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
                 raise LayerUnloaded(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
-            raise LayerNotFound.where(at, f"a layer that is held ({self._named()})", f'"{name}"')
+            raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"')
         return layer
 
     def demand_room_for_unloaded(self) -> None:
