@@ -26,7 +26,7 @@ from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.access import milliseconds, request_id
-from service.web.middleware.guard import ADMIN, ANY, demand_key
+from service.web.middleware.guard import ADMIN, ANY, require_key
 from service.web.middleware.telemetry import Ending, Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -55,7 +55,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallContext:
     """Logging, authentication and tracing of calls. With a `keyring`, clients send the key in the metadata, named as in HTTP."""
 
     log_requests: bool = True
@@ -75,8 +75,8 @@ class Failure:
 class Calls:
     """The handlers. A message has at most `largest` bytes, and must arrive within `seconds`."""
 
-    def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
-        self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
+    def __init__(self, service: Service, methods: Methods, call_context: CallContext, largest: int, seconds: float) -> None:
+        self.service, self.methods, self.call_context, self.seconds = service, methods, call_context, seconds
         self._turns = turns_within(service.budget, largest, seconds)
         self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
@@ -158,15 +158,15 @@ class Calls:
 
     def _caller(self, name: str, record: CallRecord, metadata: Mapping[str, str], context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
-        if self.surroundings.keyring is not None:
-            record.key = demand_key(self.surroundings.keyring, metadata, SCOPES.get(name, ANY))
+        if self.call_context.keyring is not None:
+            record.key = require_key(self.call_context.keyring, metadata, SCOPES.get(name, ANY))
         return record.key or address_of(context.peer())
 
     async def _observe(
         self, name: str, record: CallRecord, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
     ) -> Failure | None:
         """Calls `answer` with the trailing metadata; counts, logs and traces the call. Returns the failure, or None."""
-        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.surroundings.traces
+        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.call_context.traces
         started, trailing = service.clock(), [("x-request-id", record.request_id)]
         span = None if traces is None else traces.begin_call(full_name, metadata)
         if span is not None:
@@ -191,9 +191,9 @@ class Calls:
             if reason:
                 service.metrics.failed(reason)
             if traces is not None and span is not None:
-                ending = Ending(record.request_id, reason, code in OUR_FAULT, record.phases, record.about)
+                ending = Ending(record.request_id, reason, code in OUR_FAULT, record.phases, record.log_fields)
                 traces.end_call(span, full_name, code.name, ending, seconds)
-            if self.surroundings.log_requests:
+            if self.call_context.log_requests:
                 log.info(
                     "request",
                     request_id=record.request_id,
@@ -201,7 +201,7 @@ class Calls:
                     key=record.key,
                     status=code.name,
                     ms=round(seconds * 1e3, 3),
-                    **record.about,
+                    **record.log_fields,
                     **({} if record.phases is None else milliseconds(record.phases)),
                     **({"detail": detail[:200]} if detail else {}),
                 )

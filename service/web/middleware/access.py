@@ -153,7 +153,7 @@ class Access:
                 ms=round(seconds * 1e3, 3),
                 received=record.received,
                 sent=record.sent,
-                **record.about,
+                **record.log_fields,
                 **phases,
                 **refusal,
             )

@@ -68,7 +68,7 @@ class Ending:
     reason: str
     failed: bool
     phases: Phases | None
-    about: Mapping[str, Any]
+    log_fields: Mapping[str, Any]
 
 
 class Telemetry:
@@ -121,7 +121,7 @@ class Telemetry:
             about["url.query"] = scope["query_string"].decode("latin-1")
         if method != scope["method"]:
             about["http.request.method_original"] = scope["method"]
-        ending = Ending(record.request_id, record.reason, failed, record.phases, record.about)
+        ending = Ending(record.request_id, record.reason, failed, record.phases, record.log_fields)
         self._close(scope["attend.span"], {**labels, **about}, ending, seconds)
 
     def begin_call(self, method: str, metadata: Mapping[str, str]) -> "OpenSpan":
@@ -143,7 +143,7 @@ class Telemetry:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
         span.set_attributes({**labels, "attend.request_id": ending.request_id})
-        span.set_attributes({f"attend.{name}": value for name, value in ending.about.items()})
+        span.set_attributes({f"attend.{name}": value for name, value in ending.log_fields.items()})
         if ending.reason:
             span.set_attribute("attend.reason", ending.reason)
         if ending.failed:
