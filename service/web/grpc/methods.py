@@ -3,10 +3,11 @@
 ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
@@ -25,12 +26,17 @@ from service.wire.codec import Codec
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call: seconds until the client's deadline (None: no deadline), bytes in memory, and fields of the log line."""
+    """One call: its metadata, how it ended, and the fields of its log line."""
 
-    seconds_left: float | None
+    metadata: Mapping[str, str]
+    seconds_left: float | None  # until the client's deadline; None: no deadline
     request_id: str
-    lease: Lease = field(init=False)  # set once the caller is known
+    trailing: list[tuple[str, str]]  # metadata of the reply
     key: str = ""  # the name of the caller's key
+    lease: Lease = field(init=False)  # bytes in memory; set once the caller is known
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    reason: str = ""  # of a failure
+    detail: str = ""
     phases: Phases | None = None
     log_fields: dict[str, Any] = field(default_factory=dict)
 
