@@ -37,7 +37,7 @@ class MultiHeadAttention:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.projections = Projections(spec, weights)
         self.eager = Eager(spec, self.projections.weights, device)
-        self.short = Short(self.projections) if Short.suits_layer(spec, device) else None
+        self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -66,7 +66,9 @@ class MultiHeadAttention:
     def _forward(self, calls: Sequence[Call]) -> list[Result]:
         set_precision(self.spec.matmul_precision)
         if self.short is not None and all(map(self.short.suits, calls)):
-            return self.short(calls)
+            computed = [self.short(call) for call in calls]
+            if None not in computed:
+                return computed
         projected = self.projections.project(calls)
         attended = [self._attend(call, *parts) for call, parts in zip(calls, projected, strict=True)]
         merged = [tensors["concatenated"] for call, (tensors, _) in zip(calls, attended, strict=True) if "output" in call.outputs]

@@ -1,0 +1,23 @@
+from service.tensors import Array
+
+variants: tuple[str, ...]
+"""The implementations that this processor can run, fastest first."""
+
+class Layer:
+    """Opaque: the weights of a layer, copied, and one of the implementations."""
+
+Four = tuple[Array, Array, Array, Array]
+
+def layer(width: int, num_heads: int, variant: str, weights: Four, biases: Four, /) -> Layer:
+    """A layer from the float32 weights [width, width] and biases [width] of query, key, value and output.
+
+    Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
+    """
+
+def attend(
+    layer: Layer, items: int, queries: int, keys: int, scale: float, query: Array, key: Array, value: Array, output: Array, weights: Array, /
+) -> bool:
+    """Compute `output` [items, queries, width] and attention `weights` [items, heads, queries, keys] from contiguous float32 arrays.
+
+    Returns whether all numbers of the output are finite. Raises ValueError if the sizes do not fit.
+    """
