@@ -1,5 +1,6 @@
-"""Fixtures that every room's tests share."""
+"""Fixtures that tests of several folders share."""
 
+import json
 import sys
 import threading
 import zlib
@@ -14,6 +15,7 @@ import pytest
 import structlog
 from hypothesis import settings
 from support.server import Server, start_server
+from support.v2 import LAYERS
 
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
@@ -84,6 +86,21 @@ def browser() -> Iterator[Any]:
 def http(server: Server) -> Iterator[httpx.Client]:
     """A plain HTTP client of the shared server."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def v2_server() -> Iterator[Server]:
+    """A server for the tests of the Open Inference Protocol: it speaks gRPC, and they count its calls and load and unload its layers."""
+    running = start_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def v2(v2_server: Server) -> Iterator[httpx.Client]:
+    """A plain HTTP client of that server, which sends no Content-Type."""
+    with httpx.Client(base_url=v2_server.url, timeout=60, headers={"Content-Type": ""}) as client:
         yield client
 
 

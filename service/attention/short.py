@@ -5,7 +5,6 @@ The extension is optional: without it, torch computes these calls like all other
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from service.attention.selection import chosen, selection
 from service.spec import PROJECTIONS, LayerSpec
 
 try:
-    from service.attention.native import short as native
+    from service.attention.native import _short as native
 except ImportError:  # installed without a C compiler
     native = None  # type: ignore[assignment]
 
@@ -55,18 +54,18 @@ class Short:
         largest = items * width * max(queries * width, keys * width, queries * keys)
         is_modified = call.softcap or call.dropout is not None or call.head_scale is not None or call.masks.bias is not None
         return (
-            0 < items * queries * keys
+            items * queries * keys > 0
             and largest <= self._largest
             and call.outputs <= OUTPUTS
-            and not (is_modified or call.masks.blocks or call.reproducible)
+            and not (is_modified or call.masks.has_any or call.reproducible)
         )
 
     def __call__(self, call: Call) -> Result | None:
         """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
         (items, queries, _), keys = call.query.shape, call.key.shape[1]
         output, weights = torch.empty(call.query.shape), torch.empty(items, self._num_heads, queries, keys)
-        inputs = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
-        if not native.attend(self._layer, items, queries, keys, call.scale, *inputs, output.numpy(), weights.numpy()):
+        query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
+        if not native.attend(self._layer, items, queries, keys, call.scale, query, key, value, output.numpy(), weights.numpy()):
             return None
         tensors = {"output": output} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:

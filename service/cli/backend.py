@@ -127,9 +127,9 @@ class ServiceBackend:
         self, name: str, file: bytes, *, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
     ) -> LayerDocument:
         from service.serving.layers.files import Source
-        from service.web.routes.layers import demand_name
+        from service.web.routes.layers import require_name
 
-        demand_name(name)
+        require_name(name)
         source = Source(layout, prefix, None if spec is None else json.dumps(dict(spec)))
         layer, _ = self._loop.run(self._service.put_layer(name, self._request(file, CODECS[SAFETENSORS]), source))
         return layer.document()

@@ -13,6 +13,8 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's folder for seve
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+PHASES = ("decode", "queue", "compute", "encode")
+
 
 @dataclass(slots=True)
 class Phases:
@@ -22,6 +24,10 @@ class Phases:
     queue: float = 0.0
     compute: float = 0.0
     encode: float = 0.0
+
+    def milliseconds(self) -> dict[str, float]:
+        """The phases as fields of a log line: decode_ms, …"""
+        return {f"{name}_ms": round(getattr(self, name) * 1e3, 3) for name in PHASES}
 
     def server_timing(self) -> str:
         """The value of the header Server-Timing, in milliseconds."""
@@ -43,7 +49,7 @@ class Metrics:
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
-        self._phases = [phases.labels(name) for name in ("decode", "queue", "compute", "encode")]
+        self._phases = [phases.labels(name) for name in PHASES]
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
         self._abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry)
@@ -80,8 +86,8 @@ class Metrics:
 
     def computed(self, phases: Phases) -> None:
         """Record the phases of an answered call."""
-        for histogram, seconds in zip(self._phases, (phases.decode, phases.queue, phases.compute, phases.encode), strict=True):
-            histogram.observe(seconds)
+        for name, histogram in zip(PHASES, self._phases, strict=True):
+            histogram.observe(getattr(phases, name))
 
     def abandoned(self, count: int) -> None:
         """Count calls dropped because their callers disconnected."""

@@ -75,11 +75,11 @@ def test_the_whole_is_bounded() -> None:
         budget.lease("c").add(CAPACITY // 2)
 
 
-def test_a_demand_takes_nothing_and_a_release_gives_all_back() -> None:
+def test_a_check_takes_nothing_and_a_release_gives_all_back() -> None:
     """What is there already is counted without being asked."""
     budget = ByteBudget(CAPACITY)
     with budget.lease("a") as lease:
-        lease.demand(CAPACITY // 2)
+        lease.check_room(CAPACITY // 2)
         assert budget.held == 0
         lease.resize(10 * CAPACITY)
         assert budget.held == lease.held == 10 * CAPACITY
@@ -100,7 +100,7 @@ def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
 
     def wait(caller: str, size: int) -> int:
         with pytest.raises(Overloaded) as refusal:
-            budget.lease(caller).demand(size)
+            budget.lease(caller).check_room(size)
         return refusal.value.retry_after
 
     assert wait("new", size) == LONGEST_WAIT

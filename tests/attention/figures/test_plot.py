@@ -404,9 +404,9 @@ from hashlib import sha256
 import matplotlib
 matplotlib.rcParams.update({"svg.hashsalt": sys.argv[1], "font.size": float(sys.argv[2]), "lines.linewidth": float(sys.argv[2])})
 from service.attention.figures import FigureSpec, draw
-from attention import test_figures
-test_figures.rng.seed(3)
-picture = test_figures.picture_of(2, 13, 13, test_figures.HOSTILE[:13])
+from attention.figures import test_plot
+test_plot.rng.seed(3)
+picture = test_plot.picture_of(2, 13, 13, test_plot.HOSTILE[:13])
 settings = lambda: {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which asking for would load
 before = settings()
 for form in ("png", "svg", "html"):
@@ -419,7 +419,7 @@ assert "matplotlib.pyplot" not in sys.modules
 def test_two_processes_draw_the_same_bytes():
     """Whatever matplotlib is set to there; and nothing of it is changed."""
     command = [sys.executable, "-W", "error", "-c", DETERMINISM, "b", "19"]
-    there = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    there = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
     assert there.stderr == ""
     rng.seed(3)

@@ -4,18 +4,26 @@ variants: tuple[str, ...]
 """The implementations that this processor can run, fastest first."""
 
 class Layer:
-    """Opaque: the weights of a layer, copied, and one of the implementations."""
+    """Opaque: an implementation, and a copy of a layer's weights."""
 
-Four = tuple[Array, Array, Array, Array]
-
-def layer(width: int, num_heads: int, variant: str, weights: Four, biases: Four, /) -> Layer:
+def layer(width: int, num_heads: int, variant: str, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> Layer:
     """A layer from the float32 weights [width, width] and biases [width] of query, key, value and output.
 
     Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
     """
 
 def attend(
-    layer: Layer, items: int, queries: int, keys: int, scale: float, query: Array, key: Array, value: Array, output: Array, weights: Array, /
+    layer: Layer,
+    items: int,
+    queries: int,
+    keys: int,
+    scale: float,
+    query: Array,
+    key: Array,
+    value: Array,
+    output: Array,
+    weights: Array,
+    /,
 ) -> bool:
     """Compute `output` [items, queries, width] and attention `weights` [items, heads, queries, keys] from contiguous float32 arrays.
 

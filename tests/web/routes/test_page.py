@@ -17,7 +17,7 @@ from service.serving.text import _installed
 from service.spec import LayerSpec
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[2] / "service" / folder).iterdir())
+FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service" / folder).iterdir())
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 SENTENCE = "The cat sat on the mat"
 

@@ -1,4 +1,4 @@
-/* The module service.attention.native.short; short.pyi says what its functions take and return. */
+/* The module service.attention.native._short; _short.pyi says what its functions take and return. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 #include "short.h"
 
-#define CAPSULE "service.attention.native.short.layer"
+#define CAPSULE "service.attention.native._short.layer"
 
 static const struct { const char *name; void (*attend)(const struct layer *, const struct item *); } variants[] = {
 #if defined(__x86_64__)
@@ -130,9 +130,9 @@ static PyObject *attend(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {{"layer", make_layer, METH_VARARGS, NULL}, {"attend", attend, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "short", "Short calls in C.", -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short calls in C.", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit_short(void)
+PyMODINIT_FUNC PyInit__short(void)
 {
     PyObject *module = PyModule_Create(&definition), *names = PyTuple_New(VARIANTS - first_variant());
     for (int i = first_variant(); names && i < VARIANTS; i++)
