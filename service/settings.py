@@ -77,8 +77,10 @@ class Settings(BaseSettings):
         ge=MIB,
         description="Predicted memory of waiting calls; also all bodies and replies held.",
     )
-    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
+    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
+    batch_delay: float = Field(
+        default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch; of use on a GPU only."
+    )
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from service.serving.batching import BatchLimits
+
 B, Q, K = 2, 3, 5  # of most requests here; the layer `cross` has d_model 4, 2 heads, key_dim 3, value_dim 5
 H, D = 2, 2
 RNG = np.random.default_rng(11)
@@ -619,8 +621,9 @@ def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
         np.testing.assert_allclose(cross(outputs=["scores"], bias=bias)["scores"], plain + added, atol=1e-5, err_msg=str(shape))
 
 
-def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[..., str]) -> None:
-    """Each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
+def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with batches, each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
+    monkeypatch.setattr("service.serving.service.limits_on", lambda device, calls: BatchLimits(calls))
     query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
     with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
