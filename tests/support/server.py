@@ -98,7 +98,7 @@ def _ready(server: Server, stderr: TextIO) -> Server:
                 server.log.append(line)
                 if '"listening"' in line:
                     server.url = json.loads(line)["url"]
-                if '"event": "ready"' in line:
+                if '"event":"ready"' in line:
                     ready.set()
         ready.set()
 
