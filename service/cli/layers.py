@@ -16,14 +16,20 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from service.checkpoints import ModelFolder, described_layers
 from service.cli.backend import Backend, open_backend
 from service.cli.exits import complain, reported
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
+from service.client import operations
 from service.wire.schemas.attend import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 
 attend layers --d-model 512 --num-heads 8 --json
+
+attend layers inspect path/to/model
+
+attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000
 
 attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"num_heads": 12}' --url http://127.0.0.1:8000"""
 
@@ -62,7 +68,11 @@ def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config
 
 def add(
     name: Name,
-    file: Annotated[Path, typer.Argument(help="A safetensors file: an exported layer or a checkpoint.", exists=True, dir_okay=False)],
+    path: Annotated[
+        Path, typer.Argument(help="A model's folder with its config.json; or a safetensors file, exported or of a checkpoint.", exists=True)
+    ],
+    layer: Annotated[int | None, typer.Option(help="Number of the layer in a model's folder.", min=0, show_default=False)] = None,
+    part: Annotated[str | None, typer.Option(help="encoder, decoder or cross, where a model has several.", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,
@@ -71,14 +81,24 @@ def add(
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add or replace a layer from a safetensors file."""
+    """Add or replace a layer from a model's folder, as the model's config describes it, or from a safetensors file."""
     fields = _object(spec)
+    if path.is_dir() == (layer is None) or (path.is_dir() and (layout or prefix)) or (part and layer is None):
+        raise typer.BadParameter("expected a model's folder with --layer and perhaps --part, or a file with neither")
     with _opened("add", url, ca, layers_dir) as backend:
-        layer = backend.put_layer_file(name, file.read_bytes(), layout=layout, prefix=prefix, spec=fields)
+        body = path.read_bytes() if layer is None else operations.model_layer(path, layer, part)
+        added = backend.put_layer_file(name, body, layout=layout, prefix=prefix, spec=fields)
     if as_json:
-        sys.stdout.write(layer.model_dump_json() + "\n")
+        sys.stdout.write(added.model_dump_json() + "\n")
     else:
-        Console().print(_table([layer]))
+        Console().print(_table([added]))
+
+
+def inspect(folder: Annotated[Path, typer.Argument(help="A model's folder with its config.json.", file_okay=False, exists=True)]) -> None:
+    """List the attention layers of a model's folder, and what its config says about them. Prints JSON; sends nothing."""
+    with reported("layers inspect"):
+        for line in described_layers(ModelFolder(folder)):
+            typer.echo(json.dumps(line))
 
 
 def export(
@@ -108,7 +128,8 @@ def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = N
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
-    add: "add encoder0 model.safetensors --prefix encoder.layer.0 --url http://127.0.0.1:8000",
+    add: "add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000",
+    inspect: "inspect path/to/model",
     export: "export encoder0 --output encoder0.safetensors --layers-dir layers",
     remove: "remove encoder0 --url http://127.0.0.1:8000",
 }

@@ -140,6 +140,20 @@ class AsyncClient:
         body = file if isinstance(file, bytes) else await asyncio.to_thread(Path(file).read_bytes)
         return await self.perform(operations.put_layer_file(name, body, layout, prefix, spec), timeout)
 
+    async def put_layer_from(
+        self,
+        name: str,
+        path: str | Path,
+        layer: int,
+        *,
+        part: str | None = None,
+        spec: Mapping[str, Any] | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> LayerDocument:
+        """As `Client.put_layer_from`."""
+        body = await asyncio.to_thread(operations.model_layer, path, layer, part)
+        return await self.perform(operations.put_layer_file(name, body, None, None, spec), timeout)
+
     async def layer_file(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bytes:
         """As `Client.layer_file`."""
         return await self.perform(operations.layer_file(name), timeout)

@@ -175,6 +175,24 @@ class Client:
         body = file if isinstance(file, bytes) else Path(file).read_bytes()
         return self.perform(operations.put_layer_file(name, body, layout, prefix, spec), timeout)
 
+    def put_layer_from(
+        self,
+        name: str,
+        path: str | Path,
+        layer: int,
+        *,
+        part: str | None = None,
+        spec: Mapping[str, Any] | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> LayerDocument:
+        """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
+
+        Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
+        has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
+        """
+        body = operations.model_layer(path, layer, part)
+        return self.perform(operations.put_layer_file(name, body, None, None, spec), timeout)
+
     def layer_file(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bytes:
         """A layer as safetensors: weights by canonical name, its spec in the metadata."""
         return self.perform(operations.layer_file(name), timeout)

@@ -3,16 +3,19 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
 
+from service.checkpoints import ModelFolder
 from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document
 from service.spec import LayerSpec
 from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.safetensors import write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest
@@ -134,6 +137,14 @@ def put_layer_file(
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
     return Operation("PUT", path, body, read_layer, SAFETENSORS, repeat="unbegun")
+
+
+def model_layer(path: str | Path, layer: int, part: str | None = None) -> bytes:
+    """One layer of a model's folder as a body for PUT /layers/{name}: its tensors, and the model's config in the metadata."""
+    folder = ModelFolder(Path(path))
+    description, tensors = folder.layer(layer, part)
+    metadata = {"config": folder.config_text, "layer": str(layer), "part": description.part}
+    return b"".join(write_tensors(tensors, metadata))
 
 
 def delete_layer(name: str) -> Operation[None]:
