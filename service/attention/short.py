@@ -61,7 +61,7 @@ class Short:
             or call.dropout is not None
             or call.head_scale is not None
             or masks.bias is not None
-            or masks.blocks
+            or masks.has_any
         )
 
     def __call__(self, calls: Sequence[Call]) -> list[Result]:

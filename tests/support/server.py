@@ -47,7 +47,7 @@ def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
                 server.log.append(line)
                 if '"listening"' in line:
                     server.url = json.loads(line)["url"]
-                if '"event": "ready"' in line:
+                if '"event":"ready"' in line:
                     ready.set()
         ready.set()
 

@@ -84,17 +84,17 @@ def stored_pieces(layer: HeldLayer) -> list[Buffer]:
     return write_layer_file(layer, fingerprint=layer.fingerprint)
 
 
-def demand_storable(layer: HeldLayer, largest: int) -> None:
+def require_storable(layer: HeldLayer, largest: int) -> None:
     """Raises TooLarge if the layer's file would exceed `largest` bytes, since it could not be loaded again."""
-    _demand_file_size(sum(memoryview(piece).nbytes for piece in stored_pieces(layer)), largest)
+    _require_file_size(sum(memoryview(piece).nbytes for piece in stored_pieces(layer)), largest)
 
 
-def demand_storable_spec(spec: LayerSpec, largest: int) -> None:
+def require_storable_spec(spec: LayerSpec, largest: int) -> None:
     """Raises TooLarge if weights and spec alone exceed `largest` bytes. Checked before weights are drawn, which is slow."""
-    _demand_file_size(spec.num_parameters * BY_TORCH[spec.dtype].size + len(spec.model_dump_json()), largest)
+    _require_file_size(spec.num_parameters * BY_TORCH[spec.dtype].size + len(spec.model_dump_json()), largest)
 
 
-def _demand_file_size(size: int, largest: int) -> None:
+def _require_file_size(size: int, largest: int) -> None:
     if size > largest:
         raise TooLarge.where("/spec", f"a layer whose file has at most {largest} bytes (max_layer_bytes)", str(size))
 

@@ -90,7 +90,7 @@ class LayerRegistry:
             raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"')
         return layer
 
-    def demand_room_for_unloaded(self) -> None:
+    def require_room_for_unloaded(self) -> None:
         """Raises LayerConflict if no more layers may be unloaded."""
         if len(self._unloaded) >= MOST_UNLOADED:
             raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")

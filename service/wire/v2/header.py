@@ -15,12 +15,12 @@ from service.wire.v2.parameters import (
     KEYS,
     VERSION,
     datatype_named,
-    demand_input,
-    demand_known,
     kind_of,
     members_of,
     refuse_decimals,
-    seconds_of,
+    require_input,
+    require_known,
+    timeout_of,
 )
 from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 
@@ -65,7 +65,7 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    demand_known(header, REQUEST, "")
+    require_known(header, REQUEST, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
         if header.get(name) not in (None, value):
             raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
@@ -89,7 +89,7 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
     parameters = _parameters(header, "")
-    request_id, timeout = _id(header.get("id")), seconds_of(parameters)
+    request_id, timeout = _id(header.get("id")), timeout_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
     outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
     members = members_of(model, [(path.name, ...) for path in paths], parameters, outputs)
@@ -102,13 +102,13 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
     """(path, tensor) of one input."""
     at = f"/inputs/{i}"
-    demand_known(_object(entry, at), INPUT, at)
+    require_known(_object(entry, at), INPUT, at)
     name = _name(entry, at)
-    demand_input(name, f"{at}/name")
+    require_input(name, f"{at}/name")
     row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
     shape = shape_of(entry.get("shape", ...), f"{at}/shape")
     parameters, in_text = _parameters(entry, at), entry.get("data") is not None
-    demand_known(parameters, IGNORED["input"], f"{at}/parameters")
+    require_known(parameters, IGNORED["input"], f"{at}/parameters")
     size = parameters.get("binary_data_size")
     if in_text == (size is not None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
@@ -132,9 +132,9 @@ def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
     names, binary = [], {}
     for i, entry in enumerate(entries):
         at = f"/outputs/{i}"
-        demand_known(_object(entry, at), OUTPUT, at)
+        require_known(_object(entry, at), OUTPUT, at)
         name, parameters = _name(entry, at), _parameters(entry, at)
-        demand_known(parameters, IGNORED["output"], f"{at}/parameters")
+        require_known(parameters, IGNORED["output"], f"{at}/parameters")
         if "binary_data" in parameters:
             binary[name] = _flag(parameters["binary_data"], f"{at}/parameters/binary_data")
         names.append(name)

@@ -42,7 +42,7 @@ IGNORED = {
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-    """The members of an AttendRequest; the caller must still call `drop_columns`.
+    """The members of an AttendRequest; the caller must still call `squeeze_per_item`.
 
     `tensors`: (name, array or placeholder) in the order of the request; `outputs`: the requested names, empty for the default. Raises
     InvalidRequest or MalformedBody for repeated or unknown names.
@@ -71,7 +71,7 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
     return members
 
 
-def arrays_asked(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
+def requested_arrays(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
     """The reply's arrays with these names, in this order; all arrays if `names` is empty."""
     arrays = dict(reply.arrays())
     for name in names or reply.tensors:
@@ -114,7 +114,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     return outputs
 
 
-def drop_columns(members: dict[str, Any]) -> None:
+def squeeze_per_item(members: dict[str, Any]) -> None:
     """Replaces arrays [b, 1] of one number per item by [b]: the metadata announces them with a second axis."""
     for name in PER_ITEM:
         array, query = members.get(name), members.get("query")
@@ -122,7 +122,7 @@ def drop_columns(members: dict[str, Any]) -> None:
             members[name] = array[:, 0]
 
 
-def seconds_of(parameters: Mapping[str, Any]) -> float | None:
+def timeout_of(parameters: Mapping[str, Any]) -> float | None:
     """The parameter `timeout`, in microseconds, as seconds; None if absent or 0. Also validates `priority`, which has no effect."""
     for name, number in (("timeout", "a whole number of microseconds"), ("priority", "a whole number")):
         value = parameters.get(name, 0)
@@ -131,7 +131,7 @@ def seconds_of(parameters: Mapping[str, Any]) -> float | None:
     return parameters.get("timeout", 0) / 1e6 or None
 
 
-def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
+def require_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
     """Raises InvalidRequest if an object of a request has an unknown member."""
     for name in entry:
         if name not in known:
@@ -139,7 +139,7 @@ def demand_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
             raise InvalidRequest.where(at + pointer([name]), expected, "another member")
 
 
-def demand_input(name: str, at: str) -> None:
+def require_input(name: str, at: str) -> None:
     """Raises InvalidRequest, with the known names, if no input has that name."""
     if name in TENSORS:
         return

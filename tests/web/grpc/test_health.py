@@ -177,7 +177,7 @@ from service.web.app import create_service
 from service.web.grpc import inference_pb2
 from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
-from service.web.v2.description import Offer
+from service.web.v2.description import ProtocolExtensions
 
 class Context:
     def peer(self):
@@ -198,7 +198,7 @@ async def main():
     settings = Settings()
     service = create_service(settings)
     await service.begin(settings.all_layers())
-    methods, health = Methods(service, Offer(None, None), 1 << 20), Health(service, frozenset(), 1 << 20, 20)
+    methods, health = Methods(service, ProtocolExtensions(None, None), 1 << 20), Health(service, frozenset(), 1 << 20, 20)
     async def silent(layer):
         return False
     for responds in (service.probe.responds, silent):
