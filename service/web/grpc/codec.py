@@ -20,7 +20,7 @@ from service.wire.arrays import Kind, array_over, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -130,7 +130,7 @@ def _split(body: bytes) -> SplitRequest:
 def require_version(version: str) -> None:
     """Raises LayerNotFound unless `version` is empty or VERSION, the only version of every model."""
     if version not in ("", VERSION):
-        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, parameter in parameters.items():
         if (choice := parameter.WhichOneof("parameter_choice")) is None:
-            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {shown(name)}")
+            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {describe_value(name)}")
         values[name] = getattr(parameter, choice)
     return values
 

@@ -12,7 +12,7 @@ from service.serving.service import Service
 from service.web.record import Record
 from service.web.request_reader import read_as
 from service.web.routes.attend import require_started, send_reply
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.parameters import VERSION
 
@@ -48,4 +48,4 @@ def _header_length(record: Record) -> str:
 def require_version(version: str | None) -> None:
     """Raises LayerNotFound unless `version` is None or VERSION, the only version of every model."""
     if version not in (None, VERSION):
-        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))

@@ -18,7 +18,7 @@ from service.web.v2.description import ProtocolExtensions, index_of
 from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
 from service.wire.negotiation import JSON
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.parameters import read_nested, require_known
 from service.wire.v2.schemas import RepositoryModel
@@ -42,7 +42,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         document = await _document(request, service)
         require_known(document, ("ready",), "")
         if not isinstance(ready := document.get("ready", False), bool):
-            raise InvalidRequest.where("/ready", "true or false", shown(ready))
+            raise InvalidRequest.where("/ready", "true or false", describe_value(ready))
         return index_of(service.registry.documents(), ready)
 
     @app.post(
@@ -82,7 +82,7 @@ async def load_layer(service: Service, name: str, parameters: Mapping[str, Any])
         await service.loader.load(name)
         return
     if not isinstance(config, str):
-        raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
+        raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", describe_value(config))
     require_name(name)
     await run_in_threadpool(read_nested, config, "/parameters/config")  # must be complete JSON: it is inserted into other JSON
     try:
@@ -120,5 +120,5 @@ async def _parameters(request: Request, service: Service) -> dict[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise InvalidRequest.where("/parameters", "an object", shown(parameters))
+        raise InvalidRequest.where("/parameters", "an object", describe_value(parameters))
     return parameters
