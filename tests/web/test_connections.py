@@ -203,6 +203,14 @@ def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> No
         assert everything(connection).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_refused_caller_that_sends_chunks_reads_the_refusal(server: Server) -> None:
+    """The server reads the rest of the body before it closes the connection, whatever its framing."""
+    chunks = b"".join(b"10000\r\n" + bytes(1 << 16) + b"\r\n" for _ in range(256)) + b"0\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert everything(connection).startswith(b"HTTP/1.1 404 ")
+
+
 def test_a_deadline_covers_the_body(server: Server) -> None:
     """Whoever sets one and does not send the body gets 504 when it has passed, and may go on to the next request."""
     with connect(server) as connection:

@@ -171,12 +171,11 @@ def record_of(scope: Scope) -> Record:
 
 
 async def _drain_body(record: Record, receive: Receive) -> None:
-    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the caller reads the
+    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
     reply."""
     length = record.headers.get(b"content-length", b"")
-    left = int(length) if length.isdigit() else 0
-    if left > DRAINED_BYTES:
-        return
+    declared = int(length) if length.isdigit() else DRAINED_BYTES * (b"transfer-encoding" in record.headers)
+    left = declared if declared <= DRAINED_BYTES else 0
     while left > 0:
         try:
             message = await receive()
