@@ -207,22 +207,18 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
 
 def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
     """Raises BadSettings if a configured layer exceeds a limit."""
-    together = 0
+
+    def check(subject: str, count: int, limit: str, expected: str) -> None:
+        if count > (most := getattr(settings, limit)):
+            raise BadSettings(f"{subject}expected {expected.format(most)} ({limit}), got {count}")
+
     for name, spec in layers.items():
-        together += spec.num_parameters
         if spec.init is None:
             raise BadSettings(f'the layer "{name}": expected an initialization of the weights (init), got null')
-        if spec.num_parameters > settings.max_layer_parameters:
-            wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
-            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
-        if spec.widest > settings.max_layer_width:
-            wanted = f"widths of at most {settings.max_layer_width} (max_layer_width)"
-            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.widest}')
-    if len(layers) > settings.max_layers:
-        raise BadSettings(f"expected at most {settings.max_layers} layers (max_layers), got {len(layers)}")
-    if together > settings.max_total_parameters:
-        wanted = f"at most {settings.max_total_parameters} parameters in all layers (max_total_parameters)"
-        raise BadSettings(f"expected {wanted}, got {together}")
+        check(f'the layer "{name}": ', spec.num_parameters, "max_layer_parameters", "at most {} parameters")
+        check(f'the layer "{name}": ', spec.widest, "max_layer_width", "widths of at most {}")
+    check("", len(layers), "max_layers", "at most {} layers")
+    check("", sum(spec.num_parameters for spec in layers.values()), "max_total_parameters", "at most {} parameters in all layers")
 
 
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:

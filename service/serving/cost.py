@@ -17,23 +17,24 @@ from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+REPLY_BYTES = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 LARGEST_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Bounds on layers and calls. A refusal names the exceeded one by its setting."""
+    """Bounds on layers and calls, each named like its setting."""
 
-    layer_parameters: int = 1 << 28
-    total_parameters: int = 1 << 30
-    layers: int = 1000
-    layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
-    scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
-    memory_bytes: int = 4096 * MIB
-    operations: int = 10**13
-    items: int = 65536
-    pairs: int = 1 << 36  # heads * queries * keys of one item
-    reply_bytes: int = 2048 * MIB
+    max_layer_parameters: int = 1 << 28
+    max_total_parameters: int = 1 << 30
+    max_layers: int = 1000
+    max_layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
+    max_scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
+    max_memory_bytes: int = 4096 * MIB
+    max_operations: int = 10**13
+    max_batch_items: int = 65536
+    max_pairs: int = 1 << 36  # heads * queries * keys of one item
+    max_reply_bytes: int = 2048 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +117,15 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
     """The limits that a call of this cost exceeds; empty if it is admitted."""
-    problems = []
-    if cost.scores > limits.scores:
-        wanted = f"at most {limits.scores} weights and scores (max_scores); select fewer heads or queries"
-        problems.append(Problem("", wanted, str(cost.scores)))
-    if cost.memory_bytes > limits.memory_bytes:
-        wanted = f"at most {limits.memory_bytes} bytes of predicted memory (max_memory_bytes)"
-        problems.append(Problem("", wanted, str(cost.memory_bytes)))
-    if cost.operations > limits.operations:
-        problems.append(Problem("", f"at most {limits.operations} predicted operations (max_operations)", str(cost.operations)))
-    if cost.items > limits.items:
-        problems.append(Problem("/query", f"a batch of at most {limits.items} items (max_batch_items)", str(cost.items)))
-    if cost.pairs > limits.pairs:
-        problems.append(Problem("", f"at most {limits.pairs} heads x queries x keys (max_pairs)", str(cost.pairs)))
-    if cost.reply_bytes > limits.reply_bytes:
-        wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
-        problems.append(Problem("", wanted, str(cost.reply_bytes)))
-    return problems
+    table = (
+        (cost.scores, limits.max_scores, "", "at most {} weights and scores (max_scores); select fewer heads or queries"),
+        (cost.memory_bytes, limits.max_memory_bytes, "", "at most {} bytes of predicted memory (max_memory_bytes)"),
+        (cost.operations, limits.max_operations, "", "at most {} predicted operations (max_operations)"),
+        (cost.items, limits.max_batch_items, "/query", "a batch of at most {} items (max_batch_items)"),
+        (cost.pairs, limits.max_pairs, "", "at most {} heads x queries x keys (max_pairs)"),
+        (cost.reply_bytes, limits.max_reply_bytes, "", REPLY_BYTES),
+    )
+    return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
 
 
 def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
@@ -156,7 +149,7 @@ def share(cost: Cost, shards: int) -> Cost:
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
     inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
-    batches = range(2, min(limits.items, LARGEST_BATCH) + 1)
+    batches = range(2, min(limits.max_batch_items, LARGEST_BATCH) + 1)
     return bisect_left(batches, True, key=lambda b: bool(admit(_predict(inputs._replace(batch=b), spec), limits))) + 1
 
 

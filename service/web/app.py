@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,7 +24,7 @@ from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
 from service.web.routes import attend, figure, health, layers, page, text
-from service.web.v2 import infer, repository, routes
+from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 
@@ -36,12 +37,12 @@ class Application(FastAPI):
             "/attend": attend.Attend(service, service.engine.attend),
             "/attend/analysis": attend.Attend(service, service.engine.analyse),
         }
-        v2 = infer.Infer(service)
+        v2 = routes.Infer(service)
 
         def hot(method: str, path: str) -> Endpoint | None:
             if method != "POST":
                 return None
-            return own.get(path) or (v2 if path.startswith(infer.MODELS) and infer.PATH.fullmatch(path) else None)
+            return own.get(path) or (v2 if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
 
         self._access: ASGIApp = Access(self._unslashed, service, settings.access_log, hot, guard, traces)
         if origins := _listed(settings.cors_origins):
@@ -68,15 +69,15 @@ def create_app(settings: Settings) -> FastAPI:
     extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with _grpc(settings, service, extensions, keyring, traces):
             if settings.workers > 1:  # load before accepting connections: after a restart, the other workers answer
                 await service.begin(settings.all_layers())
-                if not service.started:  # the log says why
+                if service.failed:  # the log says why
                     raise NotReady("the layers could not be loaded")
             else:
                 service.begin(settings.all_layers())
-            yield
+            yield {"service": service}
         service.close()
         if traces is not None:
             traces.close()
@@ -100,24 +101,8 @@ def create_app(settings: Settings) -> FastAPI:
 
 def create_service(settings: Settings) -> Service:
     """The service with these settings; it has no layers yet."""
-    wire = WireLimits(
-        body_bytes=settings.max_body_bytes,
-        layer_bytes=settings.max_layer_bytes,
-        depth=settings.max_depth,
-        tensors=settings.max_tensors,
-    )
-    limits = ServingLimits(
-        layer_parameters=settings.max_layer_parameters,
-        layer_width=settings.max_layer_width,
-        total_parameters=settings.max_total_parameters,
-        layers=settings.max_layers,
-        scores=settings.max_scores,
-        memory_bytes=settings.max_memory_bytes,
-        operations=settings.max_operations,
-        items=settings.max_batch_items,
-        pairs=settings.max_pairs,
-        reply_bytes=settings.max_reply_bytes,
-    )
+    wire = WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors)
+    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout

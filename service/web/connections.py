@@ -21,9 +21,10 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
-from service.web.errors import PROBLEM_JSON, problem
+from service.web.errors import problem
 from service.web.http_parser import Parser
 from service.web.watch import Watch
+from service.wire.negotiation import PROBLEM_JSON
 
 log = structlog.get_logger("attend")
 STATE = "attend.connection"  # the key of a connection in `state` of an ASGI scope

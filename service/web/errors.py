@@ -17,6 +17,7 @@ from starlette.routing import Match
 
 from service import errors
 from service.serving.executor import is_out_of_memory
+from service.wire.negotiation import PROBLEM_JSON
 
 STATUSES: dict[type[errors.AttendError], int] = {
     errors.AttendError: 500,
@@ -42,7 +43,6 @@ STATUSES: dict[type[errors.AttendError], int] = {
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
-PROBLEM_JSON = "application/problem+json"
 V2 = "/v2"
 UNEXPECTED = "unexpected error; the server's log has the cause"
 

@@ -1,13 +1,13 @@
 """Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 
 Model = TypeVar("Model", bound=BaseModel)
 SHOWN = 60  # characters of a received value
@@ -36,11 +36,6 @@ EXPECTED_WITH_LIMIT = {
     "string_too_long": "a text of at most {max_length} characters",
     "int_parsing_size": "an integer of fewer digits",
 }
-
-
-def pointer(parts: Iterable[Any]) -> str:
-    """RFC 6901: ("query", 0, 3) -> /query/0/3."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 def shown(value: Any) -> str:

@@ -17,11 +17,12 @@ from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import inference_pb2 as messages
-from service.web.grpc.codec import GrpcCodec, require_version, values_of
+from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
+from service.wire.v2.parameters import require_version
 
 
 @dataclass(slots=True)

@@ -13,11 +13,10 @@ from starlette.types import Receive, Send
 from service.errors import NotReady
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.service import Service
-from service.web.errors import PROBLEM_JSON
 from service.web.openapi.examples import ANALYSIS, ATTEND, PLAN
 from service.web.record import Record
 from service.web.request_reader import read
-from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 

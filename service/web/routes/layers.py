@@ -7,14 +7,14 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import Source
 from service.serving.service import Service
 from service.web.openapi.examples import PUT_TINY
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import BINARY, error_responses, request_body_doc, require_started
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import PROBLEMS, pointer, shown
+from service.wire.problems import PROBLEMS, shown
 from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 

@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 import numpy as np
 import simdjson
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 from service.tensors import Array
 from service.wire.arrays import MAX_RANK, Kind, beyond_float64, converted
 from service.wire.json.strict import EMPTY_AXIS, array_of_integers, array_of_lists, line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import pointer
 
 PIECE = 1 << 17  # bytes: a piece and its parsed numbers fit in the processor's caches
 LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor

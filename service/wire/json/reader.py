@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from service.errors import InvalidRequest, RequestError, TooLarge
+from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, converted
 from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
 from service.wire.json.strict import array_of_integers, array_of_lists, line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import SHOWN, pointer, shown
+from service.wire.problems import SHOWN, shown
 
 REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole

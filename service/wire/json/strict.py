@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 from service.tensors import BY_NUMPY, Array
 from service.wire.arrays import MAX_RANK, Kind, range_text
-from service.wire.problems import pointer, shown
+from service.wire.problems import shown
 
 DIGITS = 309  # digits of the largest integer in the range of float64; a sign counts
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
