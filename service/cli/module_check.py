@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from service.cli.exits import complain
+from service.cli.terminal import fail
 
 if TYPE_CHECKING:
     from service.attention.compare import Agreement, CaseResult
@@ -85,9 +84,9 @@ def _compare(name: str, seed: int, options: dict[str, Any]) -> "Agreement":
     try:
         return compare(name, seed=seed, **options)
     except ImportError as error:
-        complain("check", f"cannot import {name}: {error}", "Run this in a directory where `python -c 'import …'` works, or install it.")
+        hint = "Run this in a directory where `python -c 'import …'` works, or install it."
+        fail("check", f"cannot import {name}: {error}", hint, code=2)
     except (ValueError, TypeError) as error:
-        complain("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE.")
+        fail("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE.", code=2)
     except Exception as error:
-        complain("check", f"{name} could not be constructed: {type(error).__name__}: {error}")
-    raise typer.Exit(2)
+        fail("check", f"{name} could not be constructed: {type(error).__name__}: {error}", code=2)
