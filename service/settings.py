@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port of the gRPC server (extra `grpc`); no gRPC if not set.")
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads per worker for arithmetic; if not set, its share of the cores.")
-    workers: int = Field(default=1, ge=1, description="Processes that share the port; each holds all layers.")
+    workers: int = Field(default=1, ge=1, description="Processes that share the port. Each has all layers in memory.")
 
     d_model: int = Field(default=64, description="Width of the layer `default`.")
     num_heads: int = Field(default=8, description="Number of heads of the layer `default`.")
@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     layers_dir: Path | None = Field(default=None, description="Folder that stores layers put over HTTP; memory only if not set.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
-    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC message in bytes, either way; max_body_bytes if less.")
+    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Parameters of the largest layer.")
@@ -72,16 +72,12 @@ class Settings(BaseSettings):
     max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
 
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
-    max_queue_bytes: int = Field(
-        default=2048 * MIB,
-        ge=MIB,
-        description="Predicted memory of waiting calls; also all bodies and replies held.",
-    )
+    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
-    compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")
+    compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
     drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
     shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
 
@@ -95,7 +91,7 @@ class Settings(BaseSettings):
     allowed_hosts: str = Field(
         default="",
         pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
-        description="Names allowed in Host, without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
+        description="Names allowed in Host, with commas, or *; if not set, localhost on loopback without keys, else any.",
     )
     cors_origins: str = Field(
         default="",
@@ -106,29 +102,17 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
     uds: Path | None = Field(default=None, description="Unix socket to listen on, instead of host and port.")
     root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Path prefix that a proxy removes, such as /attend.")
-    trusted_proxies: str = Field(
-        default="", description="Addresses or networks of proxies whose X-Forwarded-For and -Proto are used, separated by commas, or *."
-    )
+    trusted_proxies: str = Field(default="", description="Proxies whose X-Forwarded-… are used: addresses or networks, with commas, or *.")
     client_timeout: float = Field(default=20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
-    min_client_rate: int = Field(
-        default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must arrive and a reply be read."
-    )
-    keepalive_timeout: float = Field(
-        default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway must close its idle connections earlier."
-    )
-    ready_timeout: float = Field(
-        default=2.0,
-        gt=0,
-        description="Seconds in which the device must answer for readiness, plus ten times the predicted time of a running call.",
-    )
+    min_client_rate: int = Field(default=32768, ge=1, description="Bytes per second at which bodies arrive and replies are read, at least.")
+    keepalive_timeout: float = Field(default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway needs less.")
+    ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which an idle device must answer a probe for readiness.")
     telemetry: bool = Field(default=False, description="Send traces and metrics by OTLP, configured by OTEL_… variables (extra `otel`).")
 
     replicas: int = Field(default=4, ge=1, description="With Ray Serve: largest number of replicas.")
     replica_cpus: float = Field(default=1.0, gt=0, description="With Ray Serve: cores of each replica; fractions are allowed.")
     replica_gpus: float = Field(default=0.0, ge=0, description="With Ray Serve: GPUs of each replica; fractions are allowed.")
-    shards: int = Field(
-        default=0, ge=0, description="With Ray Serve: actors that divide a call too large for one replica among them, by keys; none at 0."
-    )
+    shards: int = Field(default=0, ge=0, description="With Ray Serve: actors that share a call too large for one replica, by keys.")
 
     log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
