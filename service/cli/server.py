@@ -21,7 +21,7 @@ from service.cli.signals import exit_with_supervisor, handle_signals, ignore_han
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.web.watch import Watch
+from service.web.slow_peers import SlowPeerTimer
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
@@ -91,7 +91,7 @@ def application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     service, inner = app.state.service, app.router.lifespan_context
-    Connection.watch = Watch(
+    Connection.timer = SlowPeerTimer(
         settings.client_timeout,
         service.metrics.failed,
         settings.access_log,

@@ -7,7 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -49,6 +51,10 @@ class Application(FastAPI):
             shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
 
+    def build_middleware_stack(self) -> ASGIApp:
+        """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
+        return AsyncExitStackMiddleware(self.router)
+
     async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
         path = scope.get("path", "")
@@ -56,7 +62,10 @@ class Application(FastAPI):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
             await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:
+            await errors.unrouted(error, self.router.routes, scope)(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._access(scope, receive, send)
@@ -94,7 +103,6 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     document.install(app)
-    errors.install(app)
     app.surround(service, settings, _guard(settings, keyring), traces)
     return app
 

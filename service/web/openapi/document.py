@@ -9,7 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
-from service.web.routes.attend import error_responses
+from service.web.openapi.operations import error_responses
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import request_schemas
 from service.wire.schemas.figure import FigureRequest

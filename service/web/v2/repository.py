@@ -9,9 +9,9 @@ from starlette.concurrency import run_in_threadpool
 from service.errors import RequestError
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
-from service.web.openapi.examples import LOAD
+from service.web.openapi.operations import LOAD, request_body_doc
 from service.web.request_reader import read_as
-from service.web.routes.attend import request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName, require_name
 from service.web.v2.description import ProtocolExtensions, index_of
 from service.web.v2.routes import error_responses

@@ -9,10 +9,11 @@ from starlette.types import Receive, Send
 
 from service.errors import MalformedBody
 from service.serving.service import Service
-from service.web.openapi.examples import INFER
+from service.web.openapi.operations import INFER, request_body_doc, schema
+from service.web.openapi.operations import error_responses as responses_of
 from service.web.record import Record
 from service.web.request_reader import read_as
-from service.web.routes.attend import error_responses_as, request_body_doc, require_started, schema, send_reply
+from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
 from service.wire.negotiation import JSON
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
@@ -64,7 +65,7 @@ V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "depe
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI descriptions of the refusals of a route under /v2."""
-    return error_responses_as("V2Error", JSON, *statuses, meaning={400: "Anything wrong with the request."})
+    return responses_of(*statuses, model="V2Error", media_type=JSON, meaning={400: "Anything wrong with the request."})
 
 
 def health_of(ready: bool) -> Health:
