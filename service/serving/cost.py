@@ -5,7 +5,7 @@ The same prediction decides admission and answers POST /attend/plan. The values 
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -95,24 +95,26 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
 @lru_cache(1024)  # shapes recur, and without a cache this would be a tenth of a small request's time
 def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     b, q, k, h = inputs.batch if inputs.batch is not None else 1, inputs.num_queries, inputs.num_keys, spec.num_heads
-    size = BY_TORCH[spec.dtype].size
+    size, pairs = BY_TORCH[spec.dtype].size, h * q * k
     shapes = _shapes(inputs, spec, b)
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
-    wide, narrow, joined = h * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.concatenated_dim  # queries, keys, heads' outputs
-    values = spec.num_kv_heads * spec.value_head_dim
-    products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
-    elements = h * q * k * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
+    projections = q * (spec.d_model * query_width + joined_width * spec.output_dim)
+    projections += k * (spec.key_dim * key_width + spec.value_dim * value_width)
     # softmax, dropout and sorting take time per score, beyond the matrix products
-    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if inputs.gradients else 1)
-    rows = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
-    weighed = rows * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
-    scores = b * k * weighed
-    held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
-    wire = sum(math.prod(shape) for shape in outputs.values())
-    memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    size_of = reply_bytes(inputs.form, inputs.decimals, outputs, lambda name: wire_datatype(name, inputs.datatype, spec))
-    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, inputs.datatype, spec)].size for name, shape in outputs.items())
-    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k, raw)
+    per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    products = 2 * (projections * spec.projections + q * k * (query_width + joined_width))
+    operations = b * (products + per_score) * (3 if inputs.gradients else 1)
+    selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
+    rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
+    scores = b * k * rows
+    sequences = b * (q * (spec.query_dim + query_width + 2 * joined_width) + k * (spec.key_dim + spec.value_dim + key_width + value_width))
+    elements = sum(math.prod(shape) for shape in outputs.values())
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
+    datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
+    reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
+    return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -199,16 +201,14 @@ def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
-def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
-    """Bytes of a reply with tensors of these shapes; `form` is nested or base64, `datatype` maps an output's name to its V2 datatype."""
-    total = 200
+def reply_sizes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:
+    """(bytes of a reply with tensors of these shapes and V2 datatypes, bytes of the tensors as binary). `form` is nested or base64."""
+    reply, binary = 200, 0
     for name, shape in outputs.items():
-        size = DATATYPES[datatype(name)].size
-        count = math.prod(shape)
+        count, size = math.prod(shape), DATATYPES[datatypes[name]].size
+        binary += count * size
         if form == "base64":
-            total += 80 + 4 * math.ceil(count * size / 3)
-        elif decimals is not None:
-            total += count * min(decimals + 4, TEXT_BYTES[size])
+            reply += 80 + 4 * math.ceil(count * size / 3)
         else:
-            total += count * TEXT_BYTES[size]
-    return total
+            reply += count * (TEXT_BYTES[size] if decimals is None else min(decimals + 4, TEXT_BYTES[size]))
+    return reply, binary
