@@ -31,7 +31,7 @@ Every refusal has `Problem`s: where (a JSON pointer), what was expected, what wa
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Problem:
         return f"expected {self.expected}, got {self.got}{place}"
 
 
-def pointer(parts: Iterable[Any]) -> str:
+def pointer(parts: Iterable[object]) -> str:
     """The JSON pointer of a path: ("query", 0, 3) -> /query/0/3."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     allowed_hosts: str = Field(
         default="",
         pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
-        description="Names allowed in Host, with commas, or *; if not set, localhost on loopback without keys, else any.",
+        description="Host names without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
     )
     cors_origins: str = Field(
         default="",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
-from support.server import Server, start_server
+from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
@@ -52,11 +52,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers of one's own; they end with the test."""
+    """Starts servers in processes of their own; they end with the test."""
     running: list[Server] = []
 
     def begin(*flags: str, env: dict[str, str] | None = None) -> Server:
-        running.append(start_server(*flags, env=env))
+        begin_one = start_server if "--workers" in flags else fork_server  # workers import all anew, as their supervisor did
+        running.append(begin_one(*flags, env=env))
         return running[-1]
 
     yield begin

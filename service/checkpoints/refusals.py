@@ -9,11 +9,11 @@ MAX_LISTED = 8
 
 
 def weight_pointer(name: str) -> str:
-    return pointer(("weights", name))
+    return pointer(["weights", name])
 
 
 def field_pointer(*path: str) -> str:
-    return pointer(("spec", *path))
+    return pointer(["spec", *path])
 
 
 def shape_of(array: Array) -> str:

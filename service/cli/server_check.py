@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from service.attention.compare import tolerance
-from service.attention.random_cases import Case, random_case
+from service.attention.compare.random_cases import Case, random_case
 from service.attention.reference.forward import Reference, attend
 from service.client import BadReply, Client, operations
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault

@@ -48,7 +48,7 @@ async def read_as(
     """As `read`, with known codecs."""
     deadline, lease = deadline_of(record, service), lease_of(record, service)
     limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
-    pieces = _pieces(record.headers.get(b"content-length"), receive, limit, lease)
+    pieces = _pieces(record, receive, limit, lease)
     if deadline is None:
         body = await pieces
     else:
@@ -57,7 +57,7 @@ async def read_as(
                 body = await pieces
         except TimeoutError:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
-    record.received, record.whole = sum(map(len, body)), True
+    record.received = sum(map(len, body))
     whole = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
@@ -107,27 +107,27 @@ def _never() -> bool:
     return False
 
 
-async def _pieces(content_length: bytes | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
+async def _pieces(record: Record, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
     """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent take no memory budget."""
-    if content_length is not None:
+    if (content_length := record.headers.get(b"content-length")) is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
         if (declared := int(content_length)) > limit[1]:
             raise _too_large(limit, str(declared))
         if declared > SMALL:
             lease.check_room(declared)
-    pieces, size, more = [], 0, True
-    while more:
+    pieces, size = [], 0
+    while not record.whole:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
+        record.whole = not message.get("more_body", False)
         if piece := message.get("body", b""):
             size += len(piece)
             if size > limit[1]:
                 raise _too_large(limit, f"more than {limit[1]}")
             lease.add(len(piece))
             pieces.append(piece)
-        more = message.get("more_body", False)
     return pieces
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, Array, Datatype
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 
 Kind = Literal["number", "bias", "mask", "count"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
@@ -43,7 +43,7 @@ def decode_base64(pieces: Iterator[bytes]) -> bytearray:
 def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
     """The array of a base64 text, which is a string or an iterator over pieces. Raises InvalidRequest."""
     if not isinstance(text, str | Iterator):
-        raise InvalidRequest.where(at, "a base64 string", shown(text))
+        raise InvalidRequest.where(at, "a base64 string", describe_value(text))
     try:
         data = decode_base64(iter([text.encode(errors="replace")]) if isinstance(text, str) else text)
     except (binascii.Error, ValueError) as error:

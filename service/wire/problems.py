@@ -38,7 +38,7 @@ EXPECTED_WITH_LIMIT = {
 }
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A short description of a received value, in terms of JSON."""
     if isinstance(value, np.ndarray):
         return f"a tensor of shape {list(value.shape)}"
@@ -64,7 +64,7 @@ def is_unicode(text: str) -> bool:
 
 def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
-    got = shown(error.get("input"))
+    got = describe_value(error.get("input"))
     if kind == "disagreement":
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
@@ -74,7 +74,9 @@ def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     if kind == "extra_forbidden":
         name = str(error["loc"][-1])[:SHOWN]
         near = get_close_matches(name, known, 1) if len(error["loc"]) == 1 else []
-        return Problem(place, "no field of that name", f"a field {shown(name)}" + "".join(f" (did you mean {name}?)" for name in near))
+        return Problem(
+            place, "no field of that name", f"a field {describe_value(name)}" + "".join(f" (did you mean {name}?)" for name in near)
+        )
     if kind in ("literal_error", "enum"):
         return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
     if kind in EXPECTED_WITH_LIMIT:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layers import json_body
 
-from service.attention.random_cases import REQUEST_FEATURES, Case, random_case
+from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
 from service.cli.server_check import largest_score
@@ -75,7 +76,7 @@ def make(http: httpx.Client, case: Case) -> Reference:
 
 def ask(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
     """The server's reply, exact: its tensors as arrays."""
-    body = {**case.body(), "layer": "random", "reply": {"form": "base64", "datatype": "FP64"}, **fields}
+    body = {**json_body(case.request), "layer": "random", "reply": {"form": "base64", "datatype": "FP64"}, **fields}
     answer = http.post("/attend", json=body)
     assert answer.status_code == 200, answer.text
     return {name: unpack(value) for name, value in answer.json().items() if name != "layer"}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trustme
 from support.command import run_attend
-from support.server import start_server
+from support.server import fork_server
 
 from service import __version__
 from service.settings import Settings
@@ -244,7 +244,7 @@ def guarded(tmp_path_factory):
     certificate.private_key_pem.write_to_path(key)
     secret = run_attend("keys", "add", "tests", "--scope", "admin", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
     infer_only = run_attend("keys", "add", "caller", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
-    server = start_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
+    server = fork_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
     yield server.url, str(ca), secret, infer_only
     server.stop()
 

@@ -52,7 +52,7 @@ def connects(url: str) -> bool:
     host, port = url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed in that moment
         return False
     return True
 
@@ -108,7 +108,7 @@ def test_law_10_sigint_does_not_wait(start: Start) -> None:
     server.process.send_signal(signal.SIGINT)
     until(lambda: not connects(server.url), "the door closes")
     assert begun.finish()[0] == 200
-    assert server.process.wait(PATIENCE) in (0, -signal.SIGINT, 130)
+    assert server.process.wait(PATIENCE) == 130
     assert "Traceback" not in "".join(server.log)
 
 

@@ -1,6 +1,8 @@
 """The thread that draws: what waits for it has a bound, a deadline, and a caller who may go. A drawing here lasts until it is let go."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -101,3 +103,16 @@ def test_a_late_drawing_is_given_up_by_whoever_waits_and_by_the_thread():
 
     asyncio.run(scenario())
     assert seen == [0]
+
+
+def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
+    """A full collection among matplotlib's objects pauses every thread, the event loop's too."""
+    script = """
+import gc, sys
+from service.serving.figures import _load_matplotlib
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+_load_matplotlib()
+assert "matplotlib" in sys.modules and gc.isenabled() and not full, full
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind

@@ -14,7 +14,7 @@ from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerDocument
 
 NAMED = 8  # most layer names in an error
@@ -185,7 +185,7 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
     problems += [
-        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", shown(name)) for name in weights if name not in shapes
+        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", describe_value(name)) for name in weights if name not in shapes
     ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")

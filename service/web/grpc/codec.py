@@ -20,7 +20,7 @@ from service.wire.arrays import Kind, array_over, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -133,7 +133,7 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, parameter in parameters.items():
         if (choice := parameter.WhichOneof("parameter_choice")) is None:
-            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {shown(name)}")
+            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {describe_value(name)}")
         values[name] = getattr(parameter, choice)
     return values
 

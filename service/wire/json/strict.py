@@ -10,7 +10,7 @@ import numpy as np
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 from service.tensors import BY_NUMPY, Array
 from service.wire.arrays import MAX_RANK, Kind, range_text
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 
 DIGITS = 309  # digits of the largest integer in the range of float64; a sign counts
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
@@ -127,7 +127,7 @@ def array_of_integers(value: list[Any], kind: Kind, dtype: np.dtype[Any], at: st
         for i in index:
             item = item[i]
         if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
-            raise InvalidRequest.where(at + pointer(index), range_text(BY_NUMPY[dtype]), shown(item))
+            raise InvalidRequest.where(at + pointer(index), range_text(BY_NUMPY[dtype]), describe_value(item))
         array[index] = int(item)
     return array
 
@@ -145,7 +145,7 @@ def _overflow(value: Any) -> str:
 
 def _demand_regular(value: Any, shape: list[int], kind: Kind, at: str) -> None:
     if not isinstance(value, list):
-        raise InvalidRequest.where(at, f"a list of {shape[0]}", shown(value))
+        raise InvalidRequest.where(at, f"a list of {shape[0]}", describe_value(value))
     if len(value) != shape[0]:
         raise InvalidRequest.where(at, f"{shape[0]} values, as in the rows before", str(len(value)))
     if len(shape) > 1:
@@ -157,4 +157,4 @@ def _demand_regular(value: Any, shape: list[int], kind: Kind, at: str) -> None:
         return
     for i, item in enumerate(value):
         if type(item) not in types or (isinstance(item, str) and item != "-inf"):
-            raise InvalidRequest.where(f"{at}/{i}", expected, shown(item))
+            raise InvalidRequest.where(f"{at}/{i}", expected, describe_value(item))

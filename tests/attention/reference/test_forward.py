@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.random_cases import random_case
+from service.attention.compare.random_cases import random_case
 from service.attention.reference.forward import attend, softmax
 from service.attention.weights import draw_weights
 from service.spec import PROJECTIONS, LayerSpec
@@ -416,5 +416,6 @@ def test_causal_is_torchs_causal(seed):
 
 
 def test_it_needs_no_torch():
-    program = "import sys; import service.attention.reference.gradients, service.attention.random_cases; assert 'torch' not in sys.modules"
+    modules = "service.attention.reference.gradients, service.attention.compare.random_cases"
+    program = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

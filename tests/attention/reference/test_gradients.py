@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference.forward import attend
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.random_cases import random_case
+from service.attention.compare.random_cases import random_case
 from service.attention.reference.forward import attend, normalise, softmax
 from service.attention.weights import draw_weights
 from service.spec import LayerSpec, QKNorm

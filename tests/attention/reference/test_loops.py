@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference.forward import attend
 from service.attention.weights import draw_weights
 

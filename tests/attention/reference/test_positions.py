@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference.forward import attend
 from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
 from service.attention.weights import draw_weights

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from support.layers import json_body
 
-from service.attention.random_cases import FEATURES, REQUEST_FEATURES, random_case
-from service.attention.random_layers import LAYER_FEATURES, settle
+from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, REQUEST_FEATURES, random_case, settle
 from service.attention.reference.forward import attend
 from service.attention.weights import draw_weights
 from service.spec import PROJECTIONS, Biases, LayerSpec
@@ -24,7 +24,7 @@ def equal(a, b):
     def listed(case):
         return case.weights and {name: x.tolist() for name, x in case.weights.items()}
 
-    return a.spec == b.spec and a.body() == b.body() and listed(a) == listed(b)
+    return a.spec == b.spec and json_body(a.request) == json_body(b.request) and listed(a) == listed(b)
 
 
 def test_a_case_follows_from_its_seed():
@@ -43,7 +43,7 @@ def test_every_case_is_one_that_the_reference_answers():
 def test_a_body_is_json_and_means_the_same():
     for case in cases(100):
         weights = weights_of(case)
-        body = json.loads(json.dumps(case.body(), allow_nan=False))
+        body = json.loads(json.dumps(json_body(case.request), allow_nan=False))
         assert body.keys() == case.request.keys()
         np.testing.assert_array_equal(attend(case.spec, weights, **body).output, attend(case.spec, weights, **case.request).output)
 
