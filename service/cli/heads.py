@@ -171,7 +171,7 @@ def _strongest_links(links: Mapping[str, Any]) -> Table:
 
 
 def _position(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
-    from service.attention.figures.labels import printable  # loads torch
+    from service.attention.figures.layout import printable  # loads torch
 
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")
