@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from service.cli.backend import ServiceBackend
-from service.client import operations
+from service.cli.clients import in_process
 from service.settings import Settings
 from service.spec import LayerSpec
 
@@ -51,15 +50,11 @@ def _layer(seed: int, heads: int = 4) -> LayerSpec:
 
 def draw_examples(folder: Path) -> None:
     """Writes each figure into the folder."""
-    backend = ServiceBackend(Settings())
-    try:
+    with in_process(Settings()) as client:
         for name, spec, fields, figure in examples():
-            backend.put_layer("analysed", spec)
-            figure = {**figure, "format": "png", "dpi": 96, "width": 720, "values": False}
-            operation = operations.figure({"layer": "analysed", **fields}, figure)
-            (folder / f"{name}.png").write_bytes(backend.figure(operation.as_json().body or b""))
-    finally:
-        backend.close()
+            client.put_layer("analysed", spec)
+            figure = {**figure, "dpi": 96, "width": 720, "values": False}
+            (folder / f"{name}.png").write_bytes(client.figure(**fields, layer="analysed", figure=figure))
 
 
 if __name__ == "__main__":

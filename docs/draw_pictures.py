@@ -6,9 +6,8 @@ They are what POST /attend/figure answers for the demo's sentence and the first 
 import sys
 from pathlib import Path
 
-from service.cli.backend import ServiceBackend
+from service.cli.clients import in_process
 from service.cli.demo import SENTENCE
-from service.client import operations
 from service.serving.embeddings import read_minilm
 from service.settings import Settings
 
@@ -27,15 +26,11 @@ PICTURES = {
 def draw_pictures(folder: Path) -> None:
     """Writes each picture into the folder."""
     read = read_minilm(SENTENCE)
-    backend = ServiceBackend(Settings())
-    try:
-        backend.put_layer("minilm-layer-0", read.spec, read.weights)
-        fields = {"layer": "minilm-layer-0", "query": read.vectors, "tokens": {"query": read.tokens}}
+    with in_process(Settings()) as client:
+        client.put_layer("minilm-layer-0", read.spec, read.weights)
         for name, figure in PICTURES.items():
-            operation = operations.figure(fields, {**figure, "format": "png", "dpi": 96})
-            (folder / name).write_bytes(backend.figure(operation.as_json().body or b""))
-    finally:
-        backend.close()
+            picture = client.figure(read.vectors, layer="minilm-layer-0", tokens={"query": read.tokens}, figure={**figure, "dpi": 96})
+            (folder / name).write_bytes(picture)
 
 
 if __name__ == "__main__":

@@ -201,11 +201,11 @@ def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings
         layers = settings.all_layers()
     except ValidationError as error:
         raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
-    _demand_makeable(settings, layers)
+    _require_makeable(settings, layers)
     return settings
 
 
-def _demand_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
+def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
     """Raises BadSettings if a configured layer exceeds a limit."""
     together = 0
     for name, spec in layers.items():

@@ -56,7 +56,7 @@ BY_TORCH: dict[str, Datatype] = {row.torch: row for row in DATATYPES.values()}
 
 def datatype_of(array: Array) -> Datatype:
     """The row of an array's dtype. Raises KeyError for other dtypes (object, complex, str)."""
-    return BY_NUMPY[array.dtype.newbyteorder("<")]
+    return BY_NUMPY.get(array.dtype) or BY_NUMPY[array.dtype.newbyteorder("<")]
 
 
 def little_endian(array: Array) -> Array:

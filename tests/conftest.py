@@ -1,5 +1,6 @@
-"""Fixtures that every room's tests share."""
+"""Fixtures that tests of several folders share."""
 
+import json
 import sys
 import threading
 import zlib
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
-from support.server import Server, start_server
+from support.server import Server, fork_server, start_server
+from support.v2 import LAYERS
 
 from service.wire.native import numbers
 
@@ -61,11 +63,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers of one's own; they end with the test."""
+    """Starts servers in processes of their own; they end with the test."""
     running: list[Server] = []
 
     def begin(*flags: str, env: dict[str, str] | None = None) -> Server:
-        running.append(start_server(*flags, env=env))
+        begin_one = start_server if "--workers" in flags else fork_server  # workers import all anew, as their supervisor did
+        running.append(begin_one(*flags, env=env))
         return running[-1]
 
     yield begin
@@ -95,6 +98,21 @@ def browser() -> Iterator[Any]:
 def http(server: Server) -> Iterator[httpx.Client]:
     """A plain HTTP client of the shared server."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def v2_server() -> Iterator[Server]:
+    """A server for the tests of the Open Inference Protocol: it speaks gRPC, and they count its calls and load and unload its layers."""
+    running = start_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def v2(v2_server: Server) -> Iterator[httpx.Client]:
+    """A plain HTTP client of that server, which sends no Content-Type."""
+    with httpx.Client(base_url=v2_server.url, timeout=60, headers={"Content-Type": ""}) as client:
         yield client
 
 

@@ -169,7 +169,7 @@ def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     kv_heads = value.shape[1]
     shared = weights.reshape(batch * kv_heads, heads // kv_heads * rows, keys)  # heads that share values, as more rows
     value = value.flatten(0, 1)
-    if masks.blocks and not torch.isfinite(value).all():
+    if masks.has_any and not torch.isfinite(value).all():
         finite = torch.isfinite(value)
         reached = (shared != 0).to(value.dtype) @ (~finite).to(value.dtype) > 0
         summed = (shared @ value.masked_fill(~finite, 0)).masked_fill(reached, torch.nan)

@@ -2,7 +2,7 @@
 
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
-`_forward` chooses the implementation: `short`, in NumPy, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
+`_forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
 scores are requested; `eager` for everything else. Calls of one batch are projected by one matrix product and attended one by one.
 `nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
@@ -37,7 +37,7 @@ class MultiHeadAttention:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.projections = Projections(spec, weights)
         self.eager = Eager(spec, self.projections.weights, device)
-        self.short = Short(self.projections) if Short.suits_layer(spec, device) else None
+        self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -66,7 +66,9 @@ class MultiHeadAttention:
     def _forward(self, calls: Sequence[Call]) -> list[Result]:
         set_precision(self.spec.matmul_precision)
         if self.short is not None and all(map(self.short.suits, calls)):
-            return self.short(calls)
+            results = [result for call in calls if (result := self.short(call)) is not None]
+            if len(results) == len(calls):
+                return results
         projected = self.projections.project(calls)
         attended = [self._attend(call, *parts) for call, parts in zip(calls, projected, strict=True)]
         merged = [tensors["concatenated"] for call, (tensors, _) in zip(calls, attended, strict=True) if "output" in call.outputs]

@@ -28,18 +28,18 @@ class Masks:
     aligned: bool = False  # q = k, and query i has the position of key i
 
     @property
-    def intervals(self) -> bool:
+    def has_intervals(self) -> bool:
         """Whether lengths, causality or a window restrict rows to intervals of keys."""
         return self.lengths is not None or self.left is not None or self.right is not None
 
     @property
-    def sets(self) -> bool:
+    def has_sets(self) -> bool:
         """Whether masks or a bias restrict rows to arbitrary sets of keys."""
         return self.attend_mask is not None or self.attend_keys is not None or self.bias_blocks
 
     @property
-    def blocks(self) -> bool:
-        return self.intervals or self.sets
+    def has_any(self) -> bool:
+        return self.has_intervals or self.has_sets
 
     def clamped_positions(self, rows: slice) -> Tensor:
         """The index of the key nearest to each query's position, [b|1, rows]."""
@@ -48,18 +48,18 @@ class Masks:
     @property
     def plainly_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
-        rest = self.sets or self.bias is not None or self.lengths is not None or self.left is not None
+        rest = self.has_sets or self.bias is not None or self.lengths is not None or self.left is not None
         return self.aligned and self.right == 0 and not rest
 
     @property
     def _own_keys_seen(self) -> bool:
         """Whether causality and windows, with no other mask, leave every query the key at its own position."""
-        plain = self.aligned and self.lengths is None and not self.sets
+        plain = self.aligned and self.lengths is None and not self.has_sets
         return plain and min(0 if self.left is None else self.left, 0 if self.right is None else self.right) >= 0
 
     def same_keys(self) -> slice | None:
         """The visible keys as a slice, if equal lengths in all rows are the only mask and there is no bias; else None."""
-        if self.lengths is None or self.sets or self.bias is not None or self.left is not None or self.right is not None:
+        if self.lengths is None or self.has_sets or self.bias is not None or self.left is not None or self.right is not None:
             return None
         shortest, longest = (int(n) for n in self.lengths.aminmax()) if self.lengths.numel() else (0, 0)
         return slice(0, longest) if 0 < shortest == longest else None
@@ -78,7 +78,7 @@ class Masks:
         """bool [b|1, h|1, rows|1, keys|1]: the pairs that may attend; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
         seen = self._sets(rows, keys)
-        if not self.intervals:
+        if not self.has_intervals:
             return seen
         j, at = torch.arange(keys.start, keys.stop, device=self.positions.device), self.positions[:, rows]
         if self.right is not None:
@@ -107,9 +107,9 @@ class Masks:
     def fully_masked(self, block: int) -> Tensor | None:
         """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. Needs [block, k] memory at most."""
         q = self.positions.shape[1]
-        if self.num_keys and (not self.blocks or self._own_keys_seen):
+        if self.num_keys and (not self.has_any or self._own_keys_seen):
             return None
-        if not self.sets:
+        if not self.has_sets:
             first, last = self.interval(slice(0, q))
             return (last < first)[:, None]
         parts = []

@@ -24,7 +24,7 @@ def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fu
     if eager.spec.sinks or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:
         return None
     outputs = _in_blocks(eager, call, query, key, value, fully_masked)
-    return outputs if not call.masks.blocks or torch.isfinite(outputs).all() else None
+    return outputs if not call.masks.has_any or torch.isfinite(outputs).all() else None
 
 
 def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor:
@@ -32,8 +32,8 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
     if not (spec.alibi or spec.relative_bias):
-        if masks.plainly_causal or not (masks.blocks or masks.bias is not None):
-            return attend(query, key, value, is_causal=masks.blocks)
+        if masks.plainly_causal or not (masks.has_any or masks.bias is not None):
+            return attend(query, key, value, is_causal=masks.has_any)
         if (keys := masks.same_keys()) is not None:
             return attend(query, key[:, :, keys], value[:, :, keys])
     assembly = Assembly(num_queries)
@@ -51,7 +51,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
 
 def _visible_keys(masks: Masks, rows: slice) -> slice:
     """The shortest range with all keys that lengths, causality and windows leave to these rows; at least one key."""
-    if not masks.intervals:
+    if not masks.has_intervals:
         return slice(0, masks.num_keys)
     first, last = masks.interval(rows)
     start = min(max(int(first.min()), 0), masks.num_keys - 1)

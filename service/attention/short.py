@@ -1,126 +1,73 @@
-"""Computes short calls without masks in NumPy, including the projections.
+"""Computes short calls without masks in C (`native/kernel.h`), where the overhead of torch's operations would exceed the arithmetic.
 
-The arithmetic of such a call takes microseconds. NumPy has less overhead here than torch: decoding has just used NumPy's code, while
-torch's has left the processor's caches since the last request. Calls are attended separately, so calls of any lengths may share the
-products of the projections, without padding.
+The extension is optional: without it, torch computes these calls like all others.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.linear import NARROW
-from service.attention.projections import Projections
 from service.attention.selection import chosen, selection
 from service.spec import PROJECTIONS, LayerSpec
-from service.tensors import Array
 
-ROWS = 64  # most queries; in longer calls arithmetic outweighs overhead
-PRODUCT = 1 << 18  # most multiplications in a product: for more, OpenBLAS starts threads beyond the planned number
-SCORES = 1 << 15  # most scores [h, q, k] of one item
-SAFE = 60.0  # |scores| up to this need no subtraction of the row's maximum before exp in float32
+try:
+    from service.attention.native import _short as native
+except ImportError:  # installed without a C compiler
+    native = None  # type: ignore[assignment]
+
+MAX_WIDTH = 256  # d_model of a layer with short calls
+MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call: for more, torch is as fast,
+MAX_PORTABLE = 1 << 18  # or for more than this, on a processor without vectors of eight floats
 OUTPUTS = frozenset({"output", "attention_weights"})
 
 
 class Short:
     """Computes short calls to one layer. Immutable."""
 
-    def __init__(self, projections: Projections) -> None:
-        self.spec, self._projections, weights = projections.spec, projections, projections.weights
-        self._matrices = {
-            name: (np.ascontiguousarray(weights[f"{name}.weight"].numpy().T), weights[f"{name}.bias"].numpy())
-            for name in ("query+key+value", *PROJECTIONS)
-        }
-        self._ones = np.ones((ROWS, 1), self._matrices["output"][0].dtype)
-        self._rows = min(ROWS, math.isqrt(SCORES // self.spec.num_heads), math.isqrt(PRODUCT // self.spec.head_dim))
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
+        """`variant`: one of the implementations in `native.variants`, by default the fastest."""
+        none = torch.zeros(spec.d_model)
+        self._layer = native.layer(
+            spec.d_model,
+            spec.num_heads,
+            variant or native.variants[0],
+            tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
+            tuple(weights.get(f"{name}.bias", none).numpy() for name in PROJECTIONS),
+        )
+        self._num_heads = spec.num_heads
+        self._largest = MAX_PORTABLE if native.variants[0] == "portable" else MAX_PRODUCT
 
     @staticmethod
     def suits_layer(spec: LayerSpec, device: torch.device) -> bool:
-        """Whether the layer is narrow, on a CPU, with equal widths and numbers of heads, all biases, and no other features."""
-        usual = spec.num_heads * spec.head_dim == spec.d_model <= NARROW and spec.num_kv_heads == spec.num_heads
-        widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, spec.value_head_dim * spec.num_heads}
-        biases = all(spec.has_bias(name) for name in ("query", "key", "value", "output"))
+        """Whether the layer is float32 on a CPU, narrow, has one width and number of heads, and no features beyond the four projections."""
+        heads = spec.num_heads
+        widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, heads * spec.head_dim, heads * spec.value_head_dim}
+        is_plain = spec.projections and len(widths) == 1 and spec.d_model <= MAX_WIDTH and spec.num_kv_heads == heads
         more = spec.alibi or spec.relative_bias or spec.rope or spec.qk_norm or spec.sinks
-        is_cpu = device.type == "cpu" and spec.dtype in ("float32", "float64")
-        return bool(is_cpu and spec.projections and usual and len(widths) == 1 and biases and not more)
+        return bool(native and is_plain and not more and spec.dtype == "float32" and device.type == "cpu")
 
     def suits(self, call: Call) -> bool:
-        """Whether the call is short, has as many keys as queries, no masks or modifiers, and requests only output and weights."""
-        masks, query = call.masks, call.query
-        return not (
-            not 0 < query.shape[1] <= self._rows
-            or query.shape[1] != call.key.shape[1]
-            or not query.shape[0]
-            or not call.outputs <= OUTPUTS
-            or call.softcap
-            or call.reproducible
-            or call.dropout is not None
-            or call.head_scale is not None
-            or masks.bias is not None
-            or masks.blocks
+        """Whether the call is short, has no masks or modifiers, and requests only output and weights."""
+        (items, queries, width), keys = call.query.shape, call.key.shape[1]
+        largest = items * width * max(queries * width, keys * width, queries * keys)
+        is_modified = call.softcap or call.dropout is not None or call.head_scale is not None or call.masks.bias is not None
+        return (
+            items * queries * keys > 0
+            and largest <= self._largest
+            and call.outputs <= OUTPUTS
+            and not (is_modified or call.masks.has_any or call.reproducible)
         )
 
-    def __call__(self, calls: Sequence[Call]) -> list[Result]:
-        """Compute the calls, which must agree in `key is query` and `value is key`."""
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow gives infinity or NaN without a warning, as in torch
-            projected = self._project(calls)
-            merged = np.empty((len(projected[0]), self.spec.d_model), projected[0].dtype)
-            weights, places, start = [], [], 0
-            for call in calls:
-                place = slice(start, start := start + call.query.shape[0] * call.query.shape[1])
-                weights.append(self._attend(call, [x[place] for x in projected], merged[place]))
-                places.append(place)
-            output = self._product(merged, "output")
-        results = []
-        for call, place, of_call in zip(calls, places, weights, strict=True):
-            tensors = {}
-            if "output" in call.outputs:
-                tensors["output"] = torch.from_numpy(output[place].reshape(call.query.shape))
-            if "attention_weights" in call.outputs:
-                tensors |= selection(chosen(torch.from_numpy(of_call), call), call)
-            results.append(Result(tensors))
-        return results
-
-    def _project(self, calls: Sequence[Call]) -> list[Array]:
-        """Projected query, key and value [rows of all calls, h * d]; one product if they are one input, else three."""
-        names, first = PROJECTIONS[:3], calls[0]
-        if first.query is first.key is first.value:
-            packed, width = self._product(_rows([call.query for call in calls]), "query+key+value"), self.spec.d_model
-            return [packed[:, :width], packed[:, width : 2 * width], packed[:, 2 * width :]]
-        return [self._product(_rows([getattr(call, name) for call in calls]), name) for name in names]
-
-    def _attend(self, call: Call, projected: Sequence[Array], merged: Array) -> Array:
-        """Compute the attention weights [b, h, n, n] from query, key and value [b * n, h * d].
-
-        Writes the weighted values to `merged` [b * n, h * d].
-        """
-        batch, length, _ = call.query.shape
-        shape = batch, length, self.spec.num_heads, self.spec.head_dim
-        query, key, value = (x.reshape(shape).swapaxes(1, 2) for x in projected)  # [b, h, n, d]
-        scores = np.matmul(query, key.swapaxes(2, 3))
-        scores *= call.scale
-        if not -SAFE <= np.minimum.reduce(scores, axis=None) <= np.maximum.reduce(scores, axis=None) <= SAFE:
-            scores -= scores.max(-1, keepdims=True)
-        weights: Array = np.exp(scores, out=scores)
-        weights /= weights @ self._ones[:length]  # sums over the last axis; np.sum takes three times as long for short rows
-        np.matmul(weights, value, out=merged.reshape(shape).swapaxes(1, 2))
-        return weights
-
-    def _product(self, rows: Array, name: str) -> Array:
-        """Apply a projection: [rows, in] -> [rows, out]."""
-        weight, bias = self._matrices[name]
-        if rows.size * weight.shape[1] > PRODUCT:
-            return self._projections.product(torch.from_numpy(rows), name).numpy()
-        product: Array = rows @ weight
-        product += bias
-        return product
-
-
-def _rows(tensors: Sequence[Tensor]) -> Array:
-    """Concatenate tensors [b, n, d_model] to [rows, d_model]."""
-    arrays = [tensor.numpy().reshape(-1, tensor.shape[2]) for tensor in tensors]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    def __call__(self, call: Call) -> Result | None:
+        """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
+        (items, queries, _), keys = call.query.shape, call.key.shape[1]
+        output, weights = torch.empty(call.query.shape), torch.empty(items, self._num_heads, queries, keys)
+        query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
+        if not native.attend(self._layer, items, queries, keys, call.scale, query, key, value, output.numpy(), weights.numpy()):
+            return None
+        tensors = {"output": output} if "output" in call.outputs else {}
+        if "attention_weights" in call.outputs:
+            tensors |= selection(chosen(weights, call), call)
+        return Result(tensors)

@@ -1,6 +1,5 @@
 """FLOOR 5: the command `attend`, with a module for each subcommand. Only those that compute or serve import torch and FastAPI."""
 
-import json
 from typing import Annotated
 
 try:
@@ -28,15 +27,25 @@ def main() -> None:
     """The entry point."""
     from service.cli import check, config, demo, figure, heads, infer, keys, layers, openapi, serve
 
-    for command in (serve, demo, infer, heads, figure, layers, keys, config, check, openapi):
-        command.install(app)
+    app.command(epilog=serve.EPILOG)(serve.serve)
+    app.command(epilog=demo.EPILOG)(demo.demo)
+    app.command(epilog=infer.EPILOG)(infer.infer)
+    app.command(epilog=heads.EPILOG)(heads.heads)
+    app.command(epilog=figure.EPILOG)(figure.figure)
+    app.add_typer(layers.group, name="layers")
+    app.add_typer(keys.group, name="keys")
+    app.command(epilog=config.EPILOG)(config.config)
+    app.command(epilog=check.EPILOG)(check.check)
+    app.command(epilog=openapi.EPILOG)(openapi.openapi)
     app(prog_name="attend")  # for completion, also under `python -m service`
 
 
 @app.command(epilog="Example: attend version --json")
 def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
     """Print the version."""
-    typer.echo(json.dumps({"version": __version__}) if as_json else __version__)
+    from service.cli.terminal import print_result
+
+    print_result({"version": __version__}, __version__, as_json)
 
 
 __all__ = ["app", "main"]

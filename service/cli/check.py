@@ -6,11 +6,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from service.cli.backend import open_backend
-from service.cli.exits import reported
+from service.cli.clients import open_client
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.module_check import check_module
 from service.cli.server_check import ServerReport, check_server
+from service.cli.terminal import report_errors
 
 EPILOG = """Examples: attend check --cases 1000
 
@@ -36,11 +36,7 @@ Options = Annotated[
 ]
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(check, ("device", "threads")))
-
-
+@with_settings("device", "threads")
 def check(
     url: Url = None,
     ca: Ca = None,
@@ -74,8 +70,8 @@ def check(
             raise typer.BadParameter("--with needs a --module")
         command = "attend check" + (f" --url {url}" if url else "") + (f" --ca {ca}" if url and ca else "")
         reports = [report := ServerReport(command, seed)]
-        with reported("check"), open_backend(url, ca, config, flags) as backend:
-            check_server(backend, report, range(cases or CASES) if case is None else [case])
+        with report_errors("check"), open_client(url, ca, config, flags) as client:
+            check_server(client, report, range(cases or CASES) if case is None else [case])
         document = report.document()
         if not as_json:
             report.show(Console())

@@ -4,15 +4,14 @@ No setting is a secret: keys and certificates are in files, whose paths are sett
 """
 
 import json
-import sys
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from service.cli.exits import reported
 from service.cli.flags import AsJson, Config, with_settings
+from service.cli.terminal import report_errors
 from service.settings import Settings, read_settings, sources
 
 EPILOG = """Examples: attend config --config attend.toml
@@ -20,22 +19,17 @@ EPILOG = """Examples: attend config --config attend.toml
 ATTEND_PORT=9000 attend config --json"""
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(config, Settings.model_fields))
-
-
+@with_settings(*Settings.model_fields)
 def config(config: Config = None, as_json: AsJson = False, **flags: Any) -> None:
     """Show the value and the source of every setting that `attend serve` would have with the same flags, environment and file.
 
     Exit code 2 if a setting does not exist or is invalid.
     """
-    with reported("config"):
+    with report_errors("config"):
         settings = read_settings(flags, config)
     values, origins = settings.model_dump(mode="json"), sources(flags, config)
     if as_json:
-        document = {name: {"value": values[name], "source": origins[name]} for name in values}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        typer.echo(json.dumps({name: {"value": values[name], "source": origins[name]} for name in values}, indent=2))
         return
     table = Table("setting", "value", "source")
     for name, value in values.items():

@@ -6,10 +6,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import numpy as np
@@ -21,9 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from service.cli.child import NotStarted, child_server
-from service.cli.exits import complain, reported
 from service.cli.flags import AsJson
 from service.cli.infer import headline
+from service.cli.terminal import fail, report_errors
 from service.client import AttendResult, Client, operations
 from service.client.responses import read_attend
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
@@ -41,6 +40,7 @@ HASH_NOTE = """Each word's vector is drawn from a hash of the word, and the laye
 the heads mean nothing, and the links only show the form of a result."""
 MINILM_NOTE = """The vectors are the input of attention layer {} of all-MiniLM-L6-v2 (0 to 5) in that model, and the weights are
 that layer's own: the links are what its heads were trained to link."""
+Links = list[list[tuple[int, int]]]  # of each head: (query, key), strongest first
 
 
 class Vectors(StrEnum):
@@ -61,48 +61,51 @@ Save = Annotated[
 ]
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(demo)
-
-
 def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
     """Start a server, send it a sentence, show what each head links, and stop it."""
-    console = Console(highlight=False, soft_wrap=True)
     embedded, note = read_sentence(sentence, vectors, layer)
     try:
         folder = Path(tempfile.mkdtemp(prefix="attend-demo-")) if save is None else save.absolute()
-        files = _write(embedded, folder)
-        with reported("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
+        files = _write_bodies(embedded, folder)
+        with report_errors("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
             result, seconds = _send(client, embedded, files)
     except NotStarted as error:
-        complain("demo", str(error))
-        raise typer.Exit(1) from None
+        fail("demo", str(error))
     except OSError as error:
-        complain("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
-        raise typer.Exit(1) from None
+        fail("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
+    links = strongest_links(result.attention_weights, embedded.tokens)
     if as_json:
-        typer.echo(json.dumps(_document(sentence, embedded, files, result, seconds)))
+        document = {
+            "sentence": sentence,
+            "tokens": embedded.tokens,
+            "layer": result.layer.model_dump(),
+            "outputs": {name: list(array.shape) for name, array in result.items()},
+            "links": [
+                [{"query": q, "key": k, "weight": float(rows[q, k])} for q, k in of_head]
+                for rows, of_head in zip(result.attention_weights, links, strict=True)
+            ],
+            "seconds": seconds,
+            "timing": result.timing,
+            "again": _commands(embedded.layer, files),
+        }
+        typer.echo(json.dumps(document))
         return
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
-    _show(console, embedded, result, seconds)
-    _show_commands(console, embedded, files)
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of the bodies of the request and of the layer; `layer` is None if its weights are drawn from a seed."""
-
-    request: Path
-    layer: Path | None
+    _show_exchange(console, embedded, result, seconds)
+    console.print(links_table(result.attention_weights, embedded.tokens, links), soft_wrap=False)
+    size = sum(file.stat().st_size for file in files)
+    console.print(f"\nThe files in {folder} ({size / 1e6:.1f} MB) are not removed.", markup=False)
+    console.print("\n[bold]The same by hand[/bold]")
+    for line in _commands(embedded.layer, files):
+        console.print(f"  {line}", markup=False)
 
 
 def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> tuple[Sentence, str]:
     """The sentence's tokens, vectors and layer, and a note on their source. Raises typer.Exit if they cannot be made."""
     default = Settings.model_construct().default_layer()
     if vectors is Vectors.HASH and layer is not None:
-        complain("demo", "expected --layer with --vectors minilm, got --vectors hash", "Leave out one of the two.")
-        raise typer.Exit(2)
+        fail("demo", "expected --layer with --vectors minilm, got --vectors hash", "Leave out one of the two.", code=2)
     try:
         if vectors is Vectors.HASH:
             return hash_words(sentence, default), HASH_NOTE
@@ -110,56 +113,42 @@ def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> 
             return read_minilm(sentence, layer or 0), MINILM_NOTE.format(layer or 0)
         except NoModel as error:
             if vectors is Vectors.MINILM or layer is not None:
-                complain("demo", str(error))
-                raise typer.Exit(1) from None
+                fail("demo", str(error))
             return hash_words(sentence, default), f"{HASH_NOTE}\nFor trained heads: {error}"
     except ValueError as error:
-        complain("demo", str(error), "Give another --sentence or --layer.")
-        raise typer.Exit(2) from None
+        fail("demo", str(error), "Give another --sentence or --layer.", code=2)
 
 
-def _write(embedded: Sentence, folder: Path) -> _Files:
+def _write_bodies(embedded: Sentence, folder: Path) -> list[Path]:
+    """The files of the bodies: the request, and before it the layer, unless its weights are drawn from a seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = _Files(folder / "request.json", folder / "layer.json" if embedded.weights else None)
     body = {"layer": embedded.layer, "query": embedded.vectors, "tokens": {"query": embedded.tokens}, "reply": {"decimals": 4}}
-    files.request.write_bytes(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
-    if files.layer is not None:
-        files.layer.write_bytes(operations.put_layer(embedded.layer, embedded.spec, embedded.weights).body or b"")
-    return files
+    bodies = {folder / "request.json": orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)}
+    if embedded.weights:
+        layer = operations.put_layer(embedded.layer, embedded.spec, embedded.weights).body or b""
+        bodies = {folder / "layer.json": layer, **bodies}
+    for file, content in bodies.items():
+        file.write_bytes(content)
+    return list(bodies)
 
 
-def _send(client: Client, embedded: Sentence, files: _Files) -> tuple[AttendResult, float]:
+def _send(client: Client, embedded: Sentence, files: list[Path]) -> tuple[AttendResult, float]:
     """The result, and the seconds of a round trip over an open connection."""
-    if files.layer is not None:
-        client.send(operations.Operation("PUT", operations.layer_path(embedded.layer), files.layer.read_bytes(), repeat="unbegun"))
-    operation = operations.Operation("POST", "/attend", files.request.read_bytes(), read_attend)
-    client.send(operation)
+    if embedded.weights:
+        client.put_layer(embedded.layer, embedded.spec, embedded.weights)
+    operation = operations.post("/attend", files[-1].read_bytes())
+    client.perform(operation)
     started = time.perf_counter()
-    response = client.send(operation)
-    return operation.read(response), time.perf_counter() - started
+    response = client.perform(operation)
+    seconds = time.perf_counter() - started
+    return read_attend(response), seconds
 
 
-def _document(sentence: str, embedded: Sentence, files: _Files, result: AttendResult, seconds: float) -> dict[str, Any]:
-    return {
-        "sentence": sentence,
-        "tokens": embedded.tokens,
-        "layer": result.layer.model_dump(),
-        "outputs": {name: list(array.shape) for name, array in result.items()},
-        "links": [
-            [{"query": q, "key": k, "weight": float(rows[q, k])} for q, k in links]
-            for rows, links in zip(result.attention_weights, strongest_links(result.attention_weights, embedded.tokens), strict=True)
-        ],
-        "seconds": seconds,
-        "timing": result.timing,
-        "again": _commands(embedded, files),
-    }
-
-
-def _show(console: Console, embedded: Sentence, result: AttendResult, seconds: float) -> None:
+def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, seconds: float) -> None:
     first = ", ".join(f"{number:.3f}" for number in embedded.vectors[0, :3])
     n, width = embedded.vectors.shape
-    console.print("[bold]POST /attend[/bold]")
     tokens = ", ".join(f'"{token}"' for token in embedded.tokens)
+    console.print("[bold]POST /attend[/bold]")
     for line in (
         f'{{"layer": "{result.layer.name}",',
         f' "query": [[{first}, … {width} numbers], … {n} rows],',
@@ -171,41 +160,29 @@ def _show(console: Console, embedded: Sentence, result: AttendResult, seconds: f
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
     console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
-    console.print(links_table(result.attention_weights, embedded.tokens), soft_wrap=False)
 
 
-def _show_commands(console: Console, embedded: Sentence, files: _Files) -> None:
-    size = sum(path.stat().st_size for path in (files.request, files.layer) if path is not None)
-    console.print(f"\nThe files in {files.request.parent} ({size / 1e6:.1f} MB) are not removed.", markup=False)
-    console.print("\n[bold]The same by hand[/bold]")
-    for line in _commands(embedded, files):
-        console.print(f"  {line}", markup=False)
-
-
-def _commands(embedded: Sentence, files: _Files) -> list[str]:
+def _commands(layer: str, files: list[Path]) -> list[str]:
     """Shell commands that repeat the request."""
     url = f"http://127.0.0.1:{PORT}"
-    lines = [f"attend serve --port {PORT}"]
-    if files.layer is not None:
-        lines.append(f"curl -s -X PUT {url}/layers/{embedded.layer} --data-binary {shlex.quote(f'@{files.layer}')}")
-    lines.append(f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files.request}')}")
-    return lines
+    puts = [f"curl -s -X PUT {url}/layers/{layer} --data-binary {shlex.quote(f'@{file}')}" for file in files[:-1]]
+    return [f"attend serve --port {PORT}", *puts, f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files[-1]}')}"]
 
 
-def links_table(weights: Array, tokens: Sequence[str]) -> Table:
+def links_table(weights: Array, tokens: Sequence[str], links: Links) -> Table:
     """One row per head with its strongest links query→key between words, and the mean weight that words give to special tokens."""
     names, words = unique_labels(tokens), _is_word(tokens)
     table = Table("head", "strongest link", "second", "third", *([] if words.all() else ["special"]), box=SIMPLE, padding=(0, 1, 0, 0))
-    for head, (rows, places) in enumerate(zip(weights, strongest_links(weights, tokens), strict=True)):
-        links = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in places]
+    for head, (rows, of_head) in enumerate(zip(weights, links, strict=True)):
+        shown = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in of_head]
         special = [] if words.all() else [f"{rows[words][:, ~words].sum(-1).mean():.2f}"]
-        table.add_row(str(head), *links, *[""] * (LINKS - len(links)), *special)
+        table.add_row(str(head), *shown, *[""] * (LINKS - len(shown)), *special)
     if not words.all():
         table.caption = f"special: mean weight that words give to {' and '.join(sorted(SPECIAL & {*tokens}))}"
     return table
 
 
-def strongest_links(weights: Array, tokens: Sequence[str]) -> list[list[tuple[int, int]]]:
+def strongest_links(weights: Array, tokens: Sequence[str]) -> Links:
     """(query, key) of the largest weights between words, for each head of [h, q, k]; ties to the lower query, then the lower key."""
     words = _is_word(tokens)
     links = []

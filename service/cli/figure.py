@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from service.cli.backend import open_backend
-from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.cli.infer import File, read_file
+from service.cli.clients import open_client
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.infer import File
+from service.cli.terminal import print_result, read_file, report_errors, write_file
+from service.client.operations import post
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
 
@@ -24,11 +25,7 @@ Title = Annotated[str | None, typer.Option(help="Title of the figure.", show_def
 Width = Annotated[int | None, typer.Option(help="Width in CSS pixels.", show_default=False)]
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(figure))
-
-
+@with_settings(*ENGINE_FIELDS)
 def figure(
     file: File,
     output: Output,
@@ -49,23 +46,13 @@ def figure(
     """
     if output.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
-    options = {
-        "kind": kind,
-        "theme": theme,
-        "heads": head or None,
-        "title": title,
-        "width": width,
-        "format": FORMATS[output.suffix.lower()],
-    }
+    options = {"kind": kind, "theme": theme, "heads": head or None, "title": title, "width": width}
+    options["format"] = FORMATS[output.suffix.lower()]
     body = _with_figure(read_file("figure", file), {name: value for name, value in options.items() if value is not None})
-    with reported("figure"), open_backend(url, ca, config, flags) as backend:
-        drawn = backend.figure(body)
-    try:
-        output.write_bytes(drawn)
-    except OSError as error:
-        complain("figure", f"cannot write {output}: {error.strerror}")
-        raise typer.Exit(1) from None
-    typer.echo(json.dumps({"file": str(output), "bytes": len(drawn)}) if as_json else f"{output}: {len(drawn)} bytes")
+    with report_errors("figure"), open_client(url, ca, config, flags) as client:
+        drawn = client.perform(post("/attend/figure", body)).content
+    write_file("figure", output, drawn)
+    print_result({"file": str(output), "bytes": len(drawn)}, f"{output}: {len(drawn)} bytes", as_json)
 
 
 def _with_figure(body: bytes, options: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """Flags that several commands share, and flags generated from the fields of Settings."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -22,12 +22,16 @@ Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", sh
 ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 
-def with_settings(command: Callable[..., None], names: Iterable[str] = ENGINE_FIELDS) -> Callable[..., None]:
-    """The command with a flag for each of these settings, passed as keyword arguments, None if not given."""
-    signature = inspect.signature(command)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # typeshed has no such attribute
-    return command
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: adds a flag for each of these settings, passed as keyword arguments, None if not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # typeshed has no such attribute
+        return command
+
+    return decorate
 
 
 def given(flags: Mapping[str, Any]) -> list[str]:

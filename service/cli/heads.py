@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.backend import open_backend
-from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.cli.infer import read_file
-from service.client.responses import read_analysis_result
+from service.cli.clients import open_client
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.terminal import fail, read_file, report_errors
+from service.client.operations import post
+from service.client.responses import read_analysis
 from service.tensors import Array
 from service.wire.schemas.analysis import METRICS, SHAPES
 
@@ -34,11 +34,7 @@ MAX_ROWS = 40  # of a table by position
 MAX_ITEMS = 8  # of a batch
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(heads))
-
-
+@with_settings(*ENGINE_FIELDS)
 def heads(
     file: File, metrics: Names = None, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any
 ) -> None:
@@ -50,12 +46,13 @@ def heads(
     body = read_file("heads", file)
     if metrics is not None:
         body = _with_metrics(body, metrics)
-    with reported("heads"), open_backend(url, ca, config, flags) as backend:
-        response = backend.analyse(body)
-    if as_json:
-        sys.stdout.buffer.write(response.body + b"\n")
+    with report_errors("heads"), open_client(url, ca, config, flags) as client:
+        response = client.perform(post("/attend/analysis", body))
+        result = None if as_json else read_analysis(response)
+    if result is None:
+        sys.stdout.buffer.write(response.content + b"\n")
         return
-    console, result = Console(highlight=False, markup=False), read_analysis_result(response.body)
+    console = Console(highlight=False, markup=False)
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
     if result.fully_masked_rows:
         console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
@@ -67,15 +64,13 @@ def _with_metrics(body: bytes, names: str) -> bytes:
     """The body with its metrics replaced. Raises typer.Exit for an unknown metric, and for a body that is no JSON object."""
     wanted = [name for name in METRICS if name not in NOT_IN_ALL] if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in METRICS]:
-        complain("heads", f"no metric is called {unknown[0]!r}", f"There are {', '.join(METRICS)}.")
-        raise typer.Exit(2)
+        fail("heads", f"no metric is called {unknown[0]!r}", f"There are {', '.join(METRICS)}.", code=2)
     try:
         document = orjson.loads(body)
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        complain("heads", "expected a JSON object in the file, got something else")
-        raise typer.Exit(1)
+        fail("heads", "expected a JSON object in the file, got something else")
     return orjson.dumps({**document, "metrics": wanted})
 
 

@@ -1,17 +1,18 @@
 """`attend infer`: the reply to one request in a file, from a server or computed in this process."""
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 
-from service.cli.backend import Response, open_backend
-from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Ca, Config, Url, with_settings
-from service.client.responses import AttendResult, TopWeights, read_attend_result
+from service.cli.clients import open_client
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.terminal import read_file, report_errors
+from service.client import AttendResult, TopWeights
+from service.client.operations import post
+from service.client.responses import read_attend
 from service.tensors import Array
 
 EPILOG = """Examples: attend infer request.json --d-model 4 --num-heads 2
@@ -23,37 +24,20 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /
 MAX_NUMBERS = 512  # of a tensor that is printed in full
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(with_settings(infer))
-
-
+@with_settings(*ENGINE_FIELDS)
 def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """Compute one request and show the shapes and numbers of the reply.
 
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
     """
     body = read_file("infer", file)
-    with reported("infer"), open_backend(url, ca, config, flags) as backend:
-        response = backend.attend(body)
-    if as_json:
-        sys.stdout.buffer.write(response.body + b"\n")
-    else:
-        _show(response)
-
-
-def read_file(command: str, file: str) -> bytes:
-    """The bytes of a file, or of standard input for -. Raises typer.Exit if the file cannot be read."""
-    try:
-        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        complain(command, f"cannot read {file}: {error.strerror}", "Give the file of a JSON body of POST /attend, or - for standard input.")
-        raise typer.Exit(1) from None
-
-
-def _show(response: Response) -> None:
+    with report_errors("infer"), open_client(url, ca, config, flags) as client:
+        response = client.perform(post("/attend", body))
+        result = None if as_json else read_attend(response)
+    if result is None:
+        sys.stdout.buffer.write(response.content + b"\n")
+        return
     console = Console(highlight=False, markup=False)
-    result = read_attend_result(response.body, response.headers)
     console.print(headline(result), soft_wrap=True)
     for name, tensor in result.items():
         parts = tensor._asdict().items() if isinstance(tensor, TopWeights) else [("", tensor)]

@@ -5,8 +5,7 @@ that folder.
 """
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,32 +15,31 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from service.cli.backend import Backend, open_backend
-from service.cli.exits import complain, reported
-from service.cli.flags import AsJson, Ca, Config, Url, with_settings
+from service.checkpoints import ModelFolder, described_layers
+from service.cli.clients import open_client
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.terminal import print_result, report_errors, write_file
+from service.client import Client
 from service.wire.schemas.attend import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 
 attend layers --d-model 512 --num-heads 8 --json
 
+attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000
+
 attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"num_heads": 12}' --url http://127.0.0.1:8000"""
+ADD_EPILOG = "Example: attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000"
 
 Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=False)]
 Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
 Folder = Annotated[Path | None, typer.Option(help="A folder of layers, instead of a server.", show_default=False)]
 
-
-def install(app: typer.Typer) -> None:
-    """Adds the command and its subcommands. `attend layers` alone lists the layers, as `attend layers list` does."""
-    group = typer.Typer(rich_markup_mode="rich")
-    group.callback(invoke_without_command=True, epilog=EPILOG)(with_settings(layers))
-    group.command("list", epilog="Example: attend layers list --url http://127.0.0.1:8000")(with_settings(show))
-    for command, example in EXAMPLES.items():
-        group.command(epilog=f"Example: attend layers {example}")(command)
-    app.add_typer(group, name="layers")
+group = typer.Typer(rich_markup_mode="rich")
 
 
+@group.callback(invoke_without_command=True, epilog=EPILOG)
+@with_settings(*ENGINE_FIELDS)
 def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
     if context.invoked_subcommand is None:
@@ -50,19 +48,28 @@ def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJs
         _refuse_flags(context, context.invoked_subcommand)
 
 
+@group.command("list", epilog="Example: attend layers list --url http://127.0.0.1:8000")
+@with_settings(*ENGINE_FIELDS)
 def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
-    with reported("layers"), open_backend(url, ca, config, flags) as backend:
-        found = backend.layers()
+    with report_errors("layers"), open_client(url, ca, config, flags) as client:
+        found = client.layers()
     if as_json:
-        sys.stdout.write(Layers(layers=found).model_dump_json() + "\n")
+        typer.echo(Layers(layers=found).model_dump_json())
     else:
         Console().print(_table(found))
 
 
+@group.command(epilog=ADD_EPILOG)
 def add(
     name: Name,
-    file: Annotated[Path, typer.Argument(help="A safetensors file: an exported layer or a checkpoint.", exists=True, dir_okay=False)],
+    path: Annotated[
+        Path, typer.Argument(help="A model's folder with its config.json; or a safetensors file, exported or of a checkpoint.", exists=True)
+    ],
+    number: Annotated[
+        int | None, typer.Option("--layer", help="Number of the layer in a model's folder.", min=0, show_default=False)
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="encoder, decoder or cross, where a model has several.", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,
@@ -71,16 +78,30 @@ def add(
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add or replace a layer from a safetensors file."""
+    """Add or replace a layer from a model's folder, as the model's config describes it, or from a safetensors file."""
     fields = _object(spec)
-    with _opened("add", url, ca, layers_dir) as backend:
-        layer = backend.put_layer_file(name, file.read_bytes(), layout=layout, prefix=prefix, spec=fields)
+    if path.is_dir() == (number is None) or (path.is_dir() and (layout or prefix)) or (part and number is None):
+        raise typer.BadParameter("expected a model's folder with --layer and perhaps --part, or a file with neither")
+    with _opened("add", url, ca, layers_dir) as client:
+        if number is None:
+            layer = client.put_layer_file(name, path, layout=layout, prefix=prefix, spec=fields)
+        else:
+            layer = client.put_layer_from(name, path, number, part=part, spec=fields)
     if as_json:
-        sys.stdout.write(layer.model_dump_json() + "\n")
+        typer.echo(layer.model_dump_json())
     else:
         Console().print(_table([layer]))
 
 
+@group.command(epilog="Example: attend layers inspect path/to/model")
+def inspect(folder: Annotated[Path, typer.Argument(help="A model's folder with its config.json.", file_okay=False, exists=True)]) -> None:
+    """Print the attention layers of a model's folder as its config describes them, one JSON object for each. No server is needed."""
+    with report_errors("layers inspect"):
+        for line in described_layers(ModelFolder(folder)):
+            typer.echo(json.dumps(line))
+
+
+@group.command(epilog="Example: attend layers export encoder0 --output encoder0.safetensors --layers-dir layers")
 def export(
     name: Name,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", dir_okay=False, show_default=False)],
@@ -90,28 +111,19 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a layer to a safetensors file with canonical names and its spec."""
-    with _opened("export", url, ca, layers_dir) as backend:
-        body = backend.layer_file(name)
-    try:
-        output.write_bytes(body)
-    except OSError as error:
-        complain("layers export", f"cannot write {output}: {error.strerror}")
-        raise typer.Exit(1) from None
-    _report({"layer": name, "file": str(output), "bytes": len(body)}, f"wrote {name} to {output}, {len(body):,} bytes", as_json)
+    with _opened("export", url, ca, layers_dir) as client:
+        body = client.layer_file(name)
+    write_file("layers export", output, body)
+    document = {"layer": name, "file": str(output), "bytes": len(body)}
+    print_result(document, f"wrote {name} to {output}, {len(body):,} bytes", as_json)
 
 
+@group.command(epilog="Example: attend layers remove encoder0 --url http://127.0.0.1:8000")
 def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
-    with _opened("remove", url, ca, layers_dir) as backend:
-        backend.delete_layer(name)
-    _report({"removed": name}, f"removed {name}", as_json)
-
-
-EXAMPLES: dict[Callable[..., None], str] = {
-    add: "add encoder0 model.safetensors --prefix encoder.layer.0 --url http://127.0.0.1:8000",
-    export: "export encoder0 --output encoder0.safetensors --layers-dir layers",
-    remove: "remove encoder0 --url http://127.0.0.1:8000",
-}
+    with _opened("remove", url, ca, layers_dir) as client:
+        client.delete_layer(name)
+    print_result({"removed": name}, f"removed {name}", as_json)
 
 
 def _refuse_flags(context: typer.Context, command: str) -> None:
@@ -126,11 +138,11 @@ def _refuse_flags(context: typer.Context, command: str) -> None:
 
 
 @contextmanager
-def _opened(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Backend]:
+def _opened(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Client]:
     if (url is None) == (layers_dir is None):
         raise typer.BadParameter("expected either --url or --layers-dir")
-    with reported(f"layers {command}"), open_backend(url, ca, None, {"layers_dir": layers_dir}) as backend:
-        yield backend
+    with report_errors(f"layers {command}"), open_client(url, ca, None, {"layers_dir": layers_dir}) as client:
+        yield client
 
 
 def _object(text: str | None) -> Mapping[str, Any] | None:
@@ -143,11 +155,7 @@ def _object(text: str | None) -> Mapping[str, Any] | None:
     return value
 
 
-def _report(document: Mapping[str, Any], text: str, as_json: bool) -> None:
-    typer.echo(json.dumps(document) if as_json else text)
-
-
-def _table(layers: list[LayerDocument]) -> Table:
+def _table(layers: Sequence[LayerDocument]) -> Table:
     """The main fields, in 80 columns; long names are folded."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold")

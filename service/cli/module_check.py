@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from service.cli.exits import complain
+from service.cli.terminal import fail
 
 if TYPE_CHECKING:
-    from service.attention.compare import Agreement, CaseResult
+    from service.attention.compare import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +34,19 @@ class ModuleReport:
     def document(self) -> dict[str, Any]:
         """For --json. An error that is not finite is null."""
         cases = [
-            {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": _agrees(result)}
+            {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": result.agrees}
             for result in self.agreement.results
         ]
         document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
         return document if self.agrees else {**document, "first": str(self.agreement.first), "again": self._command()}
 
     def show(self, console: Console) -> None:
-        table = Table("case", "largest error", "tolerance", "", title=self.name, title_justify="left")
-        for result in self.agreement.results:
-            if result.skipped or result.raised:
-                table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
-            else:
-                verdict = "agrees" if _agrees(result) else "[bold red]WRONG"
-                table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
-        console.print(table)
-        disagreement = [str(self.agreement.first), f"again: {self._command()}"]
-        for line in [f"agrees with the reference in {self.calls} calls"] if self.agrees else disagreement:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+        lines = [self.name, *map(str, self.agreement.results)]
+        if self.agrees:
+            lines.append(f"agrees with the reference in {self.calls} calls")
+        else:
+            lines += [str(self.agreement.first), f"again: {self._command()}"]
+        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
     def _command(self) -> str:
         return f"attend check --module {self.name} --seed {self.seed}"
@@ -74,20 +67,15 @@ def check_module(name: str, seed: int, calls: int, options: dict[str, Any]) -> M
     return ModuleReport(name, agreement, done, seed + rounds - 1)
 
 
-def _agrees(result: "CaseResult") -> bool | None:
-    """Whether the case agrees with the reference; None if it was skipped."""
-    return None if result.skipped else result.raised is None and result.error <= result.tolerance
-
-
 def _compare(name: str, seed: int, options: dict[str, Any]) -> "Agreement":
     from service.attention.compare import compare
 
     try:
         return compare(name, seed=seed, **options)
     except ImportError as error:
-        complain("check", f"cannot import {name}: {error}", "Run this in a directory where `python -c 'import …'` works, or install it.")
+        hint = "Run this in a directory where `python -c 'import …'` works, or install it."
+        fail("check", f"cannot import {name}: {error}", hint, code=2)
     except (ValueError, TypeError) as error:
-        complain("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE.")
+        fail("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE.", code=2)
     except Exception as error:
-        complain("check", f"{name} could not be constructed: {type(error).__name__}: {error}")
-    raise typer.Exit(2)
+        fail("check", f"{name} could not be constructed: {type(error).__name__}: {error}", code=2)

@@ -6,30 +6,21 @@ from typing import Annotated
 
 import typer
 
-from service.cli.exits import complain, reported
+from service.cli.terminal import report_errors, write_file
 from service.settings import read_settings
 
 EPILOG = "Example: attend openapi -o openapi.json"
 File = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.", show_default=False)]
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(epilog=EPILOG)(openapi)
-
-
 def openapi(output: File = None) -> None:
     """Print the OpenAPI document, or write it to a file."""
-    with reported("openapi"):
+    with report_errors("openapi"):
         settings = read_settings({})
     from service.web.app import create_app
 
-    text = json.dumps(create_app(settings).openapi(), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(create_app(settings).openapi(), indent=2, ensure_ascii=False)
     if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        complain("openapi", f"cannot write {output}: {error.strerror}")
-        raise typer.Exit(1) from None
+        typer.echo(text)
+    else:
+        write_file("openapi", output, f"{text}\n".encode())

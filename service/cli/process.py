@@ -10,10 +10,10 @@ import structlog
 import typer
 import uvicorn
 
-from service.cli.exits import complain
 from service.cli.logs import configure_logs
 from service.cli.server import Server, application, exit_patience
-from service.cli.supervisor import SILENCE, Supervisor
+from service.cli.supervisor import ANSWER_SECONDS, Supervisor
+from service.cli.terminal import fail
 from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
 from service.web.app import is_local
@@ -47,7 +47,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         ssl_keyfile=settings.tls_key,
         timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # uvicorn accepts fractions of seconds
         timeout_graceful_shutdown=settings.shutdown_seconds,
-        timeout_worker_healthcheck=SILENCE,
+        timeout_worker_healthcheck=ANSWER_SECONDS,
     )
     if settings.workers == 1:
         Server(config).run([listening])
@@ -55,8 +55,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
     try:
         folder = tempfile.TemporaryDirectory(prefix="attend-metrics-", dir=shared_folder())
     except OSError:
-        complain("serve", f"several workers need a folder for their metrics, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
-        raise typer.Exit(1) from None
+        fail("serve", f"several workers need a folder for their metrics, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
     with folder as shared:
         os.environ[MULTIPROCESS] = shared
         supervisor = Supervisor(config, [listening], exit_patience(settings))

@@ -14,36 +14,24 @@ from typing import Any
 import typer
 
 from service.cli.flags import Config, with_settings
+from service.cli.terminal import fail, report_errors
 from service.serving.threads import plan_threads, usable_cores
-from service.settings import BadSettings, Settings, injected_variables, read_settings
+from service.settings import Settings, injected_variables, read_settings
 
 EPILOG = "Every flag is also an environment variable: --max-body-bytes is ATTEND_MAX_BODY_BYTES. Example: attend serve --port 8000"
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the command."""
-
-    def serve(config: Config = None, **flags: Any) -> None:
-        """Serve attention over HTTP until stopped."""
-        try:
-            settings = read_settings(flags, config)
-        except BadSettings as error:
-            typer.echo(f"attend serve: {error}", err=True)
-            raise typer.Exit(2) from None
-        if injected := injected_variables():
-            typer.echo(f"attend serve: ignored variables that Kubernetes derives from a Service: {', '.join(injected)}", err=True)
-        run(settings)
-
-    app.command(epilog=EPILOG)(with_settings(serve, Settings.model_fields))
-
-
-def run(settings: Settings) -> None:
-    """Serves until a signal ends it. Raises typer.Exit: 2 for settings that cannot work on this machine, 1 if the port is taken."""
+@with_settings(*Settings.model_fields)
+def serve(config: Config = None, **flags: Any) -> None:
+    """Serve attention over HTTP until stopped."""
+    with report_errors("serve"):
+        settings = read_settings(flags, config)
+    if injected := injected_variables():
+        typer.echo(f"attend serve: ignored variables that Kubernetes derives from a Service: {', '.join(injected)}", err=True)
     try:
         threads = plan_threads(settings.workers, settings.threads, usable_cores())
     except ValueError as error:
-        typer.echo(f"attend serve: {error}; reduce --workers or --threads", err=True)
-        raise typer.Exit(2) from None
+        fail("serve", f"{error}; reduce --workers or --threads", code=2)
     _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch creates its thread pool
     from service.cli.process import serve_processes
@@ -52,8 +40,7 @@ def run(settings: Settings) -> None:
     try:
         find_device(settings.device)
     except ValueError as error:
-        typer.echo(f"attend serve: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail("serve", str(error), code=2)
     where = f"{settings.host}:{settings.grpc_port}, for gRPC"
     try:
         settings = _with_free_grpc_port(settings)
@@ -61,8 +48,7 @@ def run(settings: Settings) -> None:
         listening = _listen(settings)
         made = None if settings.uds is None else settings.uds.lstat()
     except OSError as error:
-        typer.echo(f"attend serve: cannot listen on {where}: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
+        fail("serve", f"cannot listen on {where}: {error.strerror or error}")
     try:
         serve_processes(settings, threads, listening)
     finally:
@@ -73,7 +59,7 @@ def run(settings: Settings) -> None:
 
 
 def _check_files(settings: Settings) -> None:
-    """Raises typer.Exit(2) if a file or an extra that the server needs is missing or invalid."""
+    """Raises typer.Exit if a file or an extra that the server needs is missing or invalid."""
     from service.web.keys import BadKeys, read_keys
 
     wanted = f"--layers-dir {settings.layers_dir}"
@@ -89,20 +75,15 @@ def _check_files(settings: Settings) -> None:
                 path.open("rb").close()
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
     except BadKeys as error:
-        message = str(error)
+        fail("serve", str(error), code=2)
     except ssl.SSLError as error:
-        message = f"--tls-cert and --tls-key: not a certificate and its key ({error.reason or error})"
+        fail("serve", f"--tls-cert and --tls-key: not a certificate and its key ({error.reason or error})", code=2)
     except OSError as error:
-        message = f"cannot use {wanted}: {error.strerror}"
-    else:
-        if settings.telemetry and find_spec("opentelemetry") is None:
-            message = "--telemetry needs more packages: pip install 'attend[serve,otel]'"
-        elif settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
-            message = "--grpc-port needs more packages: pip install 'attend[serve,grpc]'"
-        else:
-            return
-    typer.echo(f"attend serve: {message}", err=True)
-    raise typer.Exit(2)
+        fail("serve", f"cannot use {wanted}: {error.strerror}", code=2)
+    if settings.telemetry and find_spec("opentelemetry") is None:
+        fail("serve", "--telemetry needs more packages: pip install 'attend[serve,otel]'", code=2)
+    if settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
+        fail("serve", "--grpc-port needs more packages: pip install 'attend[serve,grpc]'", code=2)
 
 
 def _listen(settings: Settings) -> socket.socket:

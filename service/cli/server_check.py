@@ -13,11 +13,9 @@ from rich.progress import track
 from rich.table import Table
 
 from service.attention.compare import tolerance
-from service.attention.random_cases import Case, random_case
+from service.attention.compare.random_cases import Case, random_case
 from service.attention.reference.forward import Reference, attend
-from service.cli.backend import Backend
-from service.client import BadReply, operations
-from service.client.responses import read_attend_result
+from service.client import BadReply, Client, operations
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
 from service.spec import fingerprint
 from service.tensors import Array
@@ -116,10 +114,10 @@ class ServerReport:
         return {"wrong": case.describe(error), "again": f"{self.command} --seed {self.seed} --case {case.number}"}
 
 
-def check_server(backend: Backend, report: ServerReport, numbers: range | list[int]) -> None:
+def check_server(client: Client, report: ServerReport, numbers: range | list[int]) -> None:
     """Runs the cases with these numbers and adds them to the report. Raises AttendError if the service cannot answer."""
     progress = Console(stderr=True)
-    with closing(check_cases(backend, report.seed, numbers)) as cases:
+    with closing(check_cases(client, report.seed, numbers)) as cases:
         for case in track(cases, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
             report.add(case)
 
@@ -129,30 +127,28 @@ def draw_case(seed: int, number: int) -> Case:
     return random_case(np.random.default_rng([seed, number]))
 
 
-def check_cases(backend: Backend, seed: int, numbers: Iterable[int]) -> Generator[CheckedCase]:
+def check_cases(client: Client, seed: int, numbers: Iterable[int]) -> Generator[CheckedCase]:
     """Yields the checked cases. All use one layer with a unique name, which is removed at the end."""
     name = f"check-{secrets.token_hex(6)}"
     try:
         for number in numbers:
             case = draw_case(seed, number)
-            yield CheckedCase(number, case, _check(backend, name, case))
+            yield CheckedCase(number, case, _check(client, name, case))
     finally:
         with suppress(LayerNotFound):
-            backend.delete_layer(name)
+            client.delete_layer(name)
 
 
-def _check(backend: Backend, name: str, case: Case) -> list[OutputError]:
+def _check(client: Client, name: str, case: Case) -> list[OutputError]:
     """Compares one reply with the reference. Both sides draw seeded weights, and the fingerprint compares them; other weights are sent."""
     from service.attention.weights import draw_weights, in_dtype
 
     weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
     try:
-        layer = backend.put_layer(name, case.spec, case.weights)
+        layer = client.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
             return [_wrong("weights", f"differ from those that {case.spec.init} draws from seed {case.spec.seed}")]
-        operation = operations.attend({**case.request, "layer": name, "outputs": OUTPUTS}).as_json()
-        response = backend.attend(operation.body or b"")
-        result = read_attend_result(response.body, response.headers)
+        result = client.perform(operations.attend(**case.request, layer=name, outputs=OUTPUTS).as_json())
     except (InvalidRequest, ServiceFault, MalformedBody, BadReply) as error:
         return [_wrong("reply", f"none: {error}")]
     return compare_reply(case, attend(case.spec, weights, **case.request), result, result.fully_masked_rows)

@@ -15,7 +15,7 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 from service.cli.server import POLL, Server
 
 log = structlog.get_logger("attend")
-SILENCE = 60  # seconds until a worker that does not answer is replaced: it may be importing torch, or encoding a long reply
+ANSWER_SECONDS = 60  # in which a worker must answer, or it is replaced: it may be importing torch, or encoding a long reply
 LONGEST_PAUSE = 60.0  # seconds between two attempts to start a worker; 1 s after the second failure, then doubled
 
 
@@ -89,14 +89,14 @@ class Supervisor(Multiprocess):
             if self.should_exit.is_set():
                 return
             had_served = worker.has_served
-            if not worker.ended and not (worker.process.is_alive() and worker.ping(SILENCE, lambda: bool(self.signal_queue))):
-                self._bury(worker)
+            if not worker.ended and not (worker.process.is_alive() and worker.ping(ANSWER_SECONDS, lambda: bool(self.signal_queue))):
+                self._end_worker(worker)
             elif worker.has_served and not had_served:
                 self._serves, self._failures = True, 0
             if worker.ended and time.monotonic() >= worker.replace_at and not self.should_exit.is_set():
                 self.processes[index] = self._start_worker()
 
-    def _bury(self, worker: Worker) -> None:
+    def _end_worker(self, worker: Worker) -> None:
         """Ends a dead or hanging worker, and sets the time at which it is replaced; or ends the server."""
         worker.kill()
         worker.join()
@@ -125,20 +125,20 @@ class Supervisor(Multiprocess):
                 new.kill()
                 new.join()
                 _forget_gauges(new)
-                if not self._is_told_to_stop():
+                if not self._must_stop():
                     log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
                 return
             self.processes[index] = new
             self._replaced.append(old)
             old.send_signal(signal.SIGHUP)
             self._wait_for_replaced()
-            if self._is_told_to_stop():
+            if self._must_stop():
                 return
             log.info("worker replaced", pid=old.pid, by=new.pid)
 
     def _becomes_ready(self, worker: Worker) -> bool:
-        latest = time.monotonic() + SILENCE
-        while not self._is_told_to_stop() and worker.exitcode is None and time.monotonic() < latest:
+        latest = time.monotonic() + ANSWER_SECONDS
+        while not self._must_stop() and worker.exitcode is None and time.monotonic() < latest:
             if worker.wait_until_ready(POLL):
                 return True
         return False
@@ -146,7 +146,7 @@ class Supervisor(Multiprocess):
     def _wait_for_replaced(self) -> None:
         """Waits until the replaced workers have exited, or this process has to stop. Kills a worker that hangs."""
         latest = time.monotonic() + self.patience
-        while self._replaced and not self._is_told_to_stop():
+        while self._replaced and not self._must_stop():
             worker = self._replaced[0]
             worker.process.join(POLL)
             if worker.exitcode is None and time.monotonic() > latest:
@@ -155,7 +155,7 @@ class Supervisor(Multiprocess):
                 _forget_gauges(worker)
                 self._replaced.remove(worker)
 
-    def _is_told_to_stop(self) -> bool:
+    def _must_stop(self) -> bool:
         return signal.SIGTERM in self.signal_queue or signal.SIGINT in self.signal_queue
 
     def terminate_all(self) -> None:

@@ -8,8 +8,7 @@
 `service.client.remote` has a torch module that computes in a service; no other module loads torch.
 """
 
-from service.client.async_client import AsyncClient
-from service.client.client import Client
+from service.client.client import AsyncClient, Client
 from service.client.merge import merge
 from service.client.responses import AnalysisResult, AttendResult, TopWeights
 from service.client.retries import Retries

@@ -1,27 +1,57 @@
-"""Client: the synchronous client. `operations.py` makes its requests, `retries.py` decides on retries. See also `AsyncClient`."""
+"""The synchronous and the asynchronous client. Their methods, except those of the connection, are the functions of `operations.py`."""
 
+import asyncio
+import inspect
 import os
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast, get_args
 
 import httpx
-from numpy.typing import ArrayLike
 
 from service.client import operations
-from service.client.connection import USE_CLIENT_DEFAULT, Connection, Timeout, Verify, connection_error
+from service.client.connection import USE_CLIENT_DEFAULT, ConnectionOptions, Timeout, Verify, connection_error
 from service.client.operations import Operation
-from service.client.responses import AnalysisResult, AttendResult, raise_for_status, read_ready
+from service.client.responses import raise_for_status, read_ready
 from service.client.retries import Attempts, Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
-from service.spec import LayerSpec
-from service.tensors import Array
-from service.wire.safetensors import read_tensors
-from service.wire.schemas.attend import LayerDocument, Plan
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+
+
+def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Client", P], T]:
+    """A method of `Client` with the arguments of the operation; it returns the result."""
+
+    @wraps(operation)
+    def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.perform(operation(*args, **kwargs))
+
+    return _signed(method)
+
+
+def _async_method(
+    operation: Callable[P, Operation[T]], in_thread: bool = False
+) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
+    """The same for `AsyncClient`. `in_thread`: the operation reads a file, which would block the event loop."""
+
+    @wraps(operation)
+    async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.perform(await asyncio.to_thread(operation, *args, **kwargs) if in_thread else operation(*args, **kwargs))
+
+    return _signed(method)
+
+
+def _signed(method: F) -> F:
+    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, and the type of the result."""
+    signature = inspect.signature(method)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+    result = get_args(signature.return_annotation)[0]
+    cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
+    return method
 
 
 class Client:
@@ -33,6 +63,19 @@ class Client:
     `Unreachable` or its subclasses `TimedOut` and `Untrusted` if there was no response. Requests that fail in transit or find a full queue
     are repeated according to `retries`; changes of layers only if the server certainly did not begin them.
     """
+
+    attend = _method(operations.attend)
+    analysis = _method(operations.analysis)
+    plan = _method(operations.plan)
+    figure = _method(operations.figure)
+    layers = _method(operations.layers)
+    layer = _method(operations.layer)
+    put_layer = _method(operations.put_layer)
+    put_layer_file = _method(operations.put_layer_file)
+    put_layer_from = _method(operations.put_layer_from)
+    layer_file = _method(operations.layer_file)
+    layer_weights = _method(operations.layer_weights)
+    delete_layer = _method(operations.delete_layer)
 
     def __init__(
         self,
@@ -51,13 +94,13 @@ class Client:
         file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
         """
         self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._connection, self._transport = Connection(base_url, timeout, api_key, dict(headers or {}), verify), transport
+        self._options, self._transport = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify), transport
         self._open()
 
     def _open(self) -> None:
         self._binary = True  # until a server or proxy accepts only JSON
         try:
-            self._opened, self._process = httpx.Client(**self._connection.options(), transport=self._transport), os.getpid()
+            self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
         except httpx.InvalidURL as error:
             raise connection_error(error, self.base_url) from None
 
@@ -68,151 +111,26 @@ class Client:
             self._open()
         return self._opened
 
-    def attend(
-        self,
-        query: ArrayLike,
-        key: ArrayLike | None = None,
-        value: ArrayLike | None = None,
-        *,
-        layer: str = "default",
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-        **fields: Any,
-    ) -> AttendResult:
-        """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch tensors or nested lists.
-
-        `fields` are the other fields of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`;
-        None leaves a field out. Arrays have the layer's dtype, or that of `reply={"datatype": …}`.
-        """
-        return self.perform(operations.attend({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
-
-    def analysis(
-        self,
-        query: ArrayLike,
-        key: ArrayLike | None = None,
-        value: ArrayLike | None = None,
-        *,
-        layer: str = "default",
-        metrics: Sequence[str] | None = None,
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-        **fields: Any,
-    ) -> AnalysisResult:
-        """Metrics of each head; `metrics` has their names, by default all cheap ones that these arguments suffice for.
-
-        `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. Undefined numbers are NaN,
-        undefined indices -1.
-        """
-        operation = operations.analysis({"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields})
-        return self.perform(operation, timeout)
-
-    def plan(
-        self,
-        query: ArrayLike | Mapping[str, Any],
-        key: ArrayLike | Mapping[str, Any] | None = None,
-        value: ArrayLike | Mapping[str, Any] | None = None,
-        *,
-        layer: str = "default",
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-        **fields: Any,
-    ) -> Plan:
-        """Shapes and cost of `attend` with the same arguments, and whether it is admitted. A tensor may be `{"shape": [2, 9, 64]}`."""
-        return self.perform(operations.plan({"layer": layer, "query": query, "key": key, "value": value, **fields}), timeout)
-
-    def figure(
-        self,
-        query: ArrayLike,
-        key: ArrayLike | None = None,
-        value: ArrayLike | None = None,
-        *,
-        kind: str = "heads",
-        format: str = "png",
-        layer: str = "default",
-        figure: Mapping[str, Any] | None = None,
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-        **fields: Any,
-    ) -> bytes:
-        """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page.
-
-        `kind` is heads, head, mean, std, similarity or concatenation; `figure` has its other fields, such as
-        `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` label the axes.
-        """
-        raw = {"kind": kind, "format": format, **(figure or {})}
-        return self.perform(operations.figure({"layer": layer, "query": query, "key": key, "value": value, **fields}, raw), timeout)
-
-    def layers(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> list[LayerDocument]:
-        """All layers of the server."""
-        return self.perform(operations.layers(), timeout)
-
-    def layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> LayerDocument:
-        """One layer: its spec with all defaults filled in, its fingerprint, its device."""
-        return self.perform(operations.layer(name), timeout)
-
-    def put_layer(
-        self,
-        name: str,
-        spec: LayerSpec | Mapping[str, Any],
-        weights: Mapping[str, ArrayLike] | None = None,
-        *,
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-    ) -> LayerDocument:
-        """Create or replace a layer, with weights by canonical name or drawn from the spec's `init` and `seed`."""
-        return self.perform(operations.put_layer(name, spec, weights), timeout)
-
-    def put_layer_file(
-        self,
-        name: str,
-        file: bytes | str | Path,
-        *,
-        layout: str | None = None,
-        prefix: str | None = None,
-        spec: Mapping[str, Any] | None = None,
-        timeout: Timeout = USE_CLIENT_DEFAULT,
-    ) -> LayerDocument:
-        """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
-
-        One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
-        `spec` has what the tensors do not determine (`{"num_heads": 12}`).
-        """
-        body = file if isinstance(file, bytes) else Path(file).read_bytes()
-        return self.perform(operations.put_layer_file(name, body, layout, prefix, spec), timeout)
-
-    def layer_file(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bytes:
-        """A layer as safetensors: weights by canonical name, its spec in the metadata."""
-        return self.perform(operations.layer_file(name), timeout)
-
-    def layer_weights(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> dict[str, Array]:
-        """A layer's weights by canonical name, in its dtype; read-only views of the response."""
-        return read_tensors(self.layer_file(name, timeout=timeout))[0]
-
-    def delete_layer(self, name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> None:
-        """Remove a layer."""
-        self.perform(operations.delete_layer(name), timeout)
-
     def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """Whether the server responds and has loaded its layers."""
         try:
-            return read_ready(self._exchange(operations.ready(), timeout))
+            return read_ready(self._exchange(operations.ready(timeout=timeout)))
         except Unreachable:
             return False
 
-    def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
-        """Send an operation and read its response; with a JSON body once a server or proxy has refused safetensors."""
-        if operation.fallback is None:
-            return operation.read(self.send(operation, timeout))
-        if self._binary:
+    def perform(self, operation: Operation[T]) -> T:
+        """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
+        if operation.json_body is not None and self._binary:
             try:
-                return operation.read(self.send(operation, timeout))
+                return operation.read(raise_for_status(self._exchange(operation)))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return self.perform(operation.as_json(), timeout)
+        return operation.read(raise_for_status(self._exchange(operation.as_json())))
 
-    def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
-        """Send an operation. Raises for any status but success, as every method does."""
-        return raise_for_status(self._exchange(operation, timeout))
-
-    def _exchange(self, operation: Operation[Any], timeout: Timeout) -> httpx.Response:
-        seconds = self.timeout if timeout is USE_CLIENT_DEFAULT else timeout
-        attempts = Attempts(self.retries, operation, seconds)
-        while (delay := attempts.next_delay(outcome := self._once(operation, seconds))) is not None:
+    def _exchange(self, operation: Operation[Any]) -> httpx.Response:
+        """The last response. Raises Unreachable or one of its subclasses if there is none."""
+        attempts = Attempts(self.retries, operation, self.timeout)
+        while (delay := attempts.next_delay(outcome := self._once(operation, attempts.timeout))) is not None:
             time.sleep(delay)
         if isinstance(outcome, Exception):
             raise connection_error(outcome, self.base_url) from outcome
@@ -231,7 +149,7 @@ class Client:
     def __getstate__(self) -> dict[str, Any]:
         if self._transport is not None:
             raise TypeError("a client with a transport cannot be pickled")
-        return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_connection": self._connection}
+        return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _transport=None)
@@ -245,3 +163,84 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class AsyncClient:
+    """The methods of `Client` with `await`, for one event loop. Raises and retries as `Client` does.
+
+    Arrays are encoded and decoded on the event loop: copying megabytes takes less time than a switch of threads.
+    """
+
+    attend = _async_method(operations.attend)
+    analysis = _async_method(operations.analysis)
+    plan = _async_method(operations.plan)
+    figure = _async_method(operations.figure)
+    layers = _async_method(operations.layers)
+    layer = _async_method(operations.layer)
+    put_layer = _async_method(operations.put_layer)
+    put_layer_file = _async_method(operations.put_layer_file, in_thread=True)
+    put_layer_from = _async_method(operations.put_layer_from, in_thread=True)
+    layer_file = _async_method(operations.layer_file)
+    layer_weights = _async_method(operations.layer_weights)
+    delete_layer = _async_method(operations.delete_layer)
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        timeout: float | None = 60.0,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retries: Retries | int | None = None,
+        verify: Verify = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """The arguments of `Client`."""
+        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
+        self._binary = True
+        options = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify)
+        try:
+            self._http = httpx.AsyncClient(**options.for_httpx(), transport=transport)
+        except httpx.InvalidURL as error:
+            raise connection_error(error, base_url) from None
+
+    async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """As `Client.ready`."""
+        try:
+            return read_ready(await self._exchange(operations.ready(timeout=timeout)))
+        except Unreachable:
+            return False
+
+    async def perform(self, operation: Operation[T]) -> T:
+        """As `Client.perform`."""
+        if operation.json_body is not None and self._binary:
+            try:
+                return operation.read(raise_for_status(await self._exchange(operation)))
+            except (UnsupportedMediaType, NotAcceptable):
+                self._binary = False
+        return operation.read(raise_for_status(await self._exchange(operation.as_json())))
+
+    async def _exchange(self, operation: Operation[Any]) -> httpx.Response:
+        attempts = Attempts(self.retries, operation, self.timeout)
+        while (delay := attempts.next_delay(outcome := await self._once(operation, attempts.timeout))) is not None:
+            await asyncio.sleep(delay)
+        if isinstance(outcome, Exception):
+            raise connection_error(outcome, self.base_url) from outcome
+        return outcome
+
+    async def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
+        request, headers = self._http.request, operation.headers
+        try:
+            return await request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            return error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()

@@ -36,7 +36,7 @@ Timeout = float | Literal[UseClientDefault.USE_CLIENT_DEFAULT] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ConnectionOptions:
     """The arguments of an httpx client. A pickle has no key and no secret headers; unpickling takes the key from ATTEND_API_KEY."""
 
     base_url: str
@@ -45,7 +45,7 @@ class Connection:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     verify: Verify = True
 
-    def options(self) -> dict[str, Any]:
+    def for_httpx(self) -> dict[str, Any]:
         """Keyword arguments for `httpx.Client` and `httpx.AsyncClient`. Raises OSError if certificates cannot be read."""
         headers = {"User-Agent": f"attend/{__version__}", **self.headers}
         if self.api_key is not None:
@@ -66,8 +66,8 @@ class Connection:
         return _unpickle, (self.base_url, self.timeout, headers, self.verify, had_key)
 
 
-def _unpickle(base_url: str, timeout: float | None, headers: Mapping[str, str], verify: Verify, had_key: bool) -> Connection:
-    return Connection(base_url, timeout, os.environ.get(API_KEY) if had_key else None, headers, verify)
+def _unpickle(base_url: str, timeout: float | None, headers: Mapping[str, str], verify: Verify, had_key: bool) -> ConnectionOptions:
+    return ConnectionOptions(base_url, timeout, os.environ.get(API_KEY) if had_key else None, headers, verify)
 
 
 def ssl_context(verify: Verify) -> ssl.SSLContext | bool:

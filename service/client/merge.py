@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from service.errors import InvalidRequest
 from service.tensors import Array, datatype_of
 
-SLACK = 8  # rounding units by which a log-sum-exp may be below the sink that it includes
+SINK_TOLERANCE = 8  # rounding units by which a log-sum-exp may be below the sink that it includes
 
 
 def merge(
@@ -108,7 +108,7 @@ def _sink_column(sinks: ArrayLike, heads: int) -> Array:
 def _above_sinks(lse: Array, sink: Array, logs: Sequence[Array]) -> Array:
     """The log-sum-exp, raised to the sink where rounding made it smaller. Raises InvalidRequest if it does not include the sink."""
     rounding = max(float(np.finfo(log.dtype).eps) if log.dtype.kind == "f" else 2.0**-7 for log in logs)
-    wrong = np.isfinite(lse) & (lse < sink - SLACK * rounding * (1 + np.abs(sink)))
+    wrong = np.isfinite(lse) & (lse < sink - SINK_TOLERANCE * rounding * (1 + np.abs(sink)))
     if wrong.any():
         i, *place = np.argwhere(wrong)[0].tolist()
         at = f"/replies/{i}/log_sum_exp/{'/'.join(map(str, place))}"

@@ -1,33 +1,32 @@
-"""The operations of the API, shared by `Client` and `AsyncClient`: pure functions that make the request and read the response of each."""
+"""The operations of the API. Each function makes one `Operation`; `Client` and `AsyncClient` have a method of the same name and arguments.
+
+In every operation, `timeout` in seconds replaces that of the client; None is no limit.
+"""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
+from numpy.typing import ArrayLike
 
-from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document
+from service.checkpoints import ModelFolder
+from service.client.connection import USE_CLIENT_DEFAULT, Timeout
+from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document, read_ready
 from service.spec import LayerSpec
+from service.tensors import Array
 from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
-Repeat = Literal["always", "unbegun", "never"]
-
-
-def read_response(response: httpx.Response) -> Any:
-    """The response itself."""
-    return response
-
-
-def read_bytes(response: httpx.Response) -> bytes:
-    return response.content
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,120 +34,225 @@ class Operation(Generic[T]):
     """One HTTP request and the reader of its response.
 
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
-    `fallback` returns the same operation with a JSON body, for servers and proxies that refuse safetensors.
+    `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors.
     """
 
     method: str
     path: str
-    body: bytes | None = None
-    read: Callable[[httpx.Response], T] = read_response
+    body: bytes | None
+    read: Callable[[httpx.Response], T]
+    timeout: Timeout = USE_CLIENT_DEFAULT
     media_type: str = JSON
     accept: str = "*/*"
-    repeat: Repeat = "always"
-    fallback: "Callable[[], Operation[T]] | None" = None
+    repeat: Literal["always", "unbegun", "never"] = "always"
+    json_body: Callable[[], bytes] | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
 
     def as_json(self) -> "Operation[T]":
-        """The operation with a JSON body."""
-        return self if self.fallback is None else self.fallback()
+        """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
+        if self.json_body is None:
+            return self
+        accept = JSON if SAFETENSORS in self.accept else self.accept
+        return replace(self, body=self.json_body(), media_type=JSON, accept=accept, json_body=None)
 
 
-def attend(fields: Mapping[str, Any]) -> Operation[AttendResult]:
-    """POST /attend with safetensors, the fastest format; with JSON if `reply` has a form or decimals, which only JSON replies have.
+def attend(
+    query: ArrayLike,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    *,
+    layer: str = "default",
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+    **fields: Any,
+) -> Operation[AttendResult]:
+    """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch tensors or nested lists.
 
-    An object that is both query and key, or key and value, is sent once.
+    `fields` are the other fields of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`;
+    None leaves a field out. Arrays have the layer's dtype, or that of `reply={"datatype": …}`.
     """
-    fields = _without_repeats(fields)
+    fields = _without_repeats({"layer": layer, "query": query, "key": key, "value": value, **fields})
     reply = dict(fields.get("reply") or {})
+    form = "base64" if reply.get("decimals") is None else "flat"  # in JSON; both keep datatypes
 
-    def in_json() -> Operation[AttendResult]:
-        form = "base64" if reply.get("decimals") is None else "flat"  # both keep datatypes
-        document = encode_request({**fields, "reply": {"form": form, **reply}}, AttendRequest.tensors)
-        return Operation("POST", "/attend", document, read_attend, accept=JSON)
+    def in_json() -> bytes:
+        return encode_request({**fields, "reply": {"form": form, **reply}}, AttendRequest.tensors)
 
-    if reply.get("form") is not None or reply.get("decimals") is not None:
-        return in_json()
-    body = encode_tensors(fields, AttendRequest.tensors)
-    return Operation("POST", "/attend", body, read_attend, SAFETENSORS, f"{SAFETENSORS}, {JSON};q=0.5", fallback=in_json)
+    if reply.get("form") is not None or reply.get("decimals") is not None:  # which only JSON replies have
+        return Operation("POST", "/attend", in_json(), read_attend, timeout, accept=JSON)
+    body, accept = encode_tensors(fields, AttendRequest.tensors), f"{SAFETENSORS}, {JSON};q=0.5"
+    return Operation("POST", "/attend", body, read_attend, timeout, SAFETENSORS, accept, json_body=in_json)
 
 
-def analysis(fields: Mapping[str, Any]) -> Operation[AnalysisResult]:
-    """POST /attend/analysis, with tensors in safetensors. The reply is JSON; its default form keeps datatypes."""
+def analysis(
+    query: ArrayLike,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    *,
+    layer: str = "default",
+    metrics: Sequence[str] | None = None,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+    **fields: Any,
+) -> Operation[AnalysisResult]:
+    """Metrics of each head; `metrics` has their names, by default all cheap ones that these arguments suffice for.
+
+    `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. Undefined numbers are NaN, undefined
+    indices -1.
+    """
     reply = dict(fields.get("reply") or {})
     reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
-    fields = {**fields, "reply": reply}
-
-    def in_json() -> Operation[AnalysisResult]:
-        return Operation("POST", "/attend/analysis", encode_request(fields, AnalysisRequest.tensors), read_analysis, accept=JSON)
-
+    fields = {"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields, "reply": reply}
     body = encode_tensors(_without_repeats(fields), AnalysisRequest.tensors)
-    return Operation("POST", "/attend/analysis", body, read_analysis, SAFETENSORS, JSON, fallback=in_json)
+
+    def in_json() -> bytes:
+        return encode_request(fields, AnalysisRequest.tensors)
+
+    return Operation("POST", "/attend/analysis", body, read_analysis, timeout, SAFETENSORS, JSON, json_body=in_json)
 
 
-def plan(fields: Mapping[str, Any]) -> Operation[Plan]:
-    """POST /attend/plan. Only the shapes of large tensors are sent. With `metrics` it plans an analysis."""
+def plan(
+    query: ArrayLike | Mapping[str, Any],
+    key: ArrayLike | Mapping[str, Any] | None = None,
+    value: ArrayLike | Mapping[str, Any] | None = None,
+    *,
+    layer: str = "default",
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+    **fields: Any,
+) -> Operation[Plan]:
+    """Shapes and cost of `attend` with the same arguments, and whether it is admitted; with `metrics`, of `analysis`.
+
+    A tensor may be `{"shape": [2, 9, 64]}`. Only the shapes of large tensors are sent.
+    """
+    fields = {"layer": layer, "query": query, "key": key, "value": value, **fields}
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
         for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_request({**fields, **shapes}, AnalysisRequest.tensors)
-    return Operation("POST", "/attend/plan", body, lambda response: read_document(Plan, response))
+    return Operation("POST", "/attend/plan", body, lambda response: read_document(Plan, response), timeout)
 
 
-def figure(fields: Mapping[str, Any], figure: Mapping[str, Any]) -> Operation[bytes]:
-    """POST /attend/figure."""
-    fields = _without_repeats({**fields, "figure": figure})
+def figure(
+    query: ArrayLike,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    *,
+    kind: str = "heads",
+    format: str = "png",
+    layer: str = "default",
+    figure: Mapping[str, Any] | None = None,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+    **fields: Any,
+) -> Operation[bytes]:
+    """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page.
 
-    def in_json() -> Operation[bytes]:
-        return Operation("POST", "/attend/figure", encode_request(fields, FigureRequest.tensors), read_bytes)
+    `kind` is heads, head, mean, std, similarity or concatenation; `figure` has its other fields, such as
+    `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` label the axes.
+    """
+    options = {"kind": kind, "format": format, **(figure or {})}
+    fields = _without_repeats({"layer": layer, "query": query, "key": key, "value": value, **fields, "figure": options})
+    body = encode_tensors(fields, FigureRequest.tensors)
 
-    return Operation("POST", "/attend/figure", encode_tensors(fields, FigureRequest.tensors), read_bytes, SAFETENSORS, fallback=in_json)
+    def in_json() -> bytes:
+        return encode_request(fields, FigureRequest.tensors)
 
-
-def layers() -> Operation[list[LayerDocument]]:
-    """GET /layers."""
-    return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers)
-
-
-def layer(name: str) -> Operation[LayerDocument]:
-    """GET /layers/{name}."""
-    return Operation("GET", layer_path(name), None, read_layer)
+    return Operation("POST", "/attend/figure", body, read_bytes, timeout, SAFETENSORS, json_body=in_json)
 
 
-def put_layer(name: str, spec: LayerSpec | Mapping[str, Any], weights: Mapping[str, Any] | None) -> Operation[LayerDocument]:
-    """PUT /layers/{name}."""
+def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerDocument]]:
+    """All layers of the server."""
+    return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
+
+
+def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[LayerDocument]:
+    """One layer: its spec with all defaults filled in, its fingerprint, its device."""
+    return Operation("GET", layer_path(name), None, read_layer, timeout)
+
+
+def put_layer(
+    name: str,
+    spec: LayerSpec | Mapping[str, Any],
+    weights: Mapping[str, ArrayLike] | None = None,
+    *,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+) -> Operation[LayerDocument]:
+    """Create or replace a layer, with weights by canonical name or drawn from the spec's `init` and `seed`."""
     document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
     body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
-    return Operation("PUT", layer_path(name), body, read_layer, repeat="unbegun")
+    return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
 
 
 def put_layer_file(
-    name: str, body: bytes, layout: str | None, prefix: str | None, spec: Mapping[str, Any] | None
+    name: str,
+    file: bytes | str | Path,
+    *,
+    layout: str | None = None,
+    prefix: str | None = None,
+    spec: Mapping[str, Any] | None = None,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
 ) -> Operation[LayerDocument]:
-    """PUT /layers/{name} with safetensors."""
+    """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
+
+    One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
+    `spec` has what the tensors do not determine (`{"num_heads": 12}`).
+    """
+    body = file if isinstance(file, bytes) else Path(file).read_bytes()
     parameters = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
-    return Operation("PUT", path, body, read_layer, SAFETENSORS, repeat="unbegun")
+    return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="unbegun")
 
 
-def delete_layer(name: str) -> Operation[None]:
-    """DELETE /layers/{name}."""
-    return Operation("DELETE", layer_path(name), None, lambda _: None, repeat="unbegun")
+def put_layer_from(
+    name: str,
+    path: str | Path,
+    layer: int,
+    *,
+    part: str | None = None,
+    spec: Mapping[str, Any] | None = None,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+) -> Operation[LayerDocument]:
+    """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
+
+    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
+    has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
+    """
+    return put_layer_file(name, model_layer(path, layer, part), spec=spec, timeout=timeout)
 
 
-def layer_file(name: str) -> Operation[bytes]:
-    """GET /layers/{name}/weights."""
-    return Operation("GET", f"{layer_path(name)}/weights", None, read_bytes)
+def model_layer(path: str | Path, layer: int, part: str | None = None) -> bytes:
+    """One layer of a model's folder as safetensors: its tensors, and the model's config in the metadata."""
+    folder = ModelFolder(Path(path))
+    description, tensors = folder.layer(layer, part)
+    return b"".join(write_tensors(tensors, {"config": folder.config_text, "layer": str(layer), "part": description.part}))
 
 
-def ready() -> Operation[httpx.Response]:
-    """GET /health/ready, never repeated."""
-    return Operation("GET", "/health/ready", repeat="never")
+def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:
+    """A layer as safetensors: weights by canonical name, its spec in the metadata."""
+    return Operation("GET", f"{layer_path(name)}/weights", None, read_bytes, timeout)
+
+
+def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
+    """A layer's weights by canonical name, in its dtype; read-only views of the response."""
+    return Operation("GET", f"{layer_path(name)}/weights", None, lambda response: read_tensors(response.content)[0], timeout)
+
+
+def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
+    """Remove a layer."""
+    return Operation("DELETE", layer_path(name), None, lambda _: None, timeout, repeat="unbegun")
+
+
+def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+    """Whether the server responds and has loaded its layers."""
+    return Operation("GET", "/health/ready", None, read_ready, timeout, repeat="never")
+
+
+def post(path: str, body: bytes) -> Operation[httpx.Response]:
+    """The response to a JSON body."""
+    return Operation("POST", path, body, lambda response: response)
 
 
 def layer_path(name: str) -> str:
@@ -160,7 +264,11 @@ def read_layer(response: httpx.Response) -> LayerDocument:
     return read_document(LayerDocument, response)
 
 
-def _without_repeats(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_bytes(response: httpx.Response) -> bytes:
+    return response.content
+
+
+def _without_repeats(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields without a value that is the key, and a key that is the query: these are the service's defaults."""
     query, key, value = (fields.get(name) for name in ("query", "key", "value"))
     if value is key:

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from service.client.connection import certificate_error
+from service.client.connection import USE_CLIENT_DEFAULT, certificate_error
 from service.client.operations import Operation
 
 Outcome = httpx.Response | Exception
 PROBLEM_JSON = "application/problem+json"
-BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)  # during a request; `may_repeat` checks ConnectError first
+LOST_CONNECTION = (httpx.NetworkError, httpx.RemoteProtocolError)  # during a request; `may_repeat` checks ConnectError first
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Retries:
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts of one operation. `timeout`: seconds for all attempts together; None is no limit."""
+    """The attempts of one operation. `timeout`: seconds for all attempts together, unless the operation has its own; None is no limit."""
 
     retries: Retries
     operation: Operation[Any]
@@ -51,6 +51,8 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self._started = self.clock()
+        if self.operation.timeout is not USE_CLIENT_DEFAULT:
+            self.timeout = self.operation.timeout
 
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
@@ -70,7 +72,7 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
     if isinstance(outcome, httpx.ConnectError):
         return certificate_error(outcome) is None  # a retry does not help with an untrusted certificate
     if not isinstance(outcome, httpx.Response):
-        return operation.repeat == "always" and isinstance(outcome, BROKEN)
+        return operation.repeat == "always" and isinstance(outcome, LOST_CONNECTION)
     from_service = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)
     if operation.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
         return outcome.status_code in (429, 502, 503) or (outcome.status_code == 500 and not from_service)

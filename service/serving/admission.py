@@ -42,7 +42,7 @@ class ByteBudget:
         """A lease for one request of this caller. It starts with 0 bytes and releases them at the end of its `with` block."""
         return Lease(self, caller)
 
-    def demand(self, caller: str, size: int) -> None:
+    def check_room(self, caller: str, size: int) -> None:
         """Raises Overloaded if the caller may not use `size` more counted bytes. Does not take them."""
         owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
@@ -85,17 +85,17 @@ class Lease:
     def __init__(self, budget: ByteBudget, caller: str) -> None:
         self.budget, self.caller, self.held, self._counted = budget, caller, 0, 0
 
-    def demand(self, size: int) -> None:
+    def check_room(self, size: int) -> None:
         """Raises Overloaded if there is no room for `size` more bytes. Does not take them."""
         if growth := min(self.held + size, self.budget.largest_request) - self._counted:
-            self.budget.demand(self.caller, growth)
+            self.budget.check_room(self.caller, growth)
 
     def add(self, size: int) -> None:
         """Take `size` more bytes. Raises Overloaded if there is no room."""
         held, largest = self.held + size, self.budget.largest_request
         counted = held if held < largest else largest
         if growth := counted - self._counted:
-            self.budget.demand(self.caller, growth)
+            self.budget.check_room(self.caller, growth)
         self.budget.change(self.caller, size, growth)
         self.held, self._counted = held, counted
 

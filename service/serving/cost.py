@@ -50,7 +50,7 @@ class Cost:
     tensor_bytes: int = 0  # of the outputs as binary numbers in the reply's datatype
 
 
-class Asking(NamedTuple):
+class CostInputs(NamedTuple):
     """The properties of a request that its cost depends on. `heads` and `queries`: numbers of selected ones; None without a selection."""
 
     batch: int | None  # None: no batch axis
@@ -73,7 +73,7 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     *batch, num_queries, _ = request.query.shape
     key = request.query if request.key is None else request.key
     select, reply = request.select, request.reply
-    asking = Asking(
+    inputs = CostInputs(
         batch[0] if batch else None,
         num_queries,
         key.shape[-2],
@@ -88,29 +88,29 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
         reply.datatype,
         reply.decimals,
     )
-    return _predict(asking, spec)
+    return _predict(inputs, spec)
 
 
 @lru_cache(1024)  # shapes recur, and without a cache this would be a tenth of a small request's time
-def _predict(asking: Asking, spec: LayerSpec) -> Cost:
-    b, q, k, h = asking.batch if asking.batch is not None else 1, asking.num_queries, asking.num_keys, spec.num_heads
+def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
+    b, q, k, h = inputs.batch if inputs.batch is not None else 1, inputs.num_queries, inputs.num_keys, spec.num_heads
     size = BY_TORCH[spec.dtype].size
-    shapes = _shapes(asking, spec, b)
-    outputs = {name: shape if asking.batch is not None else shape[1:] for name, shape in shapes.items()}
+    shapes = _shapes(inputs, spec, b)
+    outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
     wide, narrow, joined = h * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.concatenated_dim  # queries, keys, heads' outputs
     values = spec.num_kv_heads * spec.value_head_dim
     products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
-    elements = h * q * k * (10 + 20 * asking.dropout + 20 * bool(asking.top_k))
+    elements = h * q * k * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
     # softmax, dropout and sorting take time per score, beyond the matrix products
-    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if asking.gradients else 1)
-    rows = h * q if asking.heads is None or asking.queries is None else asking.heads * asking.queries
-    weighed = rows * ("attention_weights" in asking.outputs) + h * q * ("scores" in asking.outputs) + 3 * h * q * asking.gradients
+    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if inputs.gradients else 1)
+    rows = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
+    weighed = rows * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
     scores = b * k * weighed
     held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
     wire = sum(math.prod(shape) for shape in outputs.values())
     memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    size_of = reply_bytes(asking.form, asking.decimals, outputs, lambda name: wire_datatype(name, asking.datatype, spec))
-    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, asking.datatype, spec)].size for name, shape in outputs.items())
+    size_of = reply_bytes(inputs.form, inputs.decimals, outputs, lambda name: wire_datatype(name, inputs.datatype, spec))
+    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, inputs.datatype, spec)].size for name, shape in outputs.items())
     return Cost(outputs, operations, scores, memory, size_of, b, h * q * k, raw)
 
 
@@ -155,9 +155,9 @@ def share(cost: Cost, shards: int) -> Cost:
 
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
-    asking = Asking(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
+    inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
     batches = range(2, min(limits.items, LARGEST_BATCH) + 1)
-    return bisect_left(batches, True, key=lambda b: bool(admit(_predict(asking._replace(batch=b), spec), limits))) + 1
+    return bisect_left(batches, True, key=lambda b: bool(admit(_predict(inputs._replace(batch=b), spec), limits))) + 1
 
 
 def check(cost: Cost, limits: ServingLimits) -> None:
@@ -166,9 +166,9 @@ def check(cost: Cost, limits: ServingLimits) -> None:
         raise TooLarge(problems=problems)
 
 
-def _shapes(asking: Asking, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
+def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
     """Output name -> shape, with b, in the order of the request."""
-    q, k, h, joined, kv = asking.num_queries, asking.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
+    q, k, h, joined, kv = inputs.num_queries, inputs.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {
         "output": (b, q, spec.output_dim if spec.projections else joined),
         "scores": (b, h, q, k),
@@ -183,21 +183,21 @@ def _shapes(asking: Asking, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...
         "value_gradient": (b, k, spec.value_dim),
     }
     made: dict[str, tuple[int, ...]] = {}
-    for name in asking.outputs:
+    for name in inputs.outputs:
         if name == "attention_weights":
-            made |= _weights(asking, b, h)
+            made |= _weights(inputs, b, h)
         else:
             made[name] = shapes[name]
     return made
 
 
-def _weights(asking: Asking, b: int, h: int) -> dict[str, tuple[int, ...]]:
-    heads = h if asking.heads is None else asking.heads
-    queries = asking.num_queries if asking.queries is None else asking.queries
-    rows = (b, *(() if asking.average else (heads,)), queries)
-    if asking.top_k is None:
-        return {"attention_weights": (*rows, asking.num_keys)}
-    shape = (*rows, min(asking.top_k, asking.num_keys))
+def _weights(inputs: CostInputs, b: int, h: int) -> dict[str, tuple[int, ...]]:
+    heads = h if inputs.heads is None else inputs.heads
+    queries = inputs.num_queries if inputs.queries is None else inputs.queries
+    rows = (b, *(() if inputs.average else (heads,)), queries)
+    if inputs.top_k is None:
+        return {"attention_weights": (*rows, inputs.num_keys)}
+    shape = (*rows, min(inputs.top_k, inputs.num_keys))
     return {"attention_weights.keys": shape, "attention_weights.values": shape}
 
 

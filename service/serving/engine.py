@@ -110,7 +110,7 @@ class Engine:
             layer = self.find(decoded.members, endpoint.document)
             bound = endpoint.bind(decoded, layer, self.limits, 0 if self.shards is None else self.shards.count)
             if raw.reply_codec.largest_reply is not None:
-                _demand_small_reply(bound, *raw.reply_codec.largest_reply)
+                _require_small_reply(bound, *raw.reply_codec.largest_reply)
         return decoded, bound
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
@@ -168,7 +168,7 @@ class Engine:
 
     def unless_abandoned(self, waiting: Waiting, function: Callable[..., T], *args: Any) -> T:
         """Run the function. Raises CallerGone or DeadlinePassed instead if the caller no longer waits."""
-        waiting.demand(self.clock())
+        waiting.check(self.clock())
         return function(*args)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def _earliest(deadline: float | None, timeout: float | None, now: float) -> floa
     return now + timeout if deadline is None else min(deadline, now + timeout)
 
 
-def _demand_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
+def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
     """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
     if (size := bound.cost.tensor_bytes) > largest:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))

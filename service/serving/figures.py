@@ -7,6 +7,8 @@ A thread cannot be cancelled, so the drawing itself checks its deadline at inter
 """
 
 import asyncio
+import gc
+import importlib
 import math
 import time
 from collections.abc import Callable
@@ -101,7 +103,7 @@ class FigureRenderer:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawing")  # starts with the first figure
+        self._thread = ThreadPoolExecutor(1, "drawing", _load_matplotlib)  # starts with the first figure
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
@@ -136,6 +138,17 @@ class FigureRenderer:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _load_matplotlib() -> None:
+    """Import matplotlib. A full garbage collection among its many objects would pause all threads for a tenth of a second, so there is none
+    during the import, and later ones leave these objects out."""
+    gc.disable()
+    try:
+        importlib.import_module("service.attention.figures.plot")
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _too_late() -> DeadlinePassed:

@@ -28,7 +28,7 @@ class Waiting(NamedTuple):
     deadline: float | None
     gone: Callable[[], bool]
 
-    def demand(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Raises CallerGone if the caller has disconnected, DeadlinePassed if `now` is past the deadline."""
         if self.gone():
             raise CallerGone
@@ -88,4 +88,4 @@ class EncodedReply(NamedTuple):
     headers: Headers
     pieces: list[Buffer]
     phases: Phases
-    about: dict[str, Any]
+    log_fields: dict[str, Any]

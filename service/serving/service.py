@@ -153,6 +153,7 @@ class Service:
         for waiting in (self._starting, self._sampling, self._recovering):
             if waiting is not None:
                 waiting.cancel()
+        self.metrics.record()
         self.loader.close()
         self.scheduler.close()
         self.statistics.close()

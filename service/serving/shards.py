@@ -2,7 +2,7 @@
 
 The softmax over all keys follows from each part's softmax and log-sum-exp (Dao et al. 2022, section 3.1). A part counts its keys from 0 and
 shifts its query positions by the same amount, so causality, windows, lengths, rotations and distance biases do not change. A sink is
-added once, in `join`; parts are computed without it. `Shards` is the interface to the transport.
+added once, in `merge_results`; parts are computed without it. `Shards` is the interface to the transport.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ async def compute_in_shards(
     shards: Shards, bound: BoundCall, deadline: float | None, clock: Callable[[], float], codecs: CodecPool
 ) -> Outcome:
     """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
-    started, parts = clock(), cut(bound.call, shards.count)
+    started, parts = clock(), split_call(bound.call, shards.count)
     try:
         async with asyncio.timeout(None if deadline is None else deadline - started):
             results = await shards.compute(bound.layer, parts, share(bound.cost, len(parts)))
     except TimeoutError:
         raise DeadlinePassed(TOO_LATE) from None
-    result = await codecs.run(lambda: join(bound.layer.attention, bound.call, results), 0, "")
+    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, "")
     return Outcome(result, 0.0, clock() - started, 1, Execution(bound.call.query.shape[0]))
 
 
-def cut(call: Call, shards: int) -> list[Call]:
+def split_call(call: Call, shards: int) -> list[Call]:
     """The parts of a call, at most `shards`, each with at least one key. Their keys are consecutive slices [b, part, …]."""
     bounds = _bounds(call, max(1, min(shards, call.key.shape[1])))
     wanted = (call.outputs & {"scores", "attention_weights"}) | {"log_sum_exp"}
@@ -103,7 +103,7 @@ class ShardLayers:
 
 
 @torch.inference_mode()
-def join(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
+def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
     """The result of the whole call from those of its parts, in order. Tensors are on the CPU; parts are weighted in float64."""
     logs = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
     whole = torch.logsumexp(logs, 0)

@@ -24,7 +24,7 @@ from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
 from service.web.routes import attend, figure, health, layers, page, text
 from service.web.v2 import infer, repository, routes
-from service.web.v2.description import Offer
+from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 
 
@@ -65,11 +65,11 @@ def create_app(settings: Settings) -> FastAPI:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
-    offer = Offer(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
+    extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _grpc(settings, service, offer, keyring, traces):
+        async with _grpc(settings, service, extensions, keyring, traces):
             if settings.workers > 1:  # load before accepting connections: after a restart, the other workers answer
                 await service.begin(settings.all_layers())
                 if not service.started:  # the log says why
@@ -85,10 +85,10 @@ def create_app(settings: Settings) -> FastAPI:
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, service)
     figure.install(app, service)
-    layers.install(app, service, offer.why_not_writable)
+    layers.install(app, service, extensions.why_not_writable)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
-    routes.install(app, service, offer)
-    repository.install(app, service, offer)
+    routes.install(app, service, extensions)
+    repository.install(app, service, extensions)
     page.install(app, service, _about(settings, service))
     health.install(app, service)
     app.state.service = service
@@ -126,19 +126,19 @@ def create_service(settings: Settings) -> Service:
 
 
 def _grpc(
-    settings: Settings, service: Service, offer: Offer, keyring: Keyring | None, traces: Telemetry | None
+    settings: Settings, service: Service, extensions: ProtocolExtensions, keyring: Keyring | None, traces: Telemetry | None
 ) -> AbstractAsyncContextManager[None]:
     """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
         return nullcontext()
-    from service.web.grpc.calls import Surroundings  # needs the extra `grpc`
-    from service.web.grpc.server import Terms, serving
+    from service.web.grpc.calls import CallContext  # needs the extra `grpc`
+    from service.web.grpc.server import GrpcLimits, serving
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    terms = Terms(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
-    surroundings = Surroundings(settings.access_log, keyring, traces)
-    return serving(service, offer, address, terms, surroundings)
+    limits = GrpcLimits(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
+    context = CallContext(settings.access_log, keyring, traces)
+    return serving(service, extensions, address, limits, context)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

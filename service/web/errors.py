@@ -44,6 +44,7 @@ TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
 PROBLEM_JSON = "application/problem+json"
 V2 = "/v2"
+UNEXPECTED = "unexpected error; the server's log has the cause"
 
 
 def status_of(error: errors.AttendError) -> int:
@@ -93,7 +94,7 @@ def out_of_memory(error: Exception, scope: Any) -> Response:
 
 def internal_error(scope: Any) -> Response:
     """The response to an unexpected exception."""
-    status, media_type, body = refusal(scope, 500, "internal error", "unexpected error; the server's log has the cause")
+    status, media_type, body = refusal(scope, 500, "internal error", UNEXPECTED)
     return Response(body, status, media_type=media_type)
 
 

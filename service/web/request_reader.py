@@ -115,7 +115,7 @@ async def _pieces(content_length: bytes | None, receive: Receive, limit: Limit, 
         if (declared := int(content_length)) > limit[1]:
             raise _too_large(limit, str(declared))
         if declared > SMALL:
-            lease.demand(declared)
+            lease.check_room(declared)
     pieces, size, more = [], 0, True
     while more:
         message = await receive()

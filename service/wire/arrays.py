@@ -9,7 +9,7 @@ import numpy as np
 
 from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, Array, Datatype
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 
 Kind = Literal["number", "bias", "mask", "count"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
@@ -19,7 +19,7 @@ EXACT = 2**53  # float64 represents every integer up to here
 def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], at: str) -> Array:
     """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
     if row.kind == "bool":
-        _demand_flags(piece, at)
+        _require_flags(piece, at)
     array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
     return array if array.flags.aligned else array.copy()
 
@@ -43,7 +43,7 @@ def decode_base64(pieces: Iterator[bytes]) -> bytearray:
 def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
     """The array of a base64 text, which is a string or an iterator over pieces. Raises InvalidRequest."""
     if not isinstance(text, str | Iterator):
-        raise InvalidRequest.where(at, "a base64 string", shown(text))
+        raise InvalidRequest.where(at, "a base64 string", describe_value(text))
     try:
         data = decode_base64(iter([text.encode(errors="replace")]) if isinstance(text, str) else text)
     except (binascii.Error, ValueError) as error:
@@ -53,11 +53,11 @@ def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at:
         raise InvalidRequest.where(at, wanted, str(len(data)))
     array = np.frombuffer(data, dtype)
     if dtype == np.bool_:
-        _demand_flags(data, at)
+        _require_flags(data, at)
     return array.reshape(shape)
 
 
-def _demand_flags(piece: memoryview | bytes | bytearray, at: str) -> None:
+def _require_flags(piece: memoryview | bytes | bytearray, at: str) -> None:
     flags = np.frombuffer(piece, np.uint8)
     if (wrong := flags > 1).any():
         first = int(np.argmax(wrong))
@@ -75,11 +75,11 @@ def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
         array = numbers.astype(dtype)
-    demand_exact(array, numbers, BY_NUMPY[dtype], at)
+    require_exact(array, numbers, BY_NUMPY[dtype], at)
     return array
 
 
-def demand_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
+def require_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
     """Raises InvalidRequest at the first of `numbers` that `array`, their conversion, changes. Floats may be rounded to finite ones."""
     wrong = ~np.isfinite(array) if row.kind == "float" else array != numbers
     if not wrong.any():

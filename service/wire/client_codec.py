@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from service.errors import InvalidRequest, MalformedBody
+from service.errors import InvalidRequest, MalformedBody, pointer
 from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, little_endian, raw
 from service.wire.arrays import Kind
-from service.wire.problems import pointer
 from service.wire.reply import Reply
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
@@ -144,19 +143,19 @@ def decode_binary_reply(body: bytes) -> Reply:
 def decode_metrics(body: bytes) -> Reply:
     """A reply to POST /attend/analysis: metrics as arrays, null as NaN, or as -1 among indices. Raises MalformedBody."""
     document = decode_document(body)
-    _demand_members(document, (*HEAD, "metrics"), "a reply to POST /attend/analysis")
+    _require_members(document, (*HEAD, "metrics"), "a reply to POST /attend/analysis")
     metrics = {name: _metric(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
     return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
 
 
 def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
-    _demand_members(head, HEAD, "a reply to POST /attend")
+    _require_members(head, HEAD, "a reply to POST /attend")
     arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
     names = [datatype_of(array).name for array in arrays if array.dtype != np.int64]
     return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
 
 
-def _demand_members(document: Mapping[str, Any], names: tuple[str, ...], expected: str) -> None:
+def _require_members(document: Mapping[str, Any], names: tuple[str, ...], expected: str) -> None:
     for name in names:
         if name not in document:
             raise MalformedBody.where(pointer([name]), expected, "nothing")

@@ -1,58 +1,130 @@
-"""Short calls: the same numbers as the general path gives, alone and in a batch, and only for calls that ask for nothing else."""
+"""Short calls in C: every implementation that this processor can run agrees with the float64 reference, and takes only the calls it can.
 
+Where the extension is not built, torch's computation is the only implementation, and the same tests hold for it.
+"""
+
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import TOLERANCE, call_of, make, rows_masks
+from support.layers import call_of, make, rows_masks
 
+from service.attention import short
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
-from service.attention.linear import Linear
-from service.attention.short import OUTPUTS, PRODUCT, ROWS
+from service.attention.reference import forward
+from service.attention.reference.forward import Reference
+from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, Short
+
+TOLERANCE = 2e-6  # of the largest value: float32 rounds scores by about a tenth of it
 
 
-def self_attention(query: torch.Tensor, call: Call) -> Call:
-    return replace(call, query=query, key=query, value=query)
+def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
+    """The layer as torch computes it, and with each implementation in C."""
+    layer.short = None
+    yield layer
+    for variant in short.native.variants if short.native is not None else ():
+        layer.short = Short(layer.spec, layer.weights, variant)
+        yield layer
+
+
+def reference(layer: MultiHeadAttention, call: Call) -> Reference:
+    weights = {name: tensor.double().numpy() for name, tensor in layer.weights.items() if "+" not in name}
+    query, key, value = (x.double().numpy() for x in (call.query, call.key, call.value))
+    return forward.attend(layer.spec, weights, query=query, key=key, value=value)
+
+
+def distance(got: torch.Tensor, wanted: Any) -> float:
+    """The largest difference, relative to the largest value."""
+    assert got.shape == wanted.shape
+    return float(np.abs(got.double().numpy() - wanted).max() / np.abs(wanted).max())
+
+
+def cross_attention(layer: MultiHeadAttention, items: int, queries: int, keys: int) -> Call:
+    """Three inputs of which none is another."""
+    call = call_of(layer, items, queries)
+    key, value = (call_of(layer, items, keys, seed=seed).query for seed in (1, 2))
+    return replace(call, key=key, value=value, masks=rows_masks(keys))
 
 
 def is_short(layer: MultiHeadAttention, call: Call) -> bool:
     return layer.short is not None and layer.short.suits(call)
 
 
-def distance(layer: MultiHeadAttention, plain: MultiHeadAttention, *calls: Call) -> float:
-    """The largest difference relative to the largest value of a tensor, of the calls in one batch from each by itself."""
-    distances = []
-    for call, result in zip(calls, layer.forward_batch(calls), strict=True):
-        got, wanted = result.tensors, plain.forward(call).tensors
-        assert got.keys() == wanted.keys()
-        assert all(got[name].shape == wanted[name].shape for name in got)
-        distances += [float((got[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in got]
-    return max(distances)
-
-
 @given(
     heads=st.sampled_from([1, 2, 3, 5, 8]),
-    width=st.sampled_from([1, 2, 3, 7, 8, 16]),
-    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, ROWS)), min_size=1, max_size=7),
-    dtype=st.sampled_from(["float32", "float64"]),
-    outputs=st.sampled_from([OUTPUTS, frozenset({"output"}), frozenset({"attention_weights"})]),
-    inputs=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 2, 3, 7, 8, 16, 17, 33]),
+    items=st.integers(1, 3),
+    queries=st.integers(1, 37),
+    keys=st.integers(1, 41),
+    bias=st.sampled_from([True, False, {"query": True, "key": False, "value": True, "output": False}]),
 )
-def test_the_numbers_are_those_of_the_general_path(
-    heads: int, width: int, shapes: list[tuple[int, int]], dtype: str, outputs: frozenset[str], inputs: int
-) -> None:
-    """With one input for query, key and value, one for key and value, or three."""
-    layer, plain = make(d_model=heads * width, num_heads=heads, dtype=dtype, seed=len(shapes), init="torch_mha")
-    calls = [call_of(layer, *shape, seed=i, outputs=outputs) for i, shape in enumerate(shapes)]
-    if inputs > 1:
-        keys = [call.query.flip(1) for call in calls]
-        calls = [replace(call, key=key, value=key if inputs == 2 else key + 1) for call, key in zip(calls, keys, strict=True)]
-    assert all(is_short(layer, call) for call in calls)
-    assert distance(layer, plain, *calls) <= TOLERANCE[dtype]
+def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: int, items: int, queries: int, keys: int, bias: Any) -> None:
+    layer, _ = make(d_model=heads * head_dim, num_heads=heads, bias=bias, seed=items, init="torch_linear")
+    call = cross_attention(layer, items, queries, keys)
+    wanted = reference(layer, call)
+    for each in implementations(layer):
+        result = each.forward(call) if each.short is None else each.short(call)
+        assert result is not None
+        assert result.tensors.keys() == OUTPUTS
+        for name in OUTPUTS:
+            assert distance(result.tensors[name], getattr(wanted, name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0, 15.0, 200.0])
+def test_scores_of_any_size(size: float) -> None:
+    layer, _ = make(d_model=15, num_heads=3, seed=5)
+    call = call_of(layer, 2, 7, seed=3)
+    call = replace(call, query=call.query * size, key=call.query * size, value=call.query * size)
+    wanted = reference(layer, call)
+    rounding = max(1.0, float(np.abs(wanted.scores).max())) * torch.finfo(torch.float32).eps  # of a score, which softmax hands on
+    for each in implementations(layer):
+        got = each.forward(call).tensors
+        for name in OUTPUTS:
+            assert distance(got[name], getattr(wanted, name)) <= 8 * rounding
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e30, 3e38])
+def test_numbers_that_overflow_are_those_of_torch(scale: float) -> None:
+    """Infinity, NaN and everything beside them, wherever the sum overflows."""
+    layer, plain = make(d_model=6, num_heads=3)
+    call = call_of(layer, 2, 4)
+    scaled = call.query.clone()
+    scaled[0, 1] *= scale / float(scaled[0, 1].abs().max())
+    call = replace(call, query=scaled, key=scaled, value=scaled)
+    wanted = plain.forward(call).tensors
+    for each in implementations(layer):
+        got = each.forward(call).tensors
+        for name in OUTPUTS:
+            torch.testing.assert_close(got[name], wanted[name], equal_nan=True)
+
+
+def test_an_item_has_the_same_bits_alone_and_among_others() -> None:
+    layer, _ = make(d_model=35, num_heads=5)
+    call = cross_attention(layer, 7, 11, 13)
+    for each in implementations(layer):
+        if each.short is not None:
+            together = each.forward(call).tensors
+            for i in range(7):
+                item = replace(call, **{name: getattr(call, name)[i : i + 1] for name in ("query", "key", "value")})
+                alone = each.forward(item).tensors
+                assert all(torch.equal(alone[name][0], together[name][i]) for name in OUTPUTS)
+
+
+@pytest.mark.parametrize("outputs", [{"output"}, {"attention_weights"}], ids=str)
+def test_only_requested_outputs_are_returned(outputs: set[str]) -> None:
+    layer, plain = make(d_model=6, num_heads=3)
+    call = call_of(layer, 2, 7, outputs=frozenset(outputs))
+    wanted = plain.forward(call).tensors
+    for each in implementations(layer):
+        got = each.forward(call).tensors
+        assert got.keys() == outputs
+        assert all(distance(got[name], wanted[name].numpy()) <= TOLERANCE for name in outputs)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +139,17 @@ def test_the_numbers_are_those_of_the_general_path(
     ids=str,
 )
 def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) -> None:
-    layer, plain = make(d_model=6, num_heads=3)
+    layer, _ = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 7)
-    selected = replace(call, **select)
-    assert is_short(layer, selected)
-    assert distance(layer, plain, selected) <= TOLERANCE["float32"]
     heads, queries = list(select.get("heads", range(3))), list(select.get("queries", range(7)))
-    wanted = layer.forward(call).tensors["attention_weights"][:, heads][:, :, queries]
-    got = layer.forward(selected).tensors
-    if "top_k" in select:
-        assert torch.equal(got["values"], wanted.gather(-1, got["keys"]))
-        assert torch.equal(got["keys"], wanted.argsort(dim=-1, descending=True, stable=True)[..., :2])
-    else:
-        assert torch.equal(got["attention_weights"], wanted.mean(1) if "average" in select else wanted)
+    for each in implementations(layer):
+        wanted = each.forward(call).tensors["attention_weights"][:, heads][:, :, queries]
+        got = each.forward(replace(call, **select)).tensors
+        if "top_k" in select:
+            assert torch.equal(got["values"], wanted.gather(-1, got["keys"]))
+            assert torch.equal(got["keys"], wanted.argsort(dim=-1, descending=True, stable=True)[..., :2])
+        else:
+            torch.testing.assert_close(got["attention_weights"], wanted.mean(1) if "average" in select else wanted)
 
 
 @pytest.mark.parametrize(
@@ -96,30 +166,23 @@ def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) ->
         {"head_scale": torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1)},
         {"reproducible": True},
         {"outputs": frozenset({"output", "scores"})},
-        {"key": torch.ones(2, 5, 6), "value": torch.ones(2, 5, 6), "masks": rows_masks(5)},
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_calls_that_want_more_take_the_general_path(more: dict[str, Any]) -> None:
+def test_calls_that_want_more_are_left_to_torch(more: dict[str, Any]) -> None:
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 7, **more)
     assert not is_short(layer, call)
-    assert distance(layer, plain, call) == 0
+    got, wanted = layer.forward(call).tensors, plain.forward(call).tensors
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("batch", "rows"), [(1, ROWS + 1), (1, 0), (0, 4)])
-def test_calls_that_are_long_or_empty_take_the_general_path(batch: int, rows: int) -> None:
-    layer, plain = make(d_model=6, num_heads=3)
-    call = call_of(layer, batch, rows)
+@pytest.mark.parametrize(("items", "rows"), [(1, MAX_PRODUCT // 64**2 + 1), (MAX_PRODUCT // 64**2 + 1, 1), (1, 0), (0, 4)])
+def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -> None:
+    layer, plain = make(d_model=64, num_heads=8)
+    call = call_of(layer, items, rows)
     assert not is_short(layer, call)
     assert torch.equal(layer.forward(call).tensors["output"], plain.forward(call).tensors["output"])
-
-
-@pytest.mark.parametrize(("heads", "rows"), [(8, 64), (32, 32), (128, 16)])
-def test_many_heads_leave_room_for_few_rows(heads: int, rows: int) -> None:
-    layer, _ = make(d_model=128, num_heads=heads)
-    assert is_short(layer, call_of(layer, 1, rows))
-    assert not is_short(layer, call_of(layer, 1, rows + 1))
 
 
 @pytest.mark.parametrize(
@@ -130,15 +193,14 @@ def test_many_heads_leave_room_for_few_rows(heads: int, rows: int) -> None:
         {"value_head_dim": 5},
         {"key_dim": 5},
         {"output_dim": 5},
-        {"bias": False},
-        {"bias": {"query": True, "key": False, "value": True, "output": True}},
         {"projections": False},
         {"rope": {"theta": 100.0}},
         {"alibi": True},
         {"sinks": True},
         {"qk_norm": {"kind": "rms"}},
         {"dtype": "float16"},
-        {"d_model": 132},
+        {"dtype": "float64"},
+        {"d_model": MAX_WIDTH + 2},
     ],
     ids=str,
 )
@@ -146,74 +208,25 @@ def test_other_layers_have_no_short_calls(fields: dict[str, Any]) -> None:
     assert make(**{"d_model": 6, "num_heads": 3, **fields})[0].short is None
 
 
-def test_an_overflow_reaches_its_own_caller_alone() -> None:
-    layer, plain = make(d_model=6, num_heads=3)
-    calls = [call_of(layer, 1, rows, seed=rows) for rows in (4, 60, 5)]
-    calls[:2] = [self_attention(call.query * 1e30, call) for call in calls[:2]]
-    results = layer.forward_batch(calls)
-    for call, got in zip(calls, results, strict=True):
-        for name in OUTPUTS:
-            assert torch.equal(got.tensors[name].isfinite(), plain.forward(call).tensors[name].isfinite())
-    assert all(tensor.isfinite().all() for tensor in results[2].tensors.values())
+def test_without_the_extension_torch_computes_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short, "native", None)
+    layer, plain = make(d_model=64, num_heads=8)
+    call = call_of(layer, 1, 16)
+    assert layer.short is None
+    assert torch.equal(layer.forward(call).tensors["output"], plain.forward(call).tensors["output"])
 
 
-@pytest.mark.parametrize("size", [1.0, 8.0, 15.0, 200.0])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_short_calls_of_any_size_agree_with_a_float64_reference(size: float, dtype: str) -> None:
-    """With scores below and far above those whose exponentials can be summed as they are."""
-    layer, _ = make(d_model=15, num_heads=3, dtype=dtype, seed=5)
-    call = call_of(layer, 1, 7, seed=3)
-    call = self_attention(call.query * size, call)
-    assert is_short(layer, call)
-    before = call.query.clone()
-    got = layer.forward(call).tensors
-    weights = {name: tensor.double() for name, tensor in layer.weights.items()}
-    heads = {}
-    for name in ("query", "key", "value"):
-        x = getattr(call, name)[0].double() @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-        heads[name] = x.view(7, 3, 5).transpose(0, 1)
-    scores = heads["query"] @ heads["key"].mT / 5**0.5
-    wanted = torch.exp(scores - scores.amax(-1, keepdim=True))
-    wanted = wanted / wanted.sum(-1, keepdim=True)
-    output = (wanted @ heads["value"]).transpose(0, 1).reshape(7, 15) @ weights["output.weight"].T + weights["output.bias"]
-    rounding = max(1.0, float(scores.abs().max())) * torch.finfo(layer.dtype).eps  # of a score, which softmax hands on
-    assert float((got["attention_weights"][0].double() - wanted).abs().max()) <= 8 * rounding
-    assert float((got["output"][0].double() - output).abs().max()) <= 8 * rounding * max(1.0, float(heads["value"].abs().max()))
-    assert torch.equal(before, call.query)
-
-
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each product that torch computes from here on."""
-    seen: list[int] = []
-    product = Linear.__call__
-
-    def counted(self: Linear, x: torch.Tensor, fixed: bool = False) -> torch.Tensor:
-        seen.append(x.numel() // x.shape[-1])
-        return product(self, x, fixed)
-
-    monkeypatch.setattr(Linear, "__call__", counted)
-    return seen
-
-
-def test_large_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's library would compute them in threads of its own."""
-    layer, _ = make(d_model=64, num_heads=8)
-    seen = products(monkeypatch)
-    most = PRODUCT // (64 * 192)
-    layer.forward(call_of(layer, 1, most))
-    assert seen == []
-    layer.forward(call_of(layer, 1, most + 1))
-    assert seen == [most + 1]
-    layer.forward_batch([call_of(layer, 1, 40), call_of(layer, 2, 20)])
-    assert seen == [most + 1, 80, 80]
-
-
-@pytest.mark.parametrize(("is_self", "inputs"), [(True, 1), (False, 3)])
-def test_all_rows_of_a_batch_share_a_product(is_self: bool, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the general path: one for the inputs where they are the same, else one for each; and one for the outputs."""
-    layer, _ = make(d_model=512, num_heads=8)
-    calls = [call_of(layer, *shape) for shape in ((1, 5), (2, 3), (1, 40))]
-    calls = calls if is_self else [replace(call, key=call.query.clone(), value=call.query.clone()) for call in calls]
-    seen = products(monkeypatch)
-    layer.forward_batch(calls)
-    assert seen == [51] * (inputs + 1)
+@pytest.mark.parametrize("wrong", ["query", "output", "weights"])
+def test_sizes_that_do_not_fit_are_refused(wrong: str) -> None:
+    """Before anything is read or written beyond an array."""
+    square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
+    sizes = {"query": 12, "key": 18, "value": 18, "output": 12, "weights": 18}
+    arrays = [np.zeros(size - (name == wrong), np.float32) for name, size in sizes.items()]
+    for variant in short.native.variants if short.native is not None else ():
+        layer = short.native.layer(6, 3, variant, (square,) * 4, (row,) * 4)
+        with pytest.raises(ValueError, match="sizes"):
+            short.native.attend(layer, 1, 2, 3, 1.0, *arrays)
+        with pytest.raises(ValueError, match="sizes"):
+            short.native.layer(7, 1, variant, (square,) * 4, (row,) * 4)
+        with pytest.raises(ValueError, match="variant"):
+            short.native.layer(6, 3, "none", (square,) * 4, (row,) * 4)

@@ -1,6 +1,6 @@
 """Traps of layouts that torch and Hugging Face write: packed matrices, transposed ones, what stands beside them.
 
-Layers that the real frameworks made are in test_layouts_of_frameworks.py.
+Layers that the frameworks themselves saved are in test_frameworks.py.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trustme
 from support.command import run_attend
-from support.server import start_server
+from support.server import fork_server
 
 from service import __version__
 from service.settings import Settings
@@ -236,20 +236,21 @@ def test_config_says_what_is_wrong():
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A server with keys and TLS, the file of its authority's certificate, and a key."""
+    """A server with keys and TLS, the file of its authority's certificate, a key, and a key that may only infer."""
     folder, authority = tmp_path_factory.mktemp("guarded"), trustme.CA()
     certificate, ca, chain, key, keys = authority.issue_cert("127.0.0.1"), *(folder / name for name in ("ca", "chain", "key", "keys"))
     authority.cert_pem.write_to_path(ca)
     certificate.cert_chain_pems[0].write_to_path(chain)
     certificate.private_key_pem.write_to_path(key)
     secret = run_attend("keys", "add", "tests", "--scope", "admin", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
-    server = start_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
-    yield server.url, str(ca), secret
+    infer_only = run_attend("keys", "add", "caller", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
+    server = fork_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
+    yield server.url, str(ca), secret, infer_only
     server.stop()
 
 
 def test_a_certificate_is_believed_as_said(guarded, tmp_path):
-    url, ca, secret = guarded
+    url, ca, secret, _ = guarded
     keyed = {**WIDE, "ATTEND_API_KEY": secret}
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"query": [[0.5] * 64, [1.0] * 64]}))
@@ -264,6 +265,12 @@ def test_a_certificate_is_believed_as_said(guarded, tmp_path):
     assert b"Start a server" not in doubted.stderr
     nothing = run_attend("layers", "--url", url, "--ca", str(request), env=keyed)
     assert nothing.returncode == 2 and b"expected a file or folder of certificates" in b" ".join(nothing.stderr.split())
+
+
+def test_a_key_without_the_scope_is_told_which_it_needs(guarded):
+    url, ca, _, infer_only = guarded
+    done = run_attend("layers", "remove", "default", "--url", url, "--ca", ca, env={**WIDE, "ATTEND_API_KEY": infer_only})
+    assert done.returncode == 1 and b"a key with the scope admin" in done.stderr and b"Use a key with the named scope" in done.stderr
 
 
 def test_what_callers_read_from_the_environment_is_no_setting(guarded):

@@ -199,7 +199,7 @@ def nowhere(**_):
 demo.tempfile.mkdtemp = nowhere
 import typer
 app = typer.Typer()
-demo.install(app)
+app.command()(demo.demo)
 app(["--vectors", "hash"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)

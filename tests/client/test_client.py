@@ -190,7 +190,7 @@ def test_a_plan_costs_nothing_to_ask_for(client):
     plan = client.plan({"shape": [2, 9000, 6]}, layer="float32", outputs=["output"])
     assert plan.admitted and plan.outputs["output"].shape == [2, 9000, 6]
     assert client.plan(LARGE, layer="float32", causal=True).outputs["attention_weights"].shape == [4, 2, 60, 60]
-    assert len(operations.plan({"query": np.zeros((100, 100, 6))}).body or b"") < 100
+    assert len(operations.plan(np.zeros((100, 100, 6))).body or b"") < 100
     with pytest.raises(errors.InvalidRequest):
         client.plan(np.zeros((2, 3, 7)), layer="float32")
 
@@ -411,20 +411,20 @@ PATIENCE = {  # of every method, what it is called with
     "layer": ("x",),
     "put_layer": ("x", SPEC),
     "put_layer_file": ("x", b""),
+    "put_layer_from": ("x", "folder", 0),
     "layer_file": ("x",),
     "layer_weights": ("x",),
     "delete_layer": ("x",),
     "ready": (),
-    "perform": (operations.layers(),),
-    "send": (operations.layers(),),
 }
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("method", PATIENCE)
-def test_every_call_can_have_a_time_of_its_own(kind, method):
+def test_every_call_can_have_a_time_of_its_own(kind, method, monkeypatch):
     """Without one it has the client's; None is for ever."""
     waited = []
+    monkeypatch.setattr(operations, "model_layer", lambda *_: b"")
 
     def handle(request):
         waited.append(request.extensions["timeout"]["read"])
@@ -439,7 +439,7 @@ def test_every_call_can_have_a_time_of_its_own(kind, method):
             asked = getattr(client, method)(*PATIENCE[method], **given)
             asyncio.run(asked)
     assert waited == [2.5, None, 7.0]
-    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "close"}
+    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "perform", "close"}
 
 
 def test_a_time_of_its_own_is_kept(silent):

@@ -14,7 +14,7 @@ from service.errors import AttendError, NotReady, Overloaded, ServiceFault
 from service.web.errors import problem
 
 QUERY = np.ones((2, 3, 6), np.float32)
-ATTEND, DELETE = operations.attend({"query": QUERY}), operations.delete_layer("x")
+ATTEND, DELETE = operations.attend(QUERY), operations.delete_layer("x")
 PUT = operations.put_layer("x", {"d_model": 6, "num_heads": 2}, None)
 REFUSED = httpx.ConnectError("refused")
 BROKEN = httpx.ReadError("reset")

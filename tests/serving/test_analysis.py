@@ -15,11 +15,11 @@ from safetensors.numpy import load
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
+from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
 from service.attention.metrics.compute import measure
 from service.attention.metrics.rows import MetricsQuery
-from service.attention.random_cases import FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
 from service.attention.reference.masks import blocked_by_keys, query_positions

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from service.attention import linear
 from service.attention.call import Call, Result
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.serving.batching import BatchLimits, Entry, batch_key_of, halves, split, stack, stacks, take
 from service.serving.binding import bind, fit
 from service.serving.cost import Cost, ServingLimits, predict

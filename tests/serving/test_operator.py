@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.attention.random_cases import Case, random_case
+from service.attention.compare.random_cases import Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype

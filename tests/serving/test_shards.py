@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.attention.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
@@ -24,7 +24,7 @@ from service.serving.cost import ServingLimits, predict, refusals, share
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
-from service.serving.shards import ShardLayers, cut, join, without_sinks
+from service.serving.shards import ShardLayers, merge_results, split_call, without_sinks
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest, Select
@@ -38,7 +38,7 @@ SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 
 
 def compute(layer, call, shards):
     attention = without_sinks(layer.attention)
-    return join(layer.attention, call, [attention.forward(part) for part in cut(call, shards)])
+    return merge_results(layer.attention, call, [attention.forward(part) for part in split_call(call, shards)])
 
 
 def close(expected, got, tolerance):
@@ -97,7 +97,7 @@ def test_parts_compute_only_what_is_asked_for(outputs):
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     call = bind(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
     assert compute(layer, call, 3).tensors.keys() == set(outputs)
-    parts = cut(call, 3)
+    parts = split_call(call, 3)
     assert [part.key.shape[1] for part in parts] == [2, 2, 3]
     assert all(("head_outputs" in part.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
 
@@ -108,7 +108,7 @@ def test_a_part_travels_without_the_keys_of_the_others():
     request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
     call = bind(request, layer.spec)
     whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
-    assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in cut(call, 5))
+    assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in split_call(call, 5))
 
 
 @pytest.mark.parametrize("sinks", [True, False])

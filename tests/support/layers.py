@@ -1,8 +1,10 @@
-"""A layer with and without a path for short calls, and calls of it."""
+"""A layer with and without a path for short calls, calls of it, and requests as JSON."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from service.attention.call import Call
@@ -35,3 +37,12 @@ def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **f
 
 def rows_masks(rows: int, **fields: Any) -> Masks:
     return Masks(torch.arange(rows)[None], rows, **fields)
+
+
+def json_body(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a request as nested lists, with -inf as the string "-inf"."""
+
+    def plain(x: Any) -> Any:
+        return [plain(item) for item in x] if isinstance(x, list) else "-inf" if x == -np.inf else x
+
+    return {name: plain(x.tolist()) if isinstance(x, np.ndarray) else x for name, x in request.items()}

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import trustme
 import uvicorn
-from support.server import Server, start_server
+from support.server import Server, fork_server
 from support.waiting import PATIENCE, until
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
@@ -36,7 +36,7 @@ MANY = 1000
 @pytest.fixture(scope="module")
 def brisk() -> Iterator[Server]:
     """A server of little patience, which ends at once in spite of a connection that is idle."""
-    server = start_server("--client-timeout", "0.5")
+    server = fork_server("--client-timeout", "0.5")
     yield server
     with connect(server) as idle:
         idle.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -143,17 +143,9 @@ class Caller:
 
     def _mask(self, mask: Array, role: str) -> Any:
         """A mask [b, q, k], true = may attend, in the shape and polarity of the candidate."""
-        match "b,k" if role == "padding" else self.convention.mask_shape:
-            case "q,k":
-                mask = mask[0]
-            case "b,k":
-                mask = self._unbatched(mask[:, 0])
-            case "b,q,k":
-                mask = self._unbatched(mask)
-            case "b,1,q,k":
-                mask = self._unbatched(mask[:, None])
-            case _:
-                mask = self._unbatched(np.repeat(mask[:, None], self.heads, axis=1))
+        shape = "b,k" if role == "padding" else self.convention.mask_shape
+        per_item = {"b,k": mask[:, 0], "b,q,k": mask, "b,1,q,k": mask[:, None], "b,h,q,k": np.repeat(mask[:, None], self.heads, axis=1)}
+        mask = mask[0] if shape == "q,k" else self._unbatched(per_item[shape])
         if self.polarities[role] == "add":
             return self._tensor(np.where(mask, 0.0, -np.inf), self.dtype)
         dtype = {"bool": "bool", "int": "int64", "float": self.dtype}[self.convention.mask_dtype]

@@ -42,13 +42,17 @@ class CaseResult:
     skipped: str | None = None
     raised: str | None = None
 
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the case agrees with the reference; None if it was skipped."""
+        return None if self.skipped else self.raised is None and self.error <= self.tolerance
+
     def __str__(self) -> str:
         if self.skipped is not None:
             return f"{self.case:<28} not run: {self.skipped}"
         if self.raised is not None:
-            return f"{self.case:<28} {self.raised}"
-        verdict = "agrees" if self.error <= self.tolerance else "DISAGREES"
-        return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {verdict}"
+            return f"{self.case:<28} RAISED"
+        return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {'agrees' if self.agrees else 'DISAGREES'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,40 +19,17 @@ Changes = dict[str, Any]
 SOFTMAX_AXES = {"queries": 2, "heads": 1, "batch": 0}
 
 
-def reshape_split(x: Array, heads: int) -> Array:
-    b, n, width = x.shape
-    return x.reshape(b, heads, n, width // heads)
-
-
-def reshape_merge(x: Array) -> Array:
-    b, h, n, d = x.shape
-    return x.reshape(b, n, h * d)
-
-
-def interleave_split(x: Array, heads: int) -> Array:
-    b, n, width = x.shape
-    return x.reshape(b, n, width // heads, heads).transpose(0, 3, 1, 2)
-
-
-def interleave_merge(x: Array) -> Array:
-    b, h, n, d = x.shape
-    return x.transpose(0, 2, 3, 1).reshape(b, n, h * d)
-
-
-def forget_transpose(x: Array, heads: int) -> Array:
-    b, n, width = x.shape
-    return x.reshape(b, n, heads, width // heads)
-
-
-def take_sequence_first(x: Array, heads: int) -> Array:
-    b, n, width = x.shape
-    return x.reshape(b, n, heads, width // heads).transpose(1, 2, 0, 3)
-
-
-def give_sequence_first(x: Array) -> Array:
-    n, h, b, d = x.shape
-    return x.transpose(2, 0, 1, 3).reshape(b, n, h * d)
-
+# wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d]
+RESHAPE: Changes = {"split": lambda x, h: x.reshape(len(x), h, x.shape[1], -1), "merge": lambda x: x.reshape(len(x), x.shape[2], -1)}
+INTERLEAVE: Changes = {
+    "split": lambda x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
+    "merge": lambda x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
+}
+NO_TRANSPOSE: Changes = {"split": lambda x, h: x.reshape(*x.shape[:2], h, -1), "merge": lambda x: x.reshape(*x.shape[:2], -1)}
+SEQUENCE_FIRST: Changes = {
+    "split": lambda x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
+    "merge": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
+}
 
 # (hint, changes): the hint completes "this is what comes out …"; the changes are arguments of `attend_with_mistakes`
 MISTAKES: tuple[tuple[str, Changes], ...] = (
@@ -75,19 +52,19 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
     ("when the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1", {"fill": "after"}),
     ("when the mask's ones (1 = attend) are added to the scores", {"fill": "add"}),
     ("when the mask's ones (1 = blocked) are added to the scores", {"fill": "add_blocked"}),
-    ("when heads are split by a reshape without a transpose", {"split": reshape_split}),
-    ("when heads are merged by a reshape without a transpose", {"merge": reshape_merge}),
-    ("when heads are both split and merged by a reshape without a transpose", {"split": reshape_split, "merge": reshape_merge}),
-    ("when heads are split with the head as the fastest axis", {"split": interleave_split}),
-    ("when heads are merged with the head as the fastest axis", {"merge": interleave_merge}),
-    ("when heads are split and merged with the head as the fastest axis", {"split": interleave_split, "merge": interleave_merge}),
+    ("when heads are split by a reshape without a transpose", {"split": RESHAPE["split"]}),
+    ("when heads are merged by a reshape without a transpose", {"merge": RESHAPE["merge"]}),
+    ("when heads are both split and merged by a reshape without a transpose", RESHAPE),
+    ("when heads are split with the head as the fastest axis", {"split": INTERLEAVE["split"]}),
+    ("when heads are merged with the head as the fastest axis", {"merge": INTERLEAVE["merge"]}),
+    ("when heads are split and merged with the head as the fastest axis", INTERLEAVE),
     (
         "when heads attend to each other at every position, because the transpose after the split is missing (see layout)",
-        {"split": forget_transpose, "merge": lambda x: x.reshape(*x.shape[:2], -1)},
+        NO_TRANSPOSE,
     ),
     (
         "when the first axis is taken for the sequence and the second for the batch (see batch_first)",
-        {"split": take_sequence_first, "merge": give_sequence_first},
+        SEQUENCE_FIRST,
     ),
     ("when there is only one head", {"split": lambda x, heads: x[:, None], "scale": lambda spec: spec.d_model**-0.5}),
     *((f"when the softmax runs over the {name} and not over the keys", {"axis": axis}) for name, axis in SOFTMAX_AXES.items()),

@@ -6,6 +6,7 @@ may compute them without weights.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,10 +17,8 @@ from service.attention.layer import MultiHeadAttention
 from service.attention.masks import open_keys
 from service.attention.metrics import heads as between
 from service.attention.metrics import importance
-from service.attention.metrics.heads import SingleHead, as_single_head
 from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, read_block
 
-Projected = tuple[Tensor, Tensor, Tensor]  # query, key, value, [b, heads, n, d]
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
 OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
@@ -47,133 +46,116 @@ def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) 
     The call must have no selection of weights and no dropout. The tensor `overflowed` is true if an input of the metrics is not finite, so
     that some numbers are missing or NaN.
     """
-    query, key, value = layer.project(call)
-    fully_masked = layer.fully_masked(call)
-    real = open_keys(call.masks, call.key.shape[0])
-    made: dict[str, Tensor] = {}
-    norms, overflowed = None, [torch.zeros((), dtype=torch.bool, device=query.device)]
-    if metrics_query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
-        overflowed.append((~torch.isfinite(value).all(-1) & real[:, None]).any())
-    if metrics_query.asks("value_norms", "value_norm_weights"):
-        norms = importance.value_norms(value, layer.weights.get("output.weight"), layer.spec.num_heads // layer.spec.num_kv_heads, real)
-        norms = norms if call.head_scale is None else norms * call.head_scale[..., 0].abs()
-        made["value_norms"] = norms
-    if OF_WEIGHTS & set(metrics_query.metrics):
-        made |= _read_weights(layer, call, metrics_query, (query, key, value), fully_masked, real, norms)
-        overflowed.append(made[OVERFLOWED])
-    if metrics_query.asks("subspace_disagreement"):
-        made["subspace_disagreement"] = between.disagreement(between.subspace_products(value, real))
-    if metrics_query.asks("output_disagreement", *OF_PRODUCTS):
-        made |= _read_outputs(layer, call, metrics_query, fully_masked)
-        overflowed.append(made[OVERFLOWED])
+    measurement = _Measurement(layer, call, metrics_query)
+    made = measurement.of_values() | measurement.of_weights() | measurement.of_outputs()
     wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in metrics_query.metrics}
-    return Result({**wanted, OVERFLOWED: torch.stack(overflowed).any()}, fully_masked)
+    return Result({**wanted, OVERFLOWED: torch.stack(measurement.overflowed).any()}, measurement.fully_masked)
 
 
-def _read_weights(
-    layer: MultiHeadAttention,
-    call: Call,
-    metrics_query: MetricsQuery,
-    projected: Projected,
-    fully_masked: Tensor | None,
-    real: Tensor,
-    norms: Tensor | None,
-) -> dict[str, Tensor]:
-    """Compute all metrics of weights in one pass over the query rows."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in ROW_METRICS if metrics_query.asks(name, name + PER_QUERY)}
-    links, likeness, jensen_shannon = StrongestLinks(metrics_query.top_links), between.CosineSimilarity(), between.JensenShannon()
-    likened = metrics_query.asks("cosine_similarity", "position_disagreement")
-    raw = ((links, metrics_query.asks("strongest_links")), (likeness, likened), (jensen_shannon, metrics_query.asks("jensen_shannon")))
-    readers = [reader for reader, wanted in raw if wanted]
-    deviations: list[Tensor] = []
-    value_norm_weights: list[Tensor] = []
-    overflowed: list[Tensor] = []
-    for block in _blocks(layer, call, metrics_query, projected, fully_masked, real):
-        overflowed.append(block.overflowed.any())
-        for name, parts in rows.items():
-            parts.append(block.of_counted(ROW_METRICS[name](block, metrics_query)))
+class _Measurement:
+    """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
+
+    def __init__(self, layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> None:
+        self.layer, self.call, self.query = layer, call, query
+        self.projected: tuple[Tensor, ...] = layer.project(call)  # query, key, value: [b, heads, n, d]
+        self.fully_masked = layer.fully_masked(call)
+        self.real = open_keys(call.masks, call.key.shape[0])
+        self.overflowed = [torch.zeros((), dtype=torch.bool, device=call.query.device)]
+        self.output_weight = layer.weights.get("output.weight")
+
+    def of_values(self) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        value = self.projected[2]
+        if self.query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
+            self.overflowed.append((~torch.isfinite(value).all(-1) & self.real[:, None]).any())
+        if self.query.asks("value_norms"):
+            made["value_norms"] = self.value_norms
+        if self.query.asks("subspace_disagreement"):
+            made["subspace_disagreement"] = between.disagreement(between.subspace_products(value, self.real))
+        return made
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        groups = self.layer.spec.num_heads // self.layer.spec.num_kv_heads
+        norms = importance.value_norms(self.projected[2], self.output_weight, groups, self.real)
+        return norms if self.call.head_scale is None else norms * self.call.head_scale[..., 0].abs()
+
+    def of_weights(self) -> dict[str, Tensor]:
+        """All metrics of weights, in one pass over the query rows."""
+        if not OF_WEIGHTS & set(self.query.metrics):
+            return {}
+        query = self.query
+        rows = {name: function for name, function in ROW_METRICS.items() if query.asks(name, name + PER_QUERY)}
+        parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
+        accumulators: dict[str, StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
+            "strongest_links": StrongestLinks(query.top_links),
+            "cosine_similarity": between.CosineSimilarity(),
+            "jensen_shannon": between.JensenShannon(),
+        }
+        if query.asks("position_disagreement"):
+            query = replace(query, metrics=(*query.metrics, "cosine_similarity"))
+        readers = [reader for name, reader in accumulators.items() if query.asks(name)]
+        norms = self.value_norms.nan_to_num(0)[:, :, None] if query.asks("value_norm_weights") else None
+        for block in self._blocks(self.call, self.projected, self.fully_masked):
+            self.overflowed.append(block.overflowed.any())
+            for name, function in rows.items():
+                parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block, query)))
+            for reader in readers:
+                reader.read(block)
+            if query.asks("deviation_across_heads"):
+                parts.setdefault("deviation_across_heads", []).append(between.deviation(block))
+            if norms is not None:
+                sizes = (block.weights * norms.to(block.weights.dtype)).masked_fill(~block.counts[..., None], torch.nan)
+                parts.setdefault("value_norm_weights", []).append(sizes)
+        made = {name: torch.cat(tensors, -2 if tensors[0].ndim == 4 else -1) for name, tensors in parts.items()}
+        made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows}
         for reader in readers:
-            reader.read(block)
-        if metrics_query.asks("deviation_across_heads"):
-            deviations.append(between.deviation(block))
-        if norms is not None and metrics_query.asks("value_norm_weights"):
-            sizes = block.weights * norms.nan_to_num(0)[:, :, None].to(block.weights.dtype)
-            value_norm_weights.append(sizes.masked_fill(~block.counts[..., None], torch.nan))
-    made = {name + PER_QUERY: torch.cat(parts, -1) for name, parts in rows.items()}
-    made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows} | {OVERFLOWED: torch.stack(overflowed).any()}
-    if links in readers:
-        made |= {f"strongest_links.{part}": tensor for part, tensor in links.parts().items()}
-    if likened:
-        made["cosine_similarity"] = likeness.cosine_similarity()
-        made["position_disagreement"] = likeness.position_disagreement()
-    if jensen_shannon in readers:
-        made["jensen_shannon"] = jensen_shannon.mean()
-    if deviations:
-        made["deviation_across_heads"] = torch.cat(deviations, -1)
-    if value_norm_weights:
-        made["value_norm_weights"] = torch.cat(value_norm_weights, 2)
-    if metrics_query.asks("single_head"):
-        made |= _compare_single(layer, call, metrics_query, projected, fully_masked, real)
-    return made
+            made |= reader.tensors()
+        return made | (self._single_head() if query.asks("single_head") else {})
 
+    def _blocks(
+        self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, rows: Iterable[slice] | None = None
+    ) -> Iterator[Block]:
+        first_key = self.real.to(torch.int8).argmax(-1)  # the first that is not padding
+        for some, weights, visible in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, rows):
+            yield read_block(some, weights, visible, call.masks.positions, fully_masked, first_key, self.query)
 
-def _blocks(
-    layer: MultiHeadAttention,
-    call: Call,
-    metrics_query: MetricsQuery,
-    projected: Projected,
-    fully_masked: Tensor | None,
-    real: Tensor,
-    rows: Iterable[slice] | None = None,
-) -> Iterator[Block]:
-    first_key = real.to(torch.int8).argmax(-1)  # the first that is not padding
-    for some, weights, visible in layer.attention_weights(call, projected[0], projected[1], fully_masked, rows):
-        yield read_block(some, weights, visible, call.masks.positions, fully_masked, first_key, metrics_query)
+    def _single_head(self) -> dict[str, Tensor]:
+        """Compare the layer with a layer of one head, in blocks of the same rows."""
+        alone, *one = between.as_single_head(self.call, *self.projected)
+        none = None if self.fully_masked is None else self.fully_masked.all(1, keepdim=True)
+        single = between.SingleHead()
+        batch, heads, num_queries, _ = self.projected[0].shape
+        rows = tuple(row_blocks(batch * heads * self.call.masks.num_keys, num_queries))
+        many = self._blocks(self.call, self.projected, self.fully_masked, rows)
+        for block, of_many in zip(self._blocks(alone, tuple(one), none, rows), many, strict=True):
+            single.read(block, of_many, one[2])
+        output = self.layer.forward(replace(self.call, outputs=frozenset({"output"}))).tensors["output"]
+        alike = self.layer.project_back(single.outputs.to(self.layer.dtype), self.call)
+        return single.tensors(output, alike, self._counts(none, 1)[:, 0])
 
+    def of_outputs(self) -> dict[str, Tensor]:
+        """All metrics of head outputs."""
+        if not self.query.asks("output_disagreement", *OF_PRODUCTS):
+            return {}
+        heads = self.layer.forward(replace(self.call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
+        counts = self._counts(self.fully_masked, heads.shape[1])
+        self.overflowed.append((~torch.isfinite(heads).all(-1) & counts).any())
+        made: dict[str, Tensor] = {}
+        if self.query.asks("output_disagreement"):
+            made["output_disagreement"] = between.disagreement(between.output_products(heads, counts))
+        if self.query.asks(*OF_PRODUCTS):
+            bias = self.layer.weights.get("output.bias")
+            found = importance.products(heads, counts, self.output_weight, bias, self.query.direction)
+            made |= {"contribution": found.to_direction, "gradient_importance": importance.gradient_importance(found.to_direction)}
+            made |= importance.zero_ablation(found) | importance.mean_ablation(found)
+            made |= importance.pruning_order(found) if self.query.asks("pruning_order") else {}
+        return made
 
-def _compare_single(
-    layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, projected: Projected, fully_masked: Tensor | None, real: Tensor
-) -> dict[str, Tensor]:
-    """Compare the layer with a layer of one head, in blocks of the same rows."""
-    alone, *one = as_single_head(call, *projected)
-    none = None if fully_masked is None else fully_masked.all(1, keepdim=True)
-    single = SingleHead()
-    wide = (one[0], one[1], one[2])
-    batch, heads, num_queries, _ = projected[0].shape
-    rows = tuple(row_blocks(batch * heads * call.masks.num_keys, num_queries))
-    many = _blocks(layer, call, metrics_query, projected, fully_masked, real, rows)
-    for block, of_many in zip(_blocks(layer, alone, metrics_query, wide, none, real, rows), many, strict=True):
-        single.read(block, of_many, one[2])
-    output = layer.forward(replace(call, outputs=frozenset({"output"}))).tensors["output"]
-    alike = layer.project_back(single.outputs.to(layer.dtype), call)
-    counts = _counts(call, metrics_query, none, 1)[:, 0]
-    return {f"single_head.{part}": tensor for part, tensor in single.parts(output, alike, counts).items()}
-
-
-def _read_outputs(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None) -> dict[str, Tensor]:
-    """Compute all metrics of head outputs."""
-    heads = layer.forward(replace(call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
-    counts = _counts(call, metrics_query, fully_masked, heads.shape[1])
-    made = {OVERFLOWED: (~torch.isfinite(heads).all(-1) & counts).any()}
-    if metrics_query.asks("output_disagreement"):
-        made["output_disagreement"] = between.disagreement(between.output_products(heads, counts))
-    if metrics_query.asks(*OF_PRODUCTS):
-        weights = layer.weights
-        found = importance.products(heads, counts, weights.get("output.weight"), weights.get("output.bias"), metrics_query.direction)
-        made["contribution"] = found.to_direction
-        made["gradient_importance"] = importance.gradient_importance(found.to_direction)
-        for name, parts in (
-            ("zero_ablation", importance.zero_ablation(found)),
-            ("mean_ablation", importance.mean_ablation(found)),
-            ("pruning_order", importance.pruning_order(found) if metrics_query.asks("pruning_order") else {}),
-        ):
-            made |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    return made
-
-
-def _counts(call: Call, metrics_query: MetricsQuery, fully_masked: Tensor | None, heads: int) -> Tensor:
-    """bool [b, h, q]: the rows that are neither fully masked nor padding."""
-    counts = torch.ones(call.query.shape[0], heads, call.query.shape[1], dtype=torch.bool, device=call.query.device)
-    if fully_masked is not None:
-        counts &= ~fully_masked
-    return counts if metrics_query.queries is None else counts & metrics_query.queries[:, None]
+    def _counts(self, fully_masked: Tensor | None, heads: int) -> Tensor:
+        """bool [b, h, q]: the rows that are neither fully masked nor padding."""
+        b, q = self.call.query.shape[:2]
+        counts = torch.ones(b, heads, q, dtype=torch.bool, device=self.call.query.device)
+        if fully_masked is not None:
+            counts &= ~fully_masked
+        return counts if self.query.queries is None else counts & self.query.queries[:, None]

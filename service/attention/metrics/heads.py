@@ -26,13 +26,13 @@ class CosineSimilarity:
         self._squares = self._squares + block.shares.square().sum(-1).double() @ counts.transpose(1, 2)
         self._rows = self._rows + counts @ counts.transpose(1, 2)
 
-    def cosine_similarity(self) -> Tensor:
-        """[b, h, h]: cosine of the angle between two heads' weights, each flattened to one vector."""
-        return (self._dots / (self._squares * self._squares.transpose(1, 2)).sqrt()).clamp(-1, 1)
-
-    def position_disagreement(self) -> Tensor:
-        """[b]: -1/h^2 sum_ij |A_i * A_j| (Li et al. 2018), averaged over queries, so that different lengths are comparable."""
-        return -(self._dots / self._rows).mean((1, 2))
+    def tensors(self) -> dict[str, Tensor]:
+        """`cosine_similarity` [b, h, h]: of the angle between two heads' weights, each flattened to one vector. `position_disagreement`
+        [b]: -1/h^2 sum_ij |A_i * A_j| (Li et al. 2018), averaged over queries, so that different lengths are comparable."""
+        return {
+            "cosine_similarity": (self._dots / (self._squares * self._squares.transpose(1, 2)).sqrt()).clamp(-1, 1),
+            "position_disagreement": -(self._dots / self._rows).mean((1, 2)),
+        }
 
 
 class JensenShannon:
@@ -53,9 +53,9 @@ class JensenShannon:
         self._sum = self._sum + torch.stack(columns, -1)
         self._rows = self._rows + counts.double() @ counts.double().transpose(1, 2)
 
-    def mean(self) -> Tensor:
+    def tensors(self) -> dict[str, Tensor]:
         """The divergence of each pair of heads, [b, h, h]."""
-        return self._sum / self._rows
+        return {"jensen_shannon": self._sum / self._rows}
 
 
 def deviation(block: Block) -> Tensor:
@@ -132,16 +132,16 @@ class SingleHead:
         """The outputs of the single head before the output projection, [b, q, h * d]."""
         return torch.cat(self._outputs, 1)
 
-    def parts(self, many: Tensor, one: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    def tensors(self, many: Tensor, one: Tensor, counts: Tensor) -> dict[str, Tensor]:
         """The metrics. `many`, `one`: outputs [b, q, out] of the layer and the single head; `counts` [b, q]: the rows that count."""
         entropy, confidence = (self._sums[:, :2] / self._sums[:, 2:]).T
         products, of_one, of_many = self._likeness
         many, one = (x.double().masked_fill(~counts[..., None], 0).flatten(1) for x in (many, one))
         size = many.square().sum(-1).sqrt()
         return {
-            "entropy": entropy,
-            "confidence": confidence,
-            "similarity": (products / (of_one * of_many).sqrt()).clamp(max=1),
-            "relative_change": (one - many).square().sum(-1).sqrt() / size,
-            "cosine": ((many * one).sum(-1) / (size * one.square().sum(-1).sqrt())).clamp(-1, 1),
+            "single_head.entropy": entropy,
+            "single_head.confidence": confidence,
+            "single_head.similarity": (products / (of_one * of_many).sqrt()).clamp(max=1),
+            "single_head.relative_change": (one - many).square().sum(-1).sqrt() / size,
+            "single_head.cosine": ((many * one).sum(-1) / (size * one.square().sum(-1).sqrt())).clamp(-1, 1),
         }

@@ -76,21 +76,22 @@ def gradient_importance(contribution: Tensor) -> Tensor:
 def zero_ablation(made: Products) -> dict[str, Tensor]:
     """Change of y if a head's output is replaced by 0."""
     square = made.heads.diagonal(dim1=1, dim2=2)
-    return _moved(made.output_square[:, None], -made.to_output, square)
+    return _ablation("zero_ablation", made, -made.to_output, square)
 
 
 def mean_ablation(made: Products) -> dict[str, Tensor]:
     """Change of y if a head's output is replaced by its mean over the item's rows."""
     square = made.heads.diagonal(dim1=1, dim2=2) - made.mean_square
-    return _moved(made.output_square[:, None], made.output_to_mean - made.to_output, square)
+    return _ablation("mean_ablation", made, made.output_to_mean - made.to_output, square)
 
 
-def _moved(output_square: Tensor, along: Tensor, square: Tensor) -> dict[str, Tensor]:
-    """|Dy| / |y|, and the cosine between y and y + Dy, from |y|^2, <y, Dy> and |Dy|^2."""
+def _ablation(name: str, made: Products, along: Tensor, square: Tensor) -> dict[str, Tensor]:
+    """|Dy| / |y|, and the cosine between y and y + Dy, from <y, Dy> `along` and |Dy|^2 `square`."""
+    output_square = made.output_square[:, None]
     new_square = (output_square + 2 * along + square).clamp(min=0)
     return {
-        "relative_change": (square.clamp(min=0) / output_square).sqrt(),
-        "cosine": ((output_square + along) / (output_square.sqrt() * new_square.sqrt())).clamp(-1, 1),
+        f"{name}.relative_change": (square.clamp(min=0) / output_square).sqrt(),
+        f"{name}.cosine": ((output_square + along) / (output_square.sqrt() * new_square.sqrt())).clamp(-1, 1),
     }
 
 
@@ -111,7 +112,7 @@ def pruning_order(made: Products) -> dict[str, Tensor]:
             gone[head], lost, order[item, step] = True, losses[head], head
             if total[item] > 0:
                 errors[item, step] = np.sqrt(max(lost, 0.0) / total[item])
-    return {"heads": torch.from_numpy(order), "errors": torch.from_numpy(errors)}
+    return {"pruning_order.heads": torch.from_numpy(order), "pruning_order.errors": torch.from_numpy(errors)}
 
 
 def value_norms(value: Tensor, weight: Tensor | None, groups: int, real: Tensor) -> Tensor:

@@ -149,19 +149,9 @@ def induction_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
     return _mass_where_any(block, F.pad(_earlier_same_words(block, metrics_query), (1, 0))[..., :-1])
 
 
+POSITION_METRICS = (self_share, local_share, global_share, mean_distance, previous_token_score, duplicate_token_score, induction_score)
 ROW_METRICS: dict[str, Callable[[Block, MetricsQuery], Tensor]] = {
-    "entropy": entropy,
-    "normalised_entropy": normalised_entropy,
-    "confidence": confidence,
-    "keys_for_mass": keys_for_mass,
-    "first_key_mass": first_key_mass,
-    "self_share": self_share,
-    "local_share": local_share,
-    "global_share": global_share,
-    "mean_distance": mean_distance,
-    "previous_token_score": previous_token_score,
-    "duplicate_token_score": duplicate_token_score,
-    "induction_score": induction_score,
+    metric.__name__: metric for metric in (entropy, normalised_entropy, confidence, keys_for_mass, first_key_mass, *POSITION_METRICS)
 }
 
 
@@ -221,11 +211,12 @@ class StrongestLinks:
             best, here = best[..., : self.n], here.gather(-1, order)[..., : self.n]
         self._weights, self._places = best, here
 
-    def parts(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN for missing links. A weight of 0 is not a link."""
         assert self._weights is not None and self._places is not None
-        none = self._weights <= 0
-        num_keys = max(1, self._num_keys)
-        queries = (self._places // num_keys).masked_fill(none, -1)
-        keys = (self._places % num_keys).masked_fill(none, -1)
-        return {"queries": queries, "keys": keys, "weights": self._weights.double().masked_fill(none, torch.nan)}
+        none, num_keys = self._weights <= 0, max(1, self._num_keys)
+        return {
+            "strongest_links.queries": (self._places // num_keys).masked_fill(none, -1),
+            "strongest_links.keys": (self._places % num_keys).masked_fill(none, -1),
+            "strongest_links.weights": self._weights.double().masked_fill(none, torch.nan),
+        }

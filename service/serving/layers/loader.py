@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.layers.files import demand_storable, demand_storable_spec
+from service.serving.layers.files import require_storable, require_storable_spec
 from service.serving.layers.registry import HeldLayer, LayerRegistry, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerStore, Stamp, fault
 from service.serving.metrics import Metrics
@@ -25,7 +25,7 @@ from service.tensors import Array
 T = TypeVar("T")
 log = structlog.get_logger("attend")
 INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
-PATIENCE = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
+CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
 Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
@@ -38,12 +38,12 @@ class LayerLoader:
         probe: Probe,
         metrics: Metrics,
         statistics: LayerStatistics,
-        folder: LayerStore | None,
+        store: LayerStore | None,
         largest: int,
     ) -> None:
         """`largest`: most bytes of a layer's file."""
         self.registry, self.probe, self.metrics, self.statistics = registry, probe, metrics, statistics
-        self.folder, self.largest = folder, largest
+        self.store, self.largest = store, largest
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._configured: frozenset[str] = frozenset()
@@ -55,41 +55,41 @@ class LayerLoader:
         """Load the configured layers, then those of the folder, and follow the folder from then on. Raises OSError if it cannot be used."""
         self._configured = frozenset(specs)
         for name, spec in specs.items():
-            self._hold(await self._make(name, spec, None))
-        if self.folder is not None:
-            await self._run_in_thread(self.folder.open)
-            await self._follow(self.folder)
-            self._following = asyncio.get_running_loop().create_task(self._keep_following(self.folder))
+            self._add(await self._make(name, spec, None))
+        if self.store is not None:
+            await self._run_in_thread(self.store.open)
+            await self._follow(self.store)
+            self._following = asyncio.get_running_loop().create_task(self._keep_following(self.store))
 
     async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
         """Load the layer that `read` returns; returns it and whether its name is new. With a folder, store it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
         """
-        self._demand_not_configured(name)
+        self._require_not_configured(name)
         change = 0
         async with self._exclusive(deadline), self._changing:
             spec, weights = await self._run_in_thread(read)
             self.registry.admit(name, spec)
-            demand_storable_spec(spec, self.largest)
+            require_storable_spec(spec, self.largest)
             layer = await self._make(name, spec, weights)
-            await self._run_in_thread(demand_storable, layer, self.largest)
-            if self.folder is not None:
-                change, self._stamps[name] = await self._run_in_thread(self.folder.write, layer)
+            await self._run_in_thread(require_storable, layer, self.largest)
+            if self.store is not None:
+                change, self._stamps[name] = await self._run_in_thread(self.store.write, layer)
                 self._unloaded.pop(name, None)
-            new = self._hold(layer)
+            new = self._add(layer)
         await self._wait_for_others(change, deadline)
         return layer, new
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
-        self._demand_not_configured(name)
+        self._require_not_configured(name)
         change = 0
         async with self._changing:
             if name not in self._stamps and name not in self._unloaded:
                 self.registry.document(name)
-            if self.folder is not None:
-                change = await self._run_in_thread(self.folder.remove, name)
+            if self.store is not None:
+                change = await self._run_in_thread(self.store.remove, name)
                 self._stamps.pop(name, None)
                 self._unloaded.pop(name, None)
             self._drop(name)
@@ -97,15 +97,15 @@ class LayerLoader:
 
     async def unload(self, name: str, deadline: float | None = None) -> None:
         """Make the layer unavailable until `load`. Raises the same errors as `remove`."""
-        self._demand_not_configured(name)
+        self._require_not_configured(name)
         change = 0
         async with self._changing:
             if self.registry.unloaded(name) is not None:
                 return
             layer, weights = self.registry.find(name), None
-            self.registry.demand_room_for_unloaded()
-            if self.folder is not None:
-                change, self._unloaded[name] = await self._run_in_thread(self.folder.unload, name)
+            self.registry.require_room_for_unloaded()
+            if self.store is not None:
+                change, self._unloaded[name] = await self._run_in_thread(self.store.unload, name)
                 self._stamps.pop(name, None)
             elif layer.spec.init is None:
                 weights = layer.arrays()
@@ -123,51 +123,51 @@ class LayerLoader:
             if unloaded is None:  # another caller was faster
                 self.registry.find(name, at="")
                 return
-            if self.folder is None:
+            if self.store is None:
                 layer = await self._make(name, unloaded.spec, unloaded.weights)
             else:
                 try:
-                    layer = await self._read(self.folder, name, UNLOADED)
+                    layer = await self._read(self.store, name, UNLOADED)
                 except OSError as error:
                     raise fault(error) from error
-                change, self._stamps[name] = await self._run_in_thread(self.folder.load, name)
+                change, self._stamps[name] = await self._run_in_thread(self.store.load, name)
                 self._unloaded.pop(name, None)
-            self._hold(layer)
+            self._add(layer)
         await self._wait_for_others(change, deadline)
 
     def stop_following(self) -> None:
         """Withdraw this process from the coordination, so that others no longer wait for it. For a process whose event loop rarely runs."""
-        if self.folder is not None:
-            self.folder.close()
+        if self.store is not None:
+            self.store.close()
 
     def close(self) -> None:
         if self._following is not None:
             self._following.cancel()
         self._thread.shutdown()
-        if self.folder is not None:
-            self.folder.close()
+        if self.store is not None:
+            self.store.close()
 
-    def _demand_not_configured(self, name: str) -> None:
+    def _require_not_configured(self, name: str) -> None:
         """With a folder, raises LayerConflict for a configured layer, since a restart would restore the configured one."""
-        if self.folder is not None and name in self._configured:
+        if self.store is not None and name in self._configured:
             raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
 
     @asynccontextmanager
     async def _exclusive(self, deadline: float | None) -> AsyncIterator[None]:
         """Hold the claim during the `async with` block, after loading all layers of other processes, so that limits are checked correctly.
 
-        Raises DeadlinePassed, NotReady after PATIENCE, StorageFull or ServiceFault.
+        Raises DeadlinePassed, NotReady after CHANGE_TIMEOUT, StorageFull or ServiceFault.
         """
-        if self.folder is None:
+        if self.store is None:
             yield
             return
-        claim, patience = self.folder.claim(), self.probe.scheduler.clock() + PATIENCE
+        claim, latest = self.store.claim(), self.probe.scheduler.clock() + CHANGE_TIMEOUT
         try:
             try:
                 while not await self._run_in_thread(claim.acquire):
-                    self._demand_time(patience, deadline, "nothing has changed: other processes that share the folder are changing layers")
+                    self._require_time(latest, deadline, "nothing has changed: other processes that share the folder are changing layers")
                     await asyncio.sleep(INTERVAL / 4)
-                await self._follow(self.folder)
+                await self._follow(self.store)
             except OSError as error:
                 raise fault(error) from error
             yield
@@ -175,47 +175,47 @@ class LayerLoader:
             with suppress(RuntimeError):  # the thread is shut down; the end of the process releases the claim
                 self._thread.submit(claim.release)  # in the thread: after work whose caller was cancelled
 
-    def _demand_time(self, patience: float, deadline: float | None, what: str) -> None:
-        """Raises DeadlinePassed after `deadline`, NotReady after `patience`; both are times of the clock."""
+    def _require_time(self, latest: float, deadline: float | None, what: str) -> None:
+        """Raises DeadlinePassed after `deadline`, NotReady after `latest`; both are times of the clock."""
         now = self.probe.scheduler.clock()
-        if now > min(patience, deadline or patience):
+        if now > min(latest, deadline or latest):
             raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
 
     async def _wait_for_others(self, change: int, deadline: float | None) -> None:
-        """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after PATIENCE."""
-        if self.folder is None:
+        """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT."""
+        if self.store is None:
             return
-        patience = self.probe.scheduler.clock() + PATIENCE
-        while behind := await self._run_in_thread(self.folder.coordinator.behind, change):
+        latest = self.probe.scheduler.clock() + CHANGE_TIMEOUT
+        while behind := await self._run_in_thread(self.store.coordinator.behind, change):
             what = f"the change is stored, but {behind} of the processes that share the folder have not applied it yet"
-            self._demand_time(patience, deadline, what)
+            self._require_time(latest, deadline, what)
             await asyncio.sleep(INTERVAL / 4)
 
-    async def _keep_following(self, folder: LayerStore) -> None:
+    async def _keep_following(self, store: LayerStore) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
             try:
-                await self._follow(folder)
+                await self._follow(store)
             except OSError as error:
                 log.error("layers folder unreadable", error=str(error))
 
-    async def _follow(self, folder: LayerStore) -> None:
+    async def _follow(self, store: LayerStore) -> None:
         """Apply the state of the folder to the registry, and record for the other processes that this is done."""
         async with self._changing:
-            changes, stamps, unloaded = await self._run_in_thread(folder.scan)
-            await self._follow_unloaded(folder, unloaded)
+            changes, stamps, unloaded = await self._run_in_thread(store.scan)
+            await self._follow_unloaded(store, unloaded)
             for name in [name for name in self._stamps if name not in stamps]:
                 del self._stamps[name]
                 if name not in self._configured and name in self.registry:
                     self._drop(name)
             changed = [name for name, stamp in stamps.items() if self._stamps.get(name) != stamp]
             self._stamps |= stamps
-            late = [name for name in changed if not await self._load_file(folder, name)]
+            late = [name for name in changed if not await self._load_file(store, name)]
             for name in late:  # loading the others may have made room, if one became smaller
-                await self._load_file(folder, name, last=True)
-            folder.coordinator.acknowledge(changes)
+                await self._load_file(store, name, last=True)
+            store.coordinator.acknowledge(changes)
 
-    async def _follow_unloaded(self, folder: LayerStore, stamps: dict[str, Stamp]) -> None:
+    async def _follow_unloaded(self, store: LayerStore, stamps: dict[str, Stamp]) -> None:
         """Apply the unloaded layers of the folder to the registry."""
         for name in [name for name in self._unloaded if name not in stamps]:
             del self._unloaded[name]
@@ -230,7 +230,7 @@ class LayerLoader:
                 if held is not None and self._stamps.get(name) == stamp:  # the file that it was loaded from
                     spec, fingerprint = held.spec, held.fingerprint
                 else:
-                    spec, _, fingerprint = await self._run_in_thread(folder.read, name, UNLOADED)
+                    spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
             except FileNotFoundError:
                 del self._unloaded[name]
             except (AttendError, OSError, MemoryError) as error:
@@ -238,15 +238,15 @@ class LayerLoader:
             else:
                 self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))
 
-    async def _read(self, folder: LayerStore, name: str, kind: str = SUFFIX) -> HeldLayer:
+    async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> HeldLayer:
         """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
-        spec, weights, fingerprint = await self._run_in_thread(folder.read, name, kind)
+        spec, weights, fingerprint = await self._run_in_thread(store.read, name, kind)
         layer = await self._make(name, spec, weights)
         if fingerprint not in ("", layer.fingerprint):
             raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
         return layer
 
-    async def _load_file(self, folder: LayerStore, name: str, last: bool = False) -> bool:
+    async def _load_file(self, store: LayerStore, name: str, last: bool = False) -> bool:
         """Load a layer of the folder. On failure, log it and keep the old layer of that name.
 
         Returns False, without logging, if the layer is too large, unless this is the `last` attempt.
@@ -255,7 +255,7 @@ class LayerLoader:
             log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
             return True
         try:
-            layer = await self._read(folder, name)
+            layer = await self._read(store, name)
         except FileNotFoundError:  # removed since; the next scan shows that
             del self._stamps[name]
         except (AttendError, OSError, MemoryError) as error:
@@ -263,7 +263,7 @@ class LayerLoader:
                 return False
             log.error("layer file refused", layer=name, error=str(error))
         else:
-            self._hold(layer)
+            self._add(layer)
             log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         return True
 
@@ -277,7 +277,7 @@ class LayerLoader:
         await self.probe.warm(layer, self.registry.limits)
         return layer
 
-    def _hold(self, layer: HeldLayer) -> bool:
+    def _add(self, layer: HeldLayer) -> bool:
         new = self.registry.put(layer)
         self.statistics.hold(layer.name)
         self.metrics.layers.set(len(self.registry))

@@ -8,13 +8,13 @@ import torch
 
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
-from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge
+from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
 from service.serving.casting import cast
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
-from service.wire.problems import pointer, shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerDocument
 
 NAMED = 8  # most layer names in an error
@@ -90,7 +90,7 @@ class LayerRegistry:
             raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"')
         return layer
 
-    def demand_room_for_unloaded(self) -> None:
+    def require_room_for_unloaded(self) -> None:
         """Raises LayerConflict if no more layers may be unloaded."""
         if len(self._unloaded) >= MOST_UNLOADED:
             raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
@@ -185,7 +185,7 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
     problems += [
-        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", shown(name)) for name in weights if name not in shapes
+        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", describe_value(name)) for name in weights if name not in shapes
     ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")

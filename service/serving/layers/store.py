@@ -26,7 +26,7 @@ from service.serving.layers.files import read_stored, stored_pieces
 from service.serving.layers.registry import HeldLayer
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LAYER_NAME
 
 log = structlog.get_logger("attend")
@@ -80,7 +80,7 @@ class LayerStore:
                     others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is not a file"
         others = {name: why for name, why in others.items() if not name.startswith(".")}  # temporary or hidden
         for name in sorted(others.keys() - self._ignored):
-            log.warning("layer file ignored", file=shown(name), reason=others[name])
+            log.warning("layer file ignored", file=describe_value(name), reason=others[name])
         self._ignored = frozenset(others)
         unloaded = {name: stamp for name, stamp in unloaded.items() if name not in found}
         return changes, dict(sorted(found.items())), dict(sorted(unloaded.items()))
@@ -146,7 +146,7 @@ class LayerStore:
 
     def _path(self, name: str, kind: str = SUFFIX) -> Path:
         if not NAME.fullmatch(name):
-            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", describe_value(name))
         return self.path / f"{name}{kind}"
 
 

@@ -4,7 +4,7 @@ Each handler reads its message itself, after it has checked the key: see `channe
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +18,16 @@ from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, T
 from service.serving.admission import CallLimit, turns_within
 from service.serving.service import Service
 from service.serving.streams import Turn, answer_stream
-from service.web.errors import retry_after
+from service.web.errors import UNEXPECTED, retry_after
 from service.web.grpc.channel import CALLS, STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
-from service.web.middleware.access import milliseconds, request_id
-from service.web.middleware.guard import ADMIN, ANY, demand_key
-from service.web.middleware.telemetry import Ending, Telemetry
+from service.web.middleware.access import request_id
+from service.web.middleware.guard import ADMIN, ANY, require_key
+from service.web.middleware.telemetry import Telemetry
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY
@@ -51,11 +51,10 @@ IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is 
 SMALL = 1 << 20  # largest message without tensors, in bytes
 DETAIL = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
 log = structlog.get_logger("attend")
-Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallContext:
     """Logging, authentication and tracing of calls. With a `keyring`, clients send the key in the metadata, named as in HTTP."""
 
     log_requests: bool = True
@@ -63,20 +62,11 @@ class Surroundings:
     traces: Telemetry | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Status, message and trailing metadata of a failed call."""
-
-    code: grpc.StatusCode
-    detail: str
-    metadata: Metadata
-
-
 class Calls:
     """The handlers. A message has at most `largest` bytes, and must arrive within `seconds`."""
 
-    def __init__(self, service: Service, methods: Methods, surroundings: Surroundings, largest: int, seconds: float) -> None:
-        self.service, self.methods, self.surroundings, self.seconds = service, methods, surroundings, seconds
+    def __init__(self, service: Service, methods: Methods, call_context: CallContext, largest: int, seconds: float) -> None:
+        self.service, self.methods, self.call_context, self.seconds = service, methods, call_context, seconds
         self._turns = turns_within(service.budget, largest, seconds)
         self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
@@ -108,104 +98,111 @@ class Calls:
 
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
         """Handles any method but ModelStreamInfer. A method that needs no key has an empty request, which is not read."""
-        metadata = dict(context.invocation_metadata())
-        record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
+        record = _record_of(context)
 
-        async def answer(trailing: Metadata) -> None:
-            context.set_trailing_metadata(trailing)
-            caller = self._caller(name, record, metadata, context)
+        async def answer() -> None:
+            context.set_trailing_metadata(tuple(record.trailing))
+            caller = self._caller(name, record, context)
             with self._calls.place(caller), self.service.budget.lease(caller) as record.lease:
                 read = SCOPES.get(name, ANY)
                 await _send(context, await method(await self._turns.receive(context.read, record.lease) if read else b"", record))
 
-        if (failure := await self._observe(name, record, metadata, answer)) is not None:
-            await context.abort(failure.code, failure.detail, failure.metadata)
+        await self._observe(name, record, answer)
+        await _abort_failed(context, record)
 
     async def _stream(self, _: Any, context: Any) -> None:
         """ModelStreamInfer: replies to each request, in order. Each request counts as a call; a failed one does not end the stream.
         The stream itself is logged only if it is refused or fails."""
-        metadata = dict(context.invocation_metadata())
-        record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")))
-        failure = None
+        record = _record_of(context)
         try:
-            caller = self._caller(STREAM, record, metadata, context)
+            caller = self._caller(STREAM, record, context)
             with self._streams.place(caller):
-                await self._replies(caller, record.key, metadata, context)
+                await self._replies(caller, record.key, context)
         except* AttendError as errors:
-            failure = await self._observe(STREAM, record, metadata, partial(_fail, errors.exceptions[0]))
-        if failure is not None:
-            await context.abort(failure.code, failure.detail, failure.metadata)
+            error = errors.exceptions[0]
 
-    async def _replies(self, caller: str, key: str, metadata: Mapping[str, str], context: Any) -> None:
+            async def fail() -> None:
+                raise error
+
+            await self._observe(STREAM, record, fail)
+        await _abort_failed(context, record)
+
+    async def _replies(self, caller: str, key: str, context: Any) -> None:
         """Answers a stream's requests until the client ends it. Raises DeadlinePassed if none arrives within `self.seconds`."""
 
         async def reply(message: bytes, turn: Turn) -> None:
-            record = CallRecord(context.time_remaining(), request_id(metadata.get("x-request-id")), key)
-            written = b""
+            record, written = _record_of(context, key), b""
 
-            async def answer(_: Metadata) -> None:
+            async def answer() -> None:
                 nonlocal written
                 record.lease.add(len(message))
                 written = await self.methods.model_infer(message, record, self.methods.stream_codec)
 
             with self.service.budget.lease(caller) as record.lease:
-                if (failure := await self._observe(STREAM, record, metadata, answer)) is not None:
-                    written = refusal_in_stream(message, failure.detail)
+                await self._observe(STREAM, record, answer)
+                if record.reason:
+                    written = refusal_in_stream(message, record.detail)
                 await turn()
                 await _send(context, written)
 
         await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.seconds)
 
-    def _caller(self, name: str, record: CallRecord, metadata: Mapping[str, str], context: Any) -> str:
+    def _caller(self, name: str, record: CallRecord, context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
-        if self.surroundings.keyring is not None:
-            record.key = demand_key(self.surroundings.keyring, metadata, SCOPES.get(name, ANY))
+        if self.call_context.keyring is not None:
+            record.key = require_key(self.call_context.keyring, record.metadata, SCOPES.get(name, ANY))
         return record.key or address_of(context.peer())
 
-    async def _observe(
-        self, name: str, record: CallRecord, metadata: Mapping[str, str], answer: Callable[[Metadata], Awaitable[None]]
-    ) -> Failure | None:
-        """Calls `answer` with the trailing metadata; counts, logs and traces the call. Returns the failure, or None."""
-        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.surroundings.traces
-        started, trailing = service.clock(), [("x-request-id", record.request_id)]
-        span = None if traces is None else traces.begin_call(full_name, metadata)
+    async def _observe(self, name: str, record: CallRecord, answer: Callable[[], Awaitable[None]]) -> None:
+        """Calls `answer`; counts, logs and traces the call. Writes a failure into the record."""
+        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.call_context.traces
+        started = service.clock()
+        span = None if traces is None else traces.begin_call(full_name, record.metadata)
         if span is not None:
-            trailing.append(("traceresponse", span.traceparent))
-        code, detail, reason = grpc.StatusCode.CANCELLED, "", "CallerGone"  # unless set below
+            record.trailing.append(("traceresponse", span.traceparent))
+        record.code, record.reason = grpc.StatusCode.CANCELLED, "CallerGone"  # unless set below
         try:
-            await answer(tuple(trailing))
-            code, reason = grpc.StatusCode.OK, ""
-            return None
+            await answer()
+            record.code, record.reason = grpc.StatusCode.OK, ""
         except AttendError as error:
-            code, detail, reason = code_of(error), fitting(error.detail), type(error).__name__
+            record.code, record.detail, record.reason = code_of(error), fitting(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
-                trailing.append(("retry-after", retry_after(error)))
-            if code is grpc.StatusCode.INTERNAL:
+                record.trailing.append(("retry-after", retry_after(error)))
+            if record.code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            code, detail, reason = grpc.StatusCode.INTERNAL, "unexpected error; the server's log has the cause", "unforeseen"
+            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED, "unforeseen"
             log.exception("unforeseen", method=name, request_id=record.request_id)
         finally:
             seconds = service.clock() - started
-            service.metrics.answered(full_name, code.name)
-            if reason:
-                service.metrics.failed(reason)
+            service.metrics.answered(full_name, record.code.name)
+            if record.reason:
+                service.metrics.failed(record.reason)
             if traces is not None and span is not None:
-                ending = Ending(record.request_id, reason, code in OUR_FAULT, record.phases, record.about)
-                traces.end_call(span, full_name, code.name, ending, seconds)
-            if self.surroundings.log_requests:
+                traces.end_call(span, full_name, record.code.name, record, record.code in OUR_FAULT, seconds)
+            if self.call_context.log_requests:
                 log.info(
                     "request",
                     request_id=record.request_id,
                     method=full_name,
                     key=record.key,
-                    status=code.name,
+                    status=record.code.name,
                     ms=round(seconds * 1e3, 3),
-                    **record.about,
-                    **({} if record.phases is None else milliseconds(record.phases)),
-                    **({"detail": detail[:200]} if detail else {}),
+                    **record.log_fields,
+                    **({} if record.phases is None else record.phases.milliseconds()),
+                    **({"detail": record.detail[:200]} if record.detail else {}),
                 )
-        return Failure(code, detail, tuple(trailing))
+
+
+def _record_of(context: Any, key: str = "") -> CallRecord:
+    metadata = dict(context.invocation_metadata())
+    identity = request_id(metadata.get("x-request-id"))
+    return CallRecord(metadata, context.time_remaining(), identity, [("x-request-id", identity)], key)
+
+
+async def _abort_failed(context: Any, record: CallRecord) -> None:
+    if record.reason:
+        await context.abort(record.code, record.detail, tuple(record.trailing))
 
 
 async def _send(context: Any, reply: bytes) -> None:
@@ -214,10 +211,6 @@ async def _send(context: Any, reply: bytes) -> None:
         await context.write(reply)
     except (grpc.aio.UsageError, grpc.aio.InternalError):
         raise CallerGone from None
-
-
-async def _fail(error: BaseException, _: Metadata) -> None:
-    raise error
 
 
 def fitting(detail: str) -> str:

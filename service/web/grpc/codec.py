@@ -16,11 +16,11 @@ from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Request
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
 from service.web.grpc.wire_format import RAW_OUTPUTS, SplitRequest, length_prefixed, split, varints
-from service.wire.arrays import Kind, array_over, demand_exact
+from service.wire.arrays import Kind, array_over, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -29,15 +29,15 @@ from service.wire.v2.parameters import (
     FINAL,
     IGNORED,
     VERSION,
-    arrays_asked,
     datatype_named,
-    demand_input,
-    demand_known,
-    drop_columns,
     kind_of,
     members_of,
     refuse_decimals,
-    seconds_of,
+    requested_arrays,
+    require_input,
+    require_known,
+    squeeze_per_item,
+    timeout_of,
 )
 
 CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
@@ -69,7 +69,7 @@ class GrpcCodec(Codec):
         """Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
         parts = _split(body)
         request, pieces = parts.message, parts.raw
-        demand_version(request.model_version)
+        require_version(request.model_version)
         if not request.inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
         if pieces and len(pieces) != len(request.inputs):
@@ -81,13 +81,13 @@ class GrpcCodec(Codec):
             tensors.append((path.name, array))
             paths.append(path)
         options = values_of(request.parameters)
-        timeout = seconds_of(options)
+        timeout = timeout_of(options)
         for i, output in enumerate(request.outputs):
-            demand_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
+            require_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
         options.pop("binary_data_output", None)  # replies are always binary here
         outputs = tuple(output.name for output in request.outputs)
         members = members_of(request.model_name, tensors, options, outputs)
-        drop_columns(members)
+        squeeze_per_item(members)
         refuse_decimals(members)
         marks_final = self.stream and options.get(FINAL) is True
         reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
@@ -101,7 +101,7 @@ class GrpcCodec(Codec):
         if reply_format.marks_final:
             response.parameters[FINAL_RESPONSE].bool_param = True
         pieces: list[Buffer] = []
-        for name, array in arrays_asked(reply, reply_format.outputs):
+        for name, array in requested_arrays(reply, reply_format.outputs):
             array, _ = wire_array(name, array, reply.datatype, options)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
             pieces += [length_prefixed(RAW_OUTPUTS, array.nbytes), raw(array)]
@@ -127,10 +127,10 @@ def _split(body: bytes) -> SplitRequest:
         raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
 
 
-def demand_version(version: str) -> None:
+def require_version(version: str) -> None:
     """Raises LayerNotFound unless `version` is empty or VERSION, the only version of every model."""
     if version not in ("", VERSION):
-        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,15 +138,15 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, parameter in parameters.items():
         if (choice := parameter.WhichOneof("parameter_choice")) is None:
-            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {shown(name)}")
+            raise InvalidRequest.where("/parameters", "a value for every parameter", f"none for {describe_value(name)}")
         values[name] = getattr(parameter, choice)
     return values
 
 
 def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[InputPath, Array]:
     """(path, array) of one input. Raises InvalidRequest or MalformedBody."""
-    demand_input(entry.name, f"{at}/name")
-    demand_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
+    require_input(entry.name, f"{at}/name")
+    require_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
     row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
         array = _typed(typed or {}, row, shape, f"{at}/contents")
@@ -165,7 +165,7 @@ def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tup
         raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
     field = CONTENTS[row.name]
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
-    demand_known(packed, (field,), at)
+    require_known(packed, (field,), at)
     try:
         wide = _numbers(packed.get(field, b""), row, WIDE.get(field, row.numpy))
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
@@ -173,7 +173,7 @@ def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tup
     if len(wide) != math.prod(shape):
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
     array: Array = wide.astype(row.numpy, copy=False)
-    demand_exact(array, wide, row, f"{at}/{field}")
+    require_exact(array, wide, row, f"{at}/{field}")
     return array.reshape(shape)
 
 

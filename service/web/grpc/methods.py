@@ -3,10 +3,11 @@
 ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
@@ -16,23 +17,28 @@ from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import inference_pb2 as messages
-from service.web.grpc.codec import GrpcCodec, demand_version, values_of
-from service.web.routes.attend import demand_started
-from service.web.v2.description import Offer, config_of, index_of, metadata_of, statistics_of
+from service.web.grpc.codec import GrpcCodec, require_version, values_of
+from service.web.routes.attend import require_started
+from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call: seconds until the client's deadline (None: no deadline), bytes in memory, and fields of the log line."""
+    """One call: its metadata, how it ended, and the fields of its log line."""
 
-    seconds_left: float | None
+    metadata: Mapping[str, str]
+    seconds_left: float | None  # until the client's deadline; None: no deadline
     request_id: str
-    lease: Lease = field(init=False)  # set once the caller is known
+    trailing: list[tuple[str, str]]  # metadata of the reply
     key: str = ""  # the name of the caller's key
+    lease: Lease = field(init=False)  # bytes in memory; set once the caller is known
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    reason: str = ""  # of a failure
+    detail: str = ""
     phases: Phases | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    log_fields: dict[str, Any] = field(default_factory=dict)
 
 
 Method = Callable[[Any, CallRecord], Awaitable[Any]]
@@ -42,8 +48,8 @@ class Methods:
     """The methods of one service, named as in the protocol, in snake case. Each takes a request and the record of the call. Replies have
     at most `largest` bytes."""
 
-    def __init__(self, service: Service, offer: Offer, largest: int) -> None:
-        self.service, self.offer, self.largest = service, offer, largest
+    def __init__(self, service: Service, extensions: ProtocolExtensions, largest: int) -> None:
+        self.service, self.extensions, self.largest = service, extensions, largest
         self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
 
     async def server_live(self, request: Any, record: CallRecord) -> Any:
@@ -61,7 +67,7 @@ class Methods:
         return messages.ModelReadyResponse(ready=await self.service.answers())
 
     async def server_metadata(self, request: Any, record: CallRecord) -> Any:
-        return _filled(messages.ServerMetadataResponse(), self.offer.metadata())
+        return _filled(messages.ServerMetadataResponse(), self.extensions.metadata())
 
     async def model_metadata(self, request: Any, record: CallRecord) -> Any:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
@@ -72,40 +78,40 @@ class Methods:
 
     async def model_statistics(self, request: Any, record: CallRecord) -> Any:
         """Statistics of one model, or without a name of all models."""
-        self.offer.demand_statistics()
+        self.extensions.require_statistics()
         layers = [self._layer(request)] if request.name else self.service.registry.all()
-        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.offer.workers))
+        return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.extensions.workers))
 
     async def repository_index(self, request: Any, record: CallRecord) -> Any:
         models = [entry.model_dump() for entry in index_of(self.service.registry.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
     async def repository_model_load(self, request: Any, record: CallRecord) -> Any:
-        self.offer.demand_writable()
+        self.extensions.require_writable()
         await load_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelLoadResponse()
 
     async def repository_model_unload(self, request: Any, record: CallRecord) -> Any:
-        self.offer.demand_writable()
+        self.extensions.require_writable()
         await unload_layer(self.service, request.model_name, values_of(request.parameters))
         return messages.RepositoryModelUnloadResponse()
 
     async def model_infer(self, body: bytes, record: CallRecord, codec: Codec | None = None) -> bytes:
         """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
-        demand_started(self.service)
+        require_started(self.service)
         codec = codec or self.codec
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
         raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
         del body  # the engine frees it after decoding
         answer = await self.service.engine.attend(raw)
-        record.phases, record.about = answer.phases, answer.about
+        record.phases, record.log_fields = answer.phases, answer.log_fields
         reply = bytes(answer.pieces[0])
         record.lease.resize(len(reply))
         return reply
 
     def _layer(self, request: Any) -> Any:
-        demand_version(request.version)
+        require_version(request.version)
         return self.service.registry.find(request.name, at="/name")
 
 

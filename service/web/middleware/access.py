@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import AttendError, CallerGone, TooLarge
 from service.serving.executor import is_out_of_memory
-from service.serving.metrics import Phases
 from service.serving.service import Service
 from service.web.connections import connection_of
 from service.web.errors import internal_error, out_of_memory, respond
@@ -140,7 +139,7 @@ class Access:
         if self.traces is not None:
             self.traces.end(scope, record.path, record, seconds)
         if self.log_requests:
-            phases = {} if record.phases is None else milliseconds(record.phases)
+            phases = {} if record.phases is None else record.phases.milliseconds()
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
             log.info(
                 "request",
@@ -153,7 +152,7 @@ class Access:
                 ms=round(seconds * 1e3, 3),
                 received=record.received,
                 sent=record.sent,
-                **record.about,
+                **record.log_fields,
                 **phases,
                 **refusal,
             )
@@ -184,11 +183,6 @@ async def _drain_body(record: Record, receive: Receive) -> None:
         except MemoryError:
             return
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
-
-
-def milliseconds(phases: Phases) -> dict[str, float]:
-    """The phases in milliseconds, as fields of a log line."""
-    return {f"{name}_ms": round(getattr(phases, name) * 1e3, 3) for name in ("decode", "queue", "compute", "encode")}
 
 
 def request_id(given: str | None) -> str:

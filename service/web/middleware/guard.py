@@ -40,37 +40,37 @@ class Guard:
         headers, path, method = record.headers, record.path, record.method
         host = headers.get(b"host", b"")
         if record.repeated or not host:
-            _demand_one_host(record, http_version)
+            _require_one_host(record, http_version)
         if self.hosts is not None and host not in self._known and host:
-            self._demand_host(host)
+            self._require_host(host)
         if self.keyring is not None:
             shell = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
             said = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-            return "" if shell else demand_key(self.keyring, said, scopes_for("GET" if method == "HEAD" else method, path))
+            return "" if shell else require_key(self.keyring, said, scopes_for("GET" if method == "HEAD" else method, path))
         if b"origin" in headers and self.hosts is not None and method not in READING:
-            self._demand_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
+            self._require_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""
 
-    def _demand_host(self, host: bytes) -> None:
+    def _require_host(self, host: bytes) -> None:
         name = hostname(host.decode("latin-1"))
         if not _is_address(name) and name != "localhost" and name not in (self.hosts or ()):
             raise Forbidden.where("", "a Host that is an address, localhost, or among --allowed-hosts", f'"{name[:80]}"')
         if len(self._known) < 64:
             self._known.add(host)
 
-    def _demand_origin(self, origin: str, host: str) -> None:
+    def _require_origin(self, origin: str, host: str) -> None:
         if origin.partition("://")[2] != host and self.origins.isdisjoint((origin, "*")):
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
 
-def _demand_one_host(record: Record, http_version: str) -> None:
+def _require_one_host(record: Record, http_version: str) -> None:
     """Raises MalformedRequest for several Host headers, of which a proxy may have used another, and in HTTP/1.1 for none."""
     count = sum(name == b"host" for name, _ in record.repeated) if record.repeated else int(b"host" in record.headers)
     if count > 1 or (count == 0 and http_version == "1.1"):
         raise MalformedRequest.where("", "one Host header", f"{count or 'no'}")
 
 
-def demand_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[str]) -> str:
+def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[str]) -> str:
     """The name of the presented key; "" if `scopes` is empty. Raises Unauthenticated for a missing or unknown key, Forbidden for one with
     none of `scopes`."""
     if not scopes:

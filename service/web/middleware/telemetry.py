@@ -12,17 +12,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
 from service import __version__
-from service.serving.metrics import SECONDS, Phases
+from service.serving.metrics import PHASES, SECONDS, Phases
 from service.serving.service import Service
 from service.web.middleware.access import OTHER, endpoint
 from service.web.record import Record
 
-PHASES = ("decode", "queue", "compute", "encode")
 CONTEXT = (b"traceparent", b"tracestate")
 DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' bucket boundaries
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
@@ -60,15 +59,13 @@ class OpenSpan:
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a request or a call ended. `failed`: through a fault of this server."""
+class Finished(Protocol):
+    """The record of a request or a call that has ended."""
 
     request_id: str
     reason: str
-    failed: bool
     phases: Phases | None
-    about: Mapping[str, Any]
+    log_fields: dict[str, Any]
 
 
 class Telemetry:
@@ -121,35 +118,35 @@ class Telemetry:
             about["url.query"] = scope["query_string"].decode("latin-1")
         if method != scope["method"]:
             about["http.request.method_original"] = scope["method"]
-        ending = Ending(record.request_id, record.reason, failed, record.phases, record.about)
-        self._close(scope["attend.span"], {**labels, **about}, ending, seconds)
+        self._close(scope["attend.span"], {**labels, **about}, record, failed, seconds)
 
-    def begin_call(self, method: str, metadata: Mapping[str, str]) -> "OpenSpan":
+    def begin_call(self, method: str, metadata: Mapping[str, str]) -> OpenSpan:
         """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, open_span: "OpenSpan", method: str, code: str, ending: "Ending", seconds: float) -> None:
+    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Finished, failed: bool, seconds: float) -> None:
+        """Closes the span of a call. `failed`: through a fault of this server."""
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
-        if ending.failed:
-            labels["error.type"] = ending.reason or code
+        if failed:
+            labels["error.type"] = record.reason or code
         self._calls.record(seconds, labels)
-        self._close(open_span, labels, ending, seconds)
+        self._close(open_span, labels, record, failed, seconds)
 
-    def _open(self, name: str, came: Mapping[str, str]) -> "OpenSpan":
+    def _open(self, name: str, came: Mapping[str, str]) -> OpenSpan:
         now = time.time_ns()
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
 
-    def _close(self, open_span: "OpenSpan", labels: Mapping[str, Any], ending: "Ending", seconds: float) -> None:
+    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Finished, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
-        span.set_attributes({**labels, "attend.request_id": ending.request_id})
-        span.set_attributes({f"attend.{name}": value for name, value in ending.about.items()})
-        if ending.reason:
-            span.set_attribute("attend.reason", ending.reason)
-        if ending.failed:
+        span.set_attributes({**labels, "attend.request_id": record.request_id})
+        span.set_attributes({f"attend.{name}": value for name, value in record.log_fields.items()})
+        if record.reason:
+            span.set_attribute("attend.reason", record.reason)
+        if failed:
             span.set_status(self._failed)
-        if ending.phases is not None:
-            took = [getattr(ending.phases, name) for name in PHASES]
+        if record.phases is not None:
+            took = [getattr(record.phases, name) for name in PHASES]
             at = now - int(sum(took) * 1e9)
             for name, phase in zip(PHASES, took, strict=True):
                 child = self._tracer.start_span(name, self._within(span), start_time=at)

@@ -9,7 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 
 from service import __version__
-from service.web.routes.attend import refusals
+from service.web.routes.attend import error_responses
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import request_schemas
 from service.wire.schemas.figure import FigureRequest
@@ -77,7 +77,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for name, path in document["paths"].items():
         for operation in path.values():
             if not name.startswith("/health/"):
-                operation["responses"] |= {str(status): refusal for status, refusal in refusals(401, 403).items()}
+                operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
             refusal = operation["responses"].get("422", {}).get("content", {})
             if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
                 del operation["responses"]["422"]

@@ -32,14 +32,14 @@ class Attend:
         self.service, self.answer = service, answer
 
     async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
-        demand_started(self.service)
+        require_started(self.service)
         raw = await read(record, receive, self.service)
         await send_reply(await self.answer(raw), record, send)
 
 
 async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
     """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
-    record.phases, record.about = reply.phases, reply.about
+    record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
     pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]
     pieces.reverse()
@@ -51,13 +51,13 @@ async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": bool(pieces)})
 
 
-def demand_started(service: Service) -> None:
+def require_started(service: Service) -> None:
     """Raises NotReady before the configured layers are loaded and warm. A server that is shutting down still accepts calls."""
     if not service.started:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def takes(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
+def request_body_doc(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
     """The OpenAPI description of the request body of a route that reads the body itself."""
     content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
     if binary:
@@ -69,13 +69,13 @@ def schema(model: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model}"}
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI descriptions of a route's refusals."""
-    return refusals_as("ProblemDocument", PROBLEM_JSON, *statuses)
+    return error_responses_as("ProblemDocument", PROBLEM_JSON, *statuses)
 
 
-def refusals_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
-    """As `refusals`, with another body; `meaning` replaces the descriptions of some statuses."""
+def error_responses_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
+    """As `error_responses`, with another body; `meaning` replaces the descriptions of some statuses."""
     words = {
         400: "The body is not valid JSON, or a key is repeated.",
         401: "An API key is required.",
@@ -104,8 +104,8 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend",
         tags=["attend"],
         response_model=AttendReply,
-        responses=refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=takes("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
     )
     async def attend() -> None:
         """Attention output and weights for queries, keys, values and masks."""
@@ -115,8 +115,8 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend/analysis",
         tags=["attend"],
         response_model=AnalysisReply,
-        responses=refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=takes("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
+        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
     )
     async def analysis() -> None:
         """Numbers on what each head does: the body of /attend and `metrics`."""
@@ -126,11 +126,11 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend/plan",
         tags=["attend"],
         response_model=Plan,
-        responses=refusals(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=takes("AttendRequest", PLAN, "Tensors may be given by shape alone."),
+        responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("AttendRequest", PLAN, "Tensors may be given by shape alone."),
     )
     async def plan(request: Request) -> Plan:
         """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
         /attend/analysis. Computes nothing."""
-        demand_started(service)
+        require_started(service)
         return await service.engine.plan(await read(request.scope["attend"], request.receive, service))

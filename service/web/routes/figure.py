@@ -6,7 +6,7 @@ from service.serving.service import Service
 from service.web.openapi.examples import FIGURE
 from service.web.record import Record
 from service.web.request_reader import read_as
-from service.web.routes.attend import demand_started, refusals, takes
+from service.web.routes.attend import error_responses, request_body_doc, require_started
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, acceptable, form_of_body
 
@@ -22,18 +22,18 @@ def install(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={
             200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
-            **refusals(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+            **error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=takes("FigureRequest", FIGURE, "Heat maps of both heads; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("FigureRequest", FIGURE, "Heat maps of both heads; needs the layer `tiny` of PUT /layers/{name}."),
     )
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        demand_started(service)
+        require_started(service)
         record: Record = request.scope["attend"]
         codec = CODECS[form_of_body(record.header(b"content-type"))]
         accepted = {"accept": acceptable(record.header(b"accept"), tuple(PICTURES))}
         reply = await service.engine.figure(await read_as(codec, codec, accepted, record, request.receive, service))
-        record.phases, record.about = reply.phases, reply.about
+        record.phases, record.log_fields = reply.phases, reply.log_fields
         headers = {name.decode(): value.decode() for name, value in reply.headers}
         headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}
         return Response(b"".join(reply.pieces), 200, headers)

@@ -7,33 +7,33 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import Source
 from service.serving.service import Service
 from service.web.openapi.examples import PUT_TINY
 from service.web.request_reader import deadline_of, lease_of, read
-from service.web.routes.attend import BINARY, demand_started, refusals, takes
+from service.web.routes.attend import BINARY, error_responses, request_body_doc, require_started
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import PROBLEMS, pointer, shown
+from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 
 NAME = re.compile(LAYER_NAME)
 QUERY = ("layout", "prefix", "spec")
-NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `demand_name` checks it
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_name` checks it
 CHUNK = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
-def demand_name(name: str) -> None:
+def require_name(name: str) -> None:
     """Raises InvalidRequest if `name` is no valid name of a layer."""
     if not NAME.fullmatch(name):
-        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", describe_value(name))
 
 
-def demand_query(names: Sequence[str]) -> None:
+def require_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
     unknown = [name for name in names if name not in QUERY][:PROBLEMS]
-    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in unknown]
+    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", describe_value(name)) for name in unknown]
     problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
     if problems:
         raise InvalidRequest(problems=problems)
@@ -42,7 +42,7 @@ def demand_query(names: Sequence[str]) -> None:
 def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
     """Adds the routes. `why_not`: the error to raise if layers cannot be changed over HTTP, else None."""
 
-    def demand_writable() -> None:
+    def require_writable() -> None:
         if why_not is not None:
             raise why_not
 
@@ -51,7 +51,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         """All layers, loaded and unloaded."""
         return Layers(layers=service.registry.documents())
 
-    @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=refusals(404))
+    @app.get("/layers/{name}", tags=["layers"], response_model=LayerDocument, responses=error_responses(404))
     async def get_layer(name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
         return service.registry.document(name)
@@ -62,9 +62,9 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         response_model=LayerDocument,
         responses={
             201: {"model": LayerDocument, "description": "The layer is new."},
-            **refusals(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+            **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=takes("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
+        openapi_extra=request_body_doc("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
     )
     async def put_layer(
         name: NewName,
@@ -79,10 +79,10 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
         one layer is read.
         """
-        demand_writable()
-        demand_name(name)
-        demand_query([name for name, _ in request.query_params.multi_items()])
-        demand_started(service)
+        require_writable()
+        require_name(name)
+        require_query([name for name, _ in request.query_params.multi_items()])
+        require_started(service)
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
         layer, new = await service.put_layer(name, raw, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
@@ -92,7 +92,10 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         "/layers/{name}/weights",
         tags=["layers"],
         response_class=StreamingResponse,
-        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."}, **refusals(404, 409, 429, 507)},
+        responses={
+            200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."},
+            **error_responses(404, 409, 429, 507),
+        },
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
@@ -102,11 +105,11 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
-    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=refusals(403, 404, 409, 500, 503, 504))
+    @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
     async def delete_layer(name: str, request: Request) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
-        demand_writable()
-        demand_started(service)
+        require_writable()
+        require_started(service)
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 

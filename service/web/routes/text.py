@@ -7,7 +7,7 @@ from service.serving.service import Service
 from service.serving.text import TextEncoder
 from service.web.openapi.examples import WORDS
 from service.web.request_reader import read
-from service.web.routes.attend import demand_started, refusals, takes
+from service.web.routes.attend import error_responses, request_body_doc, require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 
@@ -27,11 +27,11 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         "/words",
         tags=["words"],
         response_model=Words,
-        responses=refusals(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=takes("WordsRequest", WORDS, "A sentence for the layer `default`."),
+        responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("WordsRequest", WORDS, "A sentence for the layer `default`."),
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""
-        demand_started(service)
+        require_started(service)
         words = await encoder.read(await read(request.scope["attend"], request.receive, service, largest=MAX_BODY))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

@@ -41,18 +41,18 @@ PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ProtocolExtensions:
     """The protocol extensions that the settings allow. `why_…`: the error to raise if an extension does not work, else None."""
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
     workers: int = 1  # processes; each has a copy of every layer
 
-    def demand_writable(self) -> None:
+    def require_writable(self) -> None:
         if self.why_not_writable is not None:
             raise self.why_not_writable
 
-    def demand_statistics(self) -> None:
+    def require_statistics(self) -> None:
         if self.why_no_statistics is not None:
             raise self.why_no_statistics
 

@@ -11,8 +11,8 @@ from service.errors import LayerNotFound, MalformedBody
 from service.serving.service import Service
 from service.web.record import Record
 from service.web.request_reader import read_as
-from service.web.routes.attend import demand_started, send_reply
-from service.wire.problems import shown
+from service.web.routes.attend import require_started, send_reply
+from service.wire.problems import describe_value
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.parameters import VERSION
 
@@ -28,11 +28,11 @@ class Infer:
         self.service = service
 
     async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
-        demand_started(self.service)
+        require_started(self.service)
         found = PATH.fullmatch(record.path)
         assert found is not None, "called for such paths alone"
         self.service.registry.find(found[1], at="")
-        demand_version(found[2])
+        require_version(found[2])
         parameters = {"model": found[1], "header_length": _header_length(record)}
         raw = await read_as(CODEC, CODEC, parameters, record, receive, self.service)
         await send_reply(await self.service.engine.attend(raw), record, send)
@@ -45,7 +45,7 @@ def _header_length(record: Record) -> str:
     return record.header(HEADER_LENGTH)
 
 
-def demand_version(version: str | None) -> None:
+def require_version(version: str | None) -> None:
     """Raises LayerNotFound unless `version` is None or VERSION, the only version of every model."""
     if version not in (None, VERSION):
-        raise LayerNotFound.where("", f"version {VERSION}", shown(version))
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))

@@ -12,50 +12,50 @@ from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
 from service.web.openapi.examples import LOAD
 from service.web.request_reader import read_as
-from service.web.routes.attend import demand_started, takes
-from service.web.routes.layers import NewName, demand_name
-from service.web.v2.description import Offer, index_of
-from service.web.v2.routes import refusals
+from service.web.routes.attend import request_body_doc, require_started
+from service.web.routes.layers import NewName, require_name
+from service.web.v2.description import ProtocolExtensions, index_of
+from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
 from service.wire.negotiation import JSON
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.v2.error_paths import V2ErrorPaths
-from service.wire.v2.parameters import demand_known, read_nested
+from service.wire.v2.parameters import read_nested, require_known
 from service.wire.v2.schemas import RepositoryModel
 
 LARGEST = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
 
 
-def install(app: FastAPI, service: Service, offer: Offer) -> None:
+def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> None:
     """Adds the routes."""
 
     @app.post(
         "/v2/repository/index",
         tags=["v2"],
         response_model=list[RepositoryModel],
-        responses=refusals(400),
-        openapi_extra=takes("IndexRequest", {"ready": True}, "Those that are ready.", required=False),
+        responses=error_responses(400),
+        openapi_extra=request_body_doc("IndexRequest", {"ready": True}, "Those that are ready.", required=False),
     )
     async def index(request: Request) -> list[RepositoryModel]:
         """The models that are held, which are ready, and unless a body says {"ready": true} the unloaded ones, which are unavailable."""
         document = await _document(request, service)
-        demand_known(document, ("ready",), "")
+        require_known(document, ("ready",), "")
         if not isinstance(ready := document.get("ready", False), bool):
-            raise InvalidRequest.where("/ready", "true or false", shown(ready))
+            raise InvalidRequest.where("/ready", "true or false", describe_value(ready))
         return index_of(service.registry.documents(), ready)
 
     @app.post(
         f"{MODEL}/load",
         tags=["v2"],
         response_class=Response,
-        responses=refusals(400, 403, 404, 409, 413, 503),
-        openapi_extra=takes("LoadRequest", LOAD, "A seeded layer.", required=False),
+        responses=error_responses(400, 403, 404, 409, 413, 503),
+        openapi_extra=request_body_doc("LoadRequest", LOAD, "A seeded layer.", required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
         """Makes or replaces a layer by the LayerSpec in `parameters.config`, or makes an unloaded one available; it serves when the reply
         comes."""
-        offer.demand_writable()
+        extensions.require_writable()
         await load_layer(service, name, await _parameters(request, service))
         return Response()
 
@@ -63,27 +63,27 @@ def install(app: FastAPI, service: Service, offer: Offer) -> None:
         f"{MODEL}/unload",
         tags=["v2"],
         response_class=Response,
-        responses=refusals(400, 403, 404, 409, 503),
-        openapi_extra=takes("UnloadRequest", {}, "No body is needed.", required=False),
+        responses=error_responses(400, 403, 404, 409, 503),
+        openapi_extra=request_body_doc("UnloadRequest", {}, "No body is needed.", required=False),
     )
     async def unload(name: str, request: Request) -> Response:
         """Makes a layer unavailable, and keeps it: `load` brings it back, DELETE /layers/{name} removes it. Calls that are bound to it are
         still answered."""
-        offer.demand_writable()
+        extensions.require_writable()
         await unload_layer(service, name, await _parameters(request, service))
         return Response()
 
 
 async def load_layer(service: Service, name: str, parameters: Mapping[str, Any]) -> None:
     """Creates or replaces the layer by the parameter `config`, a LayerSpec as JSON text; without it, reloads the unloaded layer."""
-    demand_started(service)
-    demand_known(parameters, ("config",), "/parameters")
+    require_started(service)
+    require_known(parameters, ("config",), "/parameters")
     if (config := parameters.get("config")) is None:
         await service.loader.load(name)
         return
     if not isinstance(config, str):
-        raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", shown(config))
-    demand_name(name)
+        raise InvalidRequest.where("/parameters/config", "a LayerSpec as JSON text", describe_value(config))
+    require_name(name)
     await run_in_threadpool(read_nested, config, "/parameters/config")  # must be complete JSON: it is inserted into other JSON
     try:
         await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
@@ -93,8 +93,8 @@ async def load_layer(service: Service, name: str, parameters: Mapping[str, Any])
 
 async def unload_layer(service: Service, name: str, parameters: Mapping[str, Any]) -> None:
     """Unloads the layer. `unload_dependents` changes nothing: no layer depends on another."""
-    demand_started(service)
-    demand_known(parameters, ("unload_dependents",), "/parameters")
+    require_started(service)
+    require_known(parameters, ("unload_dependents",), "/parameters")
     with V2ErrorPaths():
         await service.loader.unload(name)
 
@@ -115,10 +115,10 @@ async def _document(request: Request, service: Service) -> dict[str, Any]:
 
 async def _parameters(request: Request, service: Service) -> dict[str, Any]:
     document = await _document(request, service)
-    demand_known(document, ("parameters",), "")
+    require_known(document, ("parameters",), "")
     parameters = document.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise InvalidRequest.where("/parameters", "an object", shown(parameters))
+        raise InvalidRequest.where("/parameters", "an object", describe_value(parameters))
     return parameters

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from service.errors import InvalidRequest, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
 from service.tensors import BY_NUMPY, Array
 from service.wire.arrays import MAX_RANK, Kind, beyond_float64, converted, range_text
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
-from service.wire.problems import pointer, shown
+from service.wire.problems import describe_value
 
 PIECE = 1 << 17  # bytes of a list that the plain reader parses at a time
 LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor
@@ -151,7 +151,7 @@ class ArrayBuilder:
         else:
             for i, item in enumerate(items):
                 if not isinstance(item, list):
-                    raise InvalidRequest.where(self.place(), f"a list of {self.lengths.get(depth + 1, 'numbers')}", shown(item))
+                    raise InvalidRequest.where(self.place(), f"a list of {self.lengths.get(depth + 1, 'numbers')}", describe_value(item))
                 stays = left if i == len(items) - 1 else 0
                 self._add_list(item, depth + 1, 0 if i else opened, stays)
                 self.places[depth - 1] += depth + 1 > stays
@@ -163,12 +163,12 @@ class ArrayBuilder:
         if not set(map(type, items)) <= types or (self.kind == "bias" and any(isinstance(item, str) and item != "-inf" for item in items)):
             for i, item in enumerate(items):
                 if type(item) not in types or (isinstance(item, str) and item != "-inf"):
-                    raise InvalidRequest.where(self.place(i), expected, shown(item))
+                    raise InvalidRequest.where(self.place(i), expected, describe_value(item))
         if self.exact:
             limits = np.iinfo(self.dtype)
             for i, item in enumerate(items):
                 if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
-                    raise InvalidRequest.where(self.place(i), range_text(BY_NUMPY[self.dtype]), shown(item))
+                    raise InvalidRequest.where(self.place(i), range_text(BY_NUMPY[self.dtype]), describe_value(item))
             items = list(map(int, items))
         self.numbers += items
         self.places[-1] += len(items)

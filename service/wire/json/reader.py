@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from service.errors import InvalidRequest, RequestError, TooLarge
+from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
 from service.wire.json.lists import PIECE, NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import SHOWN, pointer, shown
+from service.wire.problems import SHOWN, describe_value
 
 REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
@@ -151,7 +151,7 @@ class Reader:
     def members(self, document: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """The members of a document: tensors as arrays, the others as Python objects."""
         if not isinstance(document, dict):
-            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else shown(document))
+            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else describe_value(document))
         return self._object(document, "", kinds, 1)
 
     def plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
@@ -199,14 +199,14 @@ class Reader:
         """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
         for key in value:
             if key not in FORM_KEYS:
-                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), shown(key))
+                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), describe_value(key))
         data, base64 = value.get("data"), value.get("base64")
         if data is not None and base64 is not None:
             raise InvalidRequest.where(at, "either data or base64", "both")
         shape = shape_of(self.plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
         name = value.get("datatype")
         if not (name is None and base64 is None) and (not isinstance(name, str) or name not in DATATYPES):
-            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(name))
+            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), describe_value(name))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
         if base64 is not None:
             text = base64.pieces() if isinstance(base64, Base64Text) else [] if isinstance(base64, NumberList) else base64
@@ -221,7 +221,7 @@ class Reader:
 def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
     """A list of numbers, flat or nested to the shape, as an array of `dtype`. Raises InvalidRequest if they do not fit."""
     if not isinstance(data, list | NumberList):
-        raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else shown(data))
+        raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else describe_value(data))
     if data.empty if isinstance(data, NumberList) else not data:
         array = np.zeros(0, dtype)
     else:
@@ -235,12 +235,12 @@ def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype
 def shape_of(value: Any, at: str) -> tuple[int, ...]:
     """A list of lengths of axes as a shape; `...` means that the list is missing. Raises InvalidRequest, or TooLarge (2^48 elements)."""
     if not isinstance(value, list):
-        raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else shown(value))
+        raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else describe_value(value))
     if len(value) > MAX_RANK:
         raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(value)))
     for i, length in enumerate(value):
         if type(length) is not int or not 0 <= length < 2**31:
-            raise InvalidRequest.where(f"{at}/{i}", "a length from 0 to 2147483647", shown(length))
+            raise InvalidRequest.where(f"{at}/{i}", "a length from 0 to 2147483647", describe_value(length))
     if math.prod(value) >= 2**48:
         raise TooLarge.where(at, "fewer than 2^48 elements", str(math.prod(value)))
     return tuple(value)

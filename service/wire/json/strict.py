@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
-from service.wire.problems import pointer
+from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 
 DIGITS = 308  # characters of an integer that is surely in the range of float64
 

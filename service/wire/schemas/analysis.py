@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.spec import disagreement
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, each_once
 from service.wire.schemas.tensors import Sequences
 
@@ -88,7 +88,7 @@ REFUSED = {  # fields of /attend
 def _lens(value: Any) -> Any:
     for number in value if isinstance(value, list) else [value]:
         if type(number) is not int or number < 0:
-            raise disagreement("", "a number of queries, or a list of them", shown(number))
+            raise disagreement("", "a number of queries, or a list of them", describe_value(number))
     return value
 
 

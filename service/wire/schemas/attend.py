@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Kind
-from service.wire.problems import HALF, is_unicode, shown
+from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.schemas.tensors import (
     REFERENCE,
     Bias,
@@ -61,7 +61,7 @@ def _offset(value: Any) -> Any:
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
-            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', shown(number))
+            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
             raise disagreement("", "a list of integers", '"end" in a list')
     return value
@@ -200,7 +200,7 @@ class AttendRequest(Document):
             raise disagreement("/mask", WHICH_MASK, '"mask"')
         for name, path in OTHER_ENDPOINTS.items():
             if name in data and name not in cls.model_fields:
-                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", shown(data[name]))
+                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", describe_value(data[name]))
         return data
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 from service.spec import disagreement
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 
 LARGEST_COUNT = 2**53
 LONGEST_AXIS = 2**31 - 1
@@ -59,7 +59,7 @@ class Tensor:
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
-            raise disagreement("", "a tensor", shown(value))
+            raise disagreement("", "a tensor", describe_value(value))
         try:
             array = np.asarray(value)
         except (ValueError, TypeError):

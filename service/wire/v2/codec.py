@@ -26,7 +26,7 @@ from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
-from service.wire.v2.parameters import VERSION, arrays_asked, drop_columns
+from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
 from service.wire.v2.tensors import CutList
 
 LONGEST = 4096  # bytes of a header template that is cached; longer ones rarely repeat
@@ -45,7 +45,7 @@ class V2Codec(Codec):
         text, following = body if size == len(body) else body[:size], memoryview(body)[size:]
         model = parameters["model"]
         header, members = _read(text, following, model, limits)
-        drop_columns(members)
+        squeeze_per_item(members)
         return Decoded(members, header.reply_format, header.timeout, header.error_paths)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
@@ -53,7 +53,7 @@ class V2Codec(Codec):
         outputs: list[dict[str, Any]] = []
         pieces: list[Buffer] = []
         binary = False
-        for name, array in arrays_asked(reply, reply_format.outputs):
+        for name, array in requested_arrays(reply, reply_format.outputs):
             array, odd = wire_array(name, array, reply.datatype, options)
             entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
             if reply_format.in_text(name):

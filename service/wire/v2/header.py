@@ -7,7 +7,7 @@ from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.wire.json.reader import shape_of
-from service.wire.problems import HALF, is_unicode, shown
+from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
     BY_DEFAULT,
@@ -15,12 +15,12 @@ from service.wire.v2.parameters import (
     KEYS,
     VERSION,
     datatype_named,
-    demand_input,
-    demand_known,
     kind_of,
     members_of,
     refuse_decimals,
-    seconds_of,
+    require_input,
+    require_known,
+    timeout_of,
 )
 from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 
@@ -65,13 +65,13 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    demand_known(header, REQUEST, "")
+    require_known(header, REQUEST, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
         if header.get(name) not in (None, value):
-            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
+            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(header[name]))
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
+        raise InvalidRequest.where("/inputs", "a list of inputs", describe_value(inputs) if "inputs" in header else "nothing")
     if len(inputs) > INPUTS:
         raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(inputs)))
     paths: list[InputPath] = []
@@ -89,7 +89,7 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
     parameters = _parameters(header, "")
-    request_id, timeout = _id(header.get("id")), seconds_of(parameters)
+    request_id, timeout = _id(header.get("id")), timeout_of(parameters)
     binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
     outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
     members = members_of(model, [(path.name, ...) for path in paths], parameters, outputs)
@@ -102,13 +102,13 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
     """(path, tensor) of one input."""
     at = f"/inputs/{i}"
-    demand_known(_object(entry, at), INPUT, at)
+    require_known(_object(entry, at), INPUT, at)
     name = _name(entry, at)
-    demand_input(name, f"{at}/name")
+    require_input(name, f"{at}/name")
     row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
     shape = shape_of(entry.get("shape", ...), f"{at}/shape")
     parameters, in_text = _parameters(entry, at), entry.get("data") is not None
-    demand_known(parameters, IGNORED["input"], f"{at}/parameters")
+    require_known(parameters, IGNORED["input"], f"{at}/parameters")
     size = parameters.get("binary_data_size")
     if in_text == (size is not None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
@@ -119,7 +119,7 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
     wanted = math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
-        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))
+        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, describe_value(size))
     if size > (left := following - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(left))
     return InputPath(name, shape), BinaryTensor(row, shape, position, position + size, at)
@@ -128,13 +128,13 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
 def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
     """(requested names, name -> `binary_data` where the request sets it)."""
     if not isinstance(entries, list):
-        raise InvalidRequest.where("/outputs", "a list of outputs", shown(entries))
+        raise InvalidRequest.where("/outputs", "a list of outputs", describe_value(entries))
     names, binary = [], {}
     for i, entry in enumerate(entries):
         at = f"/outputs/{i}"
-        demand_known(_object(entry, at), OUTPUT, at)
+        require_known(_object(entry, at), OUTPUT, at)
         name, parameters = _name(entry, at), _parameters(entry, at)
-        demand_known(parameters, IGNORED["output"], f"{at}/parameters")
+        require_known(parameters, IGNORED["output"], f"{at}/parameters")
         if "binary_data" in parameters:
             binary[name] = _flag(parameters["binary_data"], f"{at}/parameters/binary_data")
         names.append(name)
@@ -143,7 +143,7 @@ def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
 
 def _object(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest.where(at, "an object", shown(value))
+        raise InvalidRequest.where(at, "an object", describe_value(value))
     return value
 
 
@@ -156,13 +156,13 @@ def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
 def _name(entry: Mapping[str, Any], at: str) -> str:
     name = entry.get("name")
     if not isinstance(name, str):
-        raise InvalidRequest.where(f"{at}/name", "a string", shown(name) if "name" in entry else "nothing")
+        raise InvalidRequest.where(f"{at}/name", "a string", describe_value(name) if "name" in entry else "nothing")
     return name
 
 
 def _flag(value: Any, at: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest.where(at, "true or false", shown(value))
+        raise InvalidRequest.where(at, "true or false", describe_value(value))
     return value
 
 
@@ -170,7 +170,7 @@ def _id(value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise InvalidRequest.where("/id", "a string", shown(value))
+        raise InvalidRequest.where("/id", "a string", describe_value(value))
     if not is_unicode(value):  # the reply repeats it
         raise InvalidRequest.where("/id", "a string of Unicode text", HALF)
     return value

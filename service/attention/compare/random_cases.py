@@ -1,0 +1,281 @@
+"""Draws random layers and requests for comparison with an oracle, over all features of specs and requests.
+
+Sizes of axes differ wherever they may, and are mostly primes, so that swapped axes cannot go unnoticed. A case depends only on its
+generator, so its seed reproduces a failure. `matmul_precision` is never drawn, since it would only change the tolerance.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from service.spec import PROJECTIONS, Init, LayerSpec
+from service.tensors import BY_TORCH, Array
+
+REQUEST_FEATURES = (
+    "key",
+    "value",
+    "mask",
+    "key_mask",
+    "valid_lens",
+    "bias",
+    "causal",
+    "window",
+    "query_offset",
+    "fully_masked",
+    "head_scale",
+    "dropout",
+    "scale",
+    "softcap",
+)
+LAYER_FEATURES = (
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "output_dim",
+    "biases",  # one for each projection
+    "projections",  # false
+    "layer_window",
+    "rope",
+    "alibi",
+    "relative_bias",
+    "qk_norm",
+    "sinks",
+    "weights",  # explicit ones, even if they could be seeded
+)
+FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer, and the keyword arguments of `reference.attend`: arrays, numbers, and small dictionaries of them."""
+
+    spec: LayerSpec
+    request: dict[str, Any]
+    weights: dict[str, Array] | None = None  # all weights by canonical name; None: drawn from the spec's seed
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The axes of one call."""
+
+    batch: int | None  # None: the call has no batch
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    queries: int
+    keys: int
+
+    def lead(self, *rest: int) -> tuple[int, ...]:
+        """[b, *rest], or [*rest] without a batch."""
+        return rest if self.batch is None else (self.batch, *rest)
+
+
+def random_case(
+    rng: np.random.Generator,
+    *,
+    features: Collection[str] = FEATURES,
+    rate: float = 0.35,
+    init: Init | None = None,
+    dtype: str | None = None,
+    batched: bool | None = None,
+) -> Case:
+    """A spec, its weights, and a request that fits it.
+
+    Each of `features` is drawn with probability `rate`, and dropped if it does not fit the others; "query_offset" is also drawn whenever it
+    is required. Without "key", every call is self-attention. Without LAYER_FEATURES, layers are seeded and plain. `init`, `dtype` (float64
+    or float32) and `batched` are drawn if None. Tensors are values of the layer's dtype, so oracles need not round them.
+
+    Raises ValueError for an unknown feature.
+    """
+    if unknown := set(features) - set(FEATURES):
+        raise ValueError(f"expected features among {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}")
+    drawn = {name for name in FEATURES if rng.random() < rate and name in features}
+    init = init or rng.choice(get_args(Init)).item()
+    drawn = settle(drawn, init)
+    sizes = draw_sizes(rng, drawn, batched)
+    spec = draw_spec(rng, sizes, drawn, init, dtype or rng.choice(["float64", "float32"]).item())
+    request: dict[str, Any] = {"query": rng.standard_normal(sizes.lead(sizes.queries, spec.query_dim))}
+    if "key" in drawn:
+        request["key"] = rng.standard_normal(sizes.lead(sizes.keys, spec.key_dim))
+    if "value" in drawn:
+        request["value"] = rng.standard_normal(sizes.lead(sizes.keys, spec.value_dim))
+    request |= _draw_masks(rng, sizes, drawn)
+    request |= _draw_positions(rng, sizes, drawn, positional=bool(spec.positional))
+    request |= _draw_modifiers(rng, sizes, drawn)
+    request = {name: rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in request.items()}
+    return Case(spec, request, draw_case_weights(rng, spec, drawn))
+
+
+def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    share = rng.choice([0.1, 0.3, 0.8])  # probability that a pair is blocked; 0.8 leaves many rows without a key
+    for feature, suffix, shape in (("mask", "mask", _mask_shape(rng, sizes)), ("key_mask", "keys", sizes.lead(sizes.keys))):
+        if feature in drawn:
+            blocked = rng.random(shape) < share
+            meaning = rng.choice(["attend", "block"])
+            ones = blocked if meaning == "block" else ~blocked
+            fields[f"{meaning}_{suffix}"] = ones if rng.random() < 0.5 else ones.astype(np.int64)
+    if "valid_lens" in drawn:
+        shape = sizes.lead() if rng.random() < 0.5 else sizes.lead(sizes.queries)
+        fields["valid_lens"] = rng.integers(0, sizes.keys + 1, shape) if shape else int(rng.integers(0, sizes.keys + 1))
+    if "bias" in drawn:
+        fields["bias"] = rng.standard_normal(shape := _mask_shape(rng, sizes))
+        fields["bias"][rng.random(shape) < rng.choice([0, 0.2])] = -np.inf
+    return fields
+
+
+def _mask_shape(rng: np.random.Generator, sizes: Sizes) -> tuple[int, ...]:
+    """[q, k], [b, q, k] or [b, h, q, k], each axis 1 with probability 0.2; without a batch [q, k] or [h, q, k]."""
+    pair = (sizes.queries, sizes.keys)
+    shape = (pair, sizes.lead(*pair), sizes.lead(sizes.heads, *pair))[rng.integers(3)]
+    return tuple(1 if rng.random() < 0.2 else n for n in shape)
+
+
+def _draw_positions(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], positional: bool) -> dict[str, Any]:
+    """Causality, window and query offset. `positional`: the layer depends on positions."""
+    fields: dict[str, Any] = {}
+    if "causal" in drawn:
+        fields["causal"] = True
+    if "window" in drawn:
+        fields["window"] = draw_window(rng)
+    if "query_offset" in drawn or ((fields or positional) and sizes.queries != sizes.keys):
+        per_item = rng.integers(-3, sizes.keys, sizes.lead())
+        one = int(rng.integers(-3, sizes.keys))
+        choices = ["end", one] if sizes.batch is None else ["end", one, per_item]
+        fields["query_offset"] = choices[rng.integers(len(choices))]
+    return fields
+
+
+def _draw_modifiers(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if "fully_masked" in drawn:
+        fields["fully_masked"] = rng.choice(["zero", "uniform"]).item()
+    if "head_scale" in drawn:
+        shape = (sizes.heads,) if rng.random() < 0.5 else sizes.lead(sizes.heads)
+        fields["head_scale"] = rng.choice([0.0, 0.5, 1.0, -2.0], shape)
+    if "dropout" in drawn:
+        fields["dropout"] = {"p": rng.choice([0.0, 0.1, 0.5]).item(), "seed": int(rng.integers(2**32))}
+    if "scale" in drawn:
+        fields["scale"] = float(rng.uniform(0.05, 0.5))
+    if "softcap" in drawn:
+        fields["softcap"] = float(rng.choice([0, rng.uniform(0.5, 5)]))
+    return fields
+
+
+def settle(drawn: Collection[str], init: str) -> set[str]:
+    """The drawn features without those that do not fit the others, so that nothing has to be drawn twice."""
+    settled = set(drawn)
+    if "key" not in settled:
+        settled.discard("value")
+    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in settled):  # only square matrices
+        settled -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
+    if init == "torch_mha" or init.startswith("numpy_"):
+        settled.discard("biases")
+    if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
+        settled -= {"output_dim", "biases"}
+        settled -= set() if "key" in settled else {"num_kv_heads"}
+        settled -= set() if "value" in settled else {"value_head_dim"}
+    return settled
+
+
+def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool | None) -> Sizes:
+    """Draw sizes that are all different, except those that must be equal. A tenth of the calls has one query, as in a decoding step."""
+    grouped, own_values, rotated = ("num_kv_heads" in drawn, "value_head_dim" in drawn, "rope" in drawn)
+    while True:
+        batch, head_dim, value_head_dim = map(int, rng.choice([2, 3, 5, 7], 3))
+        head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # an even head_dim can be rotated completely
+        kv_heads = int(rng.choice([1, 2, 3] if grouped else [2, 3, 4, 5, 7]))
+        heads = kv_heads * int(rng.choice([2, 3, 4])) if grouped else kv_heads
+        queries, keys = map(int, rng.choice([2, 3, 5, 7, 11, 13], 2))
+        sizes = [batch, head_dim, heads, queries, keys, *([value_head_dim] if own_values else []), *([kv_heads] if grouped else [])]
+        if len(set(sizes)) == len(sizes):
+            break
+    if rng.random() < 0.1:
+        queries = 1
+    keep_batch = rng.random() < 0.8 if batched is None else batched
+    keys = keys if "key" in drawn else queries
+    return Sizes(batch if keep_batch else None, heads, kv_heads, head_dim, value_head_dim if own_values else head_dim, queries, keys)
+
+
+def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], init: str, dtype: str) -> LayerSpec:
+    fields: dict[str, Any] = {"num_heads": sizes.heads, "seed": int(rng.integers(2**32)), "init": init, "dtype": dtype}
+    fields["d_model"] = int(rng.choice([29, 31])) if "head_dim" in drawn else sizes.heads * sizes.head_dim
+    settings = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "value_head_dim": sizes.value_head_dim}
+    settings |= {"output_dim": int(rng.choice([37, 41])), "projections": False, "alibi": True, "sinks": True}
+    fields |= {name: setting for name, setting in settings.items() if name in drawn}
+    if not init.startswith("numpy_") and "projections" not in drawn:  # the numpy schemes have square matrices and no bias
+        fields["bias"] = {name: bool(rng.random() < 0.5) for name in PROJECTIONS} if "biases" in drawn else bool(rng.random() < 0.7)
+        if "key" in drawn:
+            fields["key_dim"] = fields["value_dim"] = int(rng.choice([17, 19]))
+        if "value" in drawn:
+            fields["value_dim"] = 23
+    if rng.random() < 0.2:
+        fields["scale"] = float(rng.uniform(0.05, 0.5))
+    if rng.random() < 0.2:
+        fields["softcap"] = float(rng.uniform(0.5, 5))
+    if "layer_window" in drawn:
+        fields["window"] = draw_window(rng)
+    if "rope" in drawn:
+        fields["rope"] = _draw_rope(rng, sizes.head_dim)
+    if "relative_bias" in drawn:
+        buckets, bidirectional = int(rng.choice([4, 7, 8, 9, 32])), bool(rng.random() < 0.5)
+        exact = buckets // (4 if bidirectional else 2)
+        fields["relative_bias"] = {
+            "buckets": buckets,
+            "bidirectional": bidirectional,
+            "max_distance": exact + int(rng.integers(1, 12)),
+        }
+    if "qk_norm" in drawn:
+        kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # the layer norm of two numbers is only their signs
+        fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()}
+    return LayerSpec.model_validate(fields)
+
+
+def draw_window(rng: np.random.Generator) -> dict[str, int | None]:
+    left, right = (int(n) if rng.random() < 0.7 else None for n in rng.integers(0, 5, 2))
+    return {"left": left, "right": right}
+
+
+def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
+    """Settings of RoPE. `dims` may be omitted if equal to head_dim. Short training contexts let llama3 scale some frequencies only."""
+    dims = int(rng.choice(range(2, head_dim + 1, 2)))
+    rope: dict[str, Any] = {"theta": rng.choice([10.0, 10000.0, 500000.0]).item(), "interleaved": bool(rng.random() < 0.5)}
+    if dims < head_dim or rng.random() < 0.5:
+        rope["dims"] = dims
+    kind = rng.choice(["none", "linear", "llama3"])
+    if kind == "linear":
+        rope["scaling"] = {"type": "linear", "factor": 2.5}
+    if kind == "llama3":
+        rope["scaling"] = {"type": "llama3", "factor": 8.0, "original_max_position": rng.choice([16, 64, 8192]).item()}
+    return rope
+
+
+def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
+    """All weights of a layer; None if its seed draws all of them. Layers with norms, sinks or relative bias always get explicit weights.
+
+    Norms are not 1; biases, sinks and relative biases are not 0. Weights are values of the layer's dtype.
+    """
+    shapes = spec.weight_shapes()
+    if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
+        return None
+    weights: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        normal = rng.standard_normal(shape)
+        if name in ("query_norm.weight", "key_norm.weight"):
+            weights[name] = rng.uniform(0.5, 2, shape)
+        elif name.endswith(".weight"):
+            weights[name] = 1.5 * normal / np.sqrt(shape[1])
+        else:
+            weights[name] = normal
+    return {name: rounded(x, spec.dtype) for name, x in weights.items()}
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """Round to the layer's dtype; half precision is stored as float32."""
+    if x.dtype.kind != "f":
+        return x
+    values = x.astype(BY_TORCH[dtype].numpy)
+    return values if dtype in ("float64", "float32") else values.astype(np.float32)

@@ -1,0 +1,31 @@
+from service.tensors import Array
+
+variants: tuple[str, ...]
+"""The implementations that this processor can run, fastest first."""
+
+class Layer:
+    """Opaque: an implementation, and a copy of a layer's weights."""
+
+def layer(width: int, num_heads: int, variant: str, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> Layer:
+    """A layer from the float32 weights [width, width] and biases [width] of query, key, value and output.
+
+    Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
+    """
+
+def attend(
+    layer: Layer,
+    items: int,
+    queries: int,
+    keys: int,
+    scale: float,
+    query: Array,
+    key: Array,
+    value: Array,
+    output: Array,
+    weights: Array,
+    /,
+) -> bool:
+    """Compute `output` [items, queries, width] and attention `weights` [items, heads, queries, keys] from contiguous float32 arrays.
+
+    Returns whether all numbers of the output are finite. Raises ValueError if the sizes do not fit.
+    """

@@ -1,0 +1,143 @@
+/* The module service.attention.native._short; _short.pyi says what its functions take and return. */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "short.h"
+
+#define CAPSULE "service.attention.native._short.layer"
+
+static const struct { const char *name; void (*attend)(const struct layer *, const struct item *); } variants[] = {
+#if defined(__x86_64__)
+    {"avx512", attend_avx512},
+    {"avx2", attend_avx2},
+#endif
+    {"portable", attend_portable},
+};
+enum { VARIANTS = sizeof variants / sizeof *variants };
+
+/* The first variant that this processor can run. It can run the later ones, too. */
+static int first_variant(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) return 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return VARIANTS - 1;
+}
+
+static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, CAPSULE)); }
+
+/* A layer with room for its weights behind it; they are zero. NULL if memory is short. */
+static struct layer *new_layer(int width, int heads)
+{
+    const size_t stride = stride_of(width);
+    struct layer *layer = calloc(1, sizeof *layer + PROJECTIONS * stride * ((size_t)width + 1) * sizeof(float));
+    if (!layer) return NULL;
+    float *at = (float *)(layer + 1);
+    for (int i = 0; i < PROJECTIONS; i++, at += stride * ((size_t)width + 1)) {
+        layer->weight[i] = at;
+        layer->bias[i] = at + stride * width;
+    }
+    layer->width = width;
+    layer->heads = heads;
+    layer->stride = (int)stride;
+    return layer;
+}
+
+static void fill(struct layer *layer, int projection, const float *weight, const float *bias)
+{
+    float *to = (float *)layer->weight[projection];
+    for (int out = 0; out < layer->width; out++)
+        for (int in = 0; in < layer->width; in++) to[(size_t)in * layer->stride + out] = weight[(size_t)out * layer->width + in];
+    memcpy((float *)layer->bias[projection], bias, sizeof(float) * layer->width);
+}
+
+static PyObject *make_layer(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer parts[2 * PROJECTIONS];
+    int width, heads, variant = first_variant();
+    const char *name;
+    if (!PyArg_ParseTuple(args, "iis(y*y*y*y*)(y*y*y*y*)", &width, &heads, &name, parts, parts + 1, parts + 2, parts + 3, parts + 4, parts + 5,
+                          parts + 6, parts + 7))
+        return NULL;
+    while (variant < VARIANTS && strcmp(name, variants[variant].name)) variant++;
+    int fits = variant < VARIANTS && 0 < width && width < 1 << 14 && 0 < heads && width % heads == 0;
+    for (int i = 0; i < 2 * PROJECTIONS; i++) fits &= parts[i].len == (Py_ssize_t)sizeof(float) * width * (i < PROJECTIONS ? width : 1);
+    struct layer *layer = fits ? new_layer(width, heads) : NULL;
+    for (int i = 0; layer && i < PROJECTIONS; i++) fill(layer, i, parts[i].buf, parts[PROJECTIONS + i].buf);
+    for (int i = 0; i < 2 * PROJECTIONS; i++) PyBuffer_Release(&parts[i]);
+    if (!layer) return fits ? PyErr_NoMemory() : (PyErr_SetString(PyExc_ValueError, "sizes or variant"), NULL);
+    layer->attend = variants[variant].attend;
+    PyObject *capsule = PyCapsule_New(layer, CAPSULE, free_layer);
+    if (!capsule) free(layer);
+    return capsule;
+}
+
+static int all_finite(const float *x, Py_ssize_t n)
+{
+    int finite = 1;
+    for (Py_ssize_t i = 0; i < n; i++) finite &= fabsf(x[i]) <= 3.4028235e38f;
+    return finite;
+}
+
+/* Compute `items` items, which follow each other in the tensors of the first one. */
+static void attend_items(const struct layer *layer, struct item item, Py_ssize_t items)
+{
+    const size_t rows[3] = {item.queries, item.keys, item.keys};
+    for (; items; items--) {
+        layer->attend(layer, &item);
+        for (int i = QUERY; i <= VALUE; i++) item.input[i] += rows[i] * layer->width;
+        item.output += rows[QUERY] * layer->width;
+        item.weights += (size_t)layer->heads * item.queries * item.keys;
+    }
+}
+
+static PyObject *attend(PyObject *module, PyObject *args)
+{
+    (void)module;
+    enum { WEIGHTS = 4, TENSORS };
+    PyObject *capsule, *result = NULL;
+    Py_buffer x[TENSORS];
+    int items;
+    struct item item;
+    if (!PyArg_ParseTuple(args, "Oiiify*y*y*w*w*", &capsule, &items, &item.queries, &item.keys, &item.scale, x, x + 1, x + 2, x + 3, x + 4))
+        return NULL;
+    const struct layer *layer = PyCapsule_GetPointer(capsule, CAPSULE);
+    int fits = layer && 0 <= items && 0 < item.queries && item.queries < 1 << 14 && 0 < item.keys && item.keys < 1 << 14;
+    const Py_ssize_t rows[TENSORS] = {item.queries, item.keys, item.keys, item.queries, (Py_ssize_t)item.queries * item.keys};
+    for (int i = 0; layer && i < TENSORS; i++)
+        fits &= x[i].len == (Py_ssize_t)sizeof(float) * items * rows[i] * (i == WEIGHTS ? layer->heads : layer->width);
+    if (fits && (item.scratch = malloc(scratch_size(layer, item.queries, item.keys) * sizeof(float)))) {
+        for (int i = QUERY; i <= VALUE; i++) item.input[i] = x[i].buf;
+        item.output = x[OUTPUT].buf;
+        item.weights = x[WEIGHTS].buf;
+        attend_items(layer, item, items); /* keeps the interpreter's lock: waiting for it again could take longer */
+        result = PyBool_FromLong(all_finite(x[OUTPUT].buf, x[OUTPUT].len / (Py_ssize_t)sizeof(float)));
+        free(item.scratch);
+    } else if (fits) {
+        PyErr_NoMemory();
+    } else if (layer) {
+        PyErr_SetString(PyExc_ValueError, "sizes");
+    }
+    for (int i = 0; i < TENSORS; i++) PyBuffer_Release(&x[i]);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"layer", make_layer, METH_VARARGS, NULL}, {"attend", attend, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short calls in C.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__short(void)
+{
+    PyObject *module = PyModule_Create(&definition), *names = PyTuple_New(VARIANTS - first_variant());
+    for (int i = first_variant(); names && i < VARIANTS; i++)
+        if (PyTuple_SetItem(names, i - first_variant(), PyUnicode_FromString(variants[i].name))) return NULL;
+    if (!module || !names || PyModule_AddObjectRef(module, "variants", names)) return NULL;
+    Py_DECREF(names);
+    return module;
+}

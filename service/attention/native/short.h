@@ -1,0 +1,53 @@
+/* Multi-head attention of one short call without masks, in float32 (Vaswani et al. 2017, equation 1):
+
+       Q = x_q W_qᵀ + b_q    K = x_k W_kᵀ + b_k    V = x_v W_vᵀ + b_v        split into heads
+       weights = softmax(scale · Q Kᵀ)    output = (weights V, heads side by side) W_oᵀ + b_o
+
+   Every row is summed by itself and in the same order, so a result does not depend on other rows or items. */
+#ifndef ATTEND_SHORT_H
+#define ATTEND_SHORT_H
+
+#include <stddef.h>
+
+enum { QUERY, KEY, VALUE, OUTPUT, PROJECTIONS };
+
+struct item;
+
+struct layer {
+    int width, heads;                  /* of every input, projection and output; width is a multiple of heads */
+    int stride;                        /* floats from one row of a weight to the next */
+    const float *weight[PROJECTIONS];  /* transposed, [in][out] */
+    const float *bias[PROJECTIONS];
+    void (*attend)(const struct layer *, const struct item *);
+};
+
+/* One element of the batch axis. */
+struct item {
+    const float *input[3];  /* query [queries][width], key and value [keys][width] */
+    int queries, keys;
+    float scale;
+    float *output;   /* [queries][width] */
+    float *weights;  /* [heads][queries][keys] */
+    float *scratch;  /* scratch_size() floats */
+};
+
+/* The computation for each instruction set; the first two exist on x86-64 only. */
+void attend_avx512(const struct layer *, const struct item *);
+void attend_avx2(const struct layer *, const struct item *);
+void attend_portable(const struct layer *, const struct item *);
+
+/* Matrices are read and written in vectors of up to MOST_LANES floats, also at the end of a row. */
+enum { MOST_LANES = 16 };
+static inline int whole_vectors(int n) { return (n + MOST_LANES - 1) / MOST_LANES * MOST_LANES; }
+
+/* Floats from one row to the next: room for a vector beyond the width, and an odd number of cache lines, since a column whose rows are a
+   power of two apart would fit only few places of the cache. */
+static inline int stride_of(int width) { return whole_vectors(width + MOST_LANES) | MOST_LANES; }
+
+static inline size_t scratch_size(const struct layer *layer, int queries, int keys)
+{
+    const size_t rows = 2 * (size_t)queries + 2 * (size_t)keys, depth = layer->width / layer->heads;
+    return rows * layer->stride + (depth + queries) * whole_vectors(keys) + MOST_LANES;
+}
+
+#endif

@@ -1,0 +1,287 @@
+"""The hand-derived gradients against autograd of another expression of the same layer, finite differences, and what must always hold."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.reference.gradients import gradients
+from service.attention.weights import draw_weights
+from service.spec import PROJECTIONS, LayerSpec
+
+NAMES = ("query", "key", "value")
+TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")
+ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}
+
+
+def draw(seed, **knobs):
+    """A case, its weights, and a gradient of its output."""
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, dtype="float64", **{"rate": 0.45, **knobs})
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    return case.spec, weights, given_separately(case.request), rng.standard_normal(attend(case.spec, weights, **case.request).output.shape)
+
+
+def given_separately(request):
+    key = request.get("key", request["query"])
+    return request | {"key": key, "value": request.get("value", key)}
+
+
+def close(got, expected, tolerance):
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max(initial=0.0)))
+
+
+# --- autograd -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_agrees_with_autograd(seed):
+    spec, weights, request, back = draw(seed, features=FEATURES, batched=True)
+    inputs = {name: torch.tensor(request[name], requires_grad=True) for name in NAMES}
+    forward = attend(spec, weights, **request)
+    output = torchs(spec, {name: torch.tensor(x) for name, x in weights.items()}, request, inputs, forward)
+    close(forward.output, output.detach().numpy(), 1e-10)
+    expected = torch.autograd.grad(output, list(inputs.values()), torch.tensor(back))
+    got = gradients(spec, weights, back, **request)
+    assert list(got) == [f"{name}_gradient" for name in NAMES]
+    for name, x in zip(NAMES, expected, strict=True):
+        close(got[f"{name}_gradient"], x.numpy(), 1e-9)
+
+
+def torchs(spec, weights, request, inputs, forward):
+    """The output as torch would have it: its norms, RoPE by `rotate_half` or by complex numbers, the sink as one column more.
+
+    What is blocked is read off the reference's answer, which other tests hold.
+    """
+    q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
+    (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
+    if spec.rope:
+        q = torch_rope(q, torch.arange(queries) + offset[:, None], spec.rope)
+        k = torch_rope(k, torch.arange(keys).expand(len(k), keys), spec.rope)
+    group = spec.num_heads // spec.num_kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
+    if cap := request.get("softcap", spec.softcap):
+        scores = cap * torch.tanh(scores / cap)
+    blocked = torch.tensor(np.isneginf(forward.scores))
+    ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
+    scores = (scores + torch_bias(spec, weights, request, ahead)).masked_fill(blocked, -torch.inf)
+    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
+    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    attention_weights = torch.softmax(columns, dim=-1)[..., :-1]
+    empty = blocked.all(dim=-1, keepdim=True)
+    attention_weights = attention_weights.masked_fill(empty, 1 / keys if request.get("fully_masked") == "uniform" else 0.0)
+    if dropout := request.get("dropout"):
+        stream = np.random.RandomState(dropout["seed"]).random_sample(forward.scores.shape)
+        attention_weights = attention_weights * torch.tensor(stream >= dropout["p"]) / (1 - dropout["p"])
+    heads = torch.einsum("bhij,bhjd->bihd", attention_weights, v)
+    if "head_scale" in request:
+        heads = heads * torch.tensor(np.asarray(request["head_scale"], np.float64)).expand(len(q), spec.num_heads)[:, None, :, None]
+    concatenated = heads.flatten(2)
+    return functional.linear(concatenated, weights["output.weight"], weights.get("output.bias")) if spec.projections else concatenated
+
+
+def torch_heads(spec, weights, name, x):
+    heads = spec.num_heads if name == "query" else spec.num_kv_heads
+    if spec.projections:
+        x = functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    if name == "value" or not spec.qk_norm:
+        return x
+    norm = functional.rms_norm if spec.qk_norm.kind == "rms" else functional.layer_norm
+    return norm(x, (spec.head_dim,), weight=weights[f"{name}_norm.weight"], eps=spec.qk_norm.eps)
+
+
+def offset_of(request, forward):
+    """query_offset of each item; where it is "end", what it comes to."""
+    b, _, q, k = forward.scores.shape
+    offset = request.get("query_offset", 0)
+    if isinstance(offset, str):
+        real = np.ones((b, q, k), bool)
+        if "valid_lens" in request:
+            real &= np.arange(k) < np.broadcast_to(request["valid_lens"].reshape(b, -1, 1), (b, q, 1))
+        if "attend_keys" in request:
+            real &= np.asarray(request["attend_keys"], bool)[:, None]
+        if "block_keys" in request:
+            real &= ~np.asarray(request["block_keys"], bool)[:, None]
+        offset = [1 + np.flatnonzero(item.any(axis=0)).max(initial=-1) - q for item in real]
+    return torch.tensor(np.broadcast_to(np.asarray(offset), (b,)).copy())
+
+
+def torch_rope(x, positions, rope):
+    frequencies = torch.tensor(rope.theta, dtype=torch.float64) ** (-torch.arange(0, rope.dims, 2, dtype=torch.float64) / rope.dims)
+    if rope.scaling and rope.scaling.type == "linear":
+        frequencies = frequencies / rope.scaling.factor
+    if rope.scaling and rope.scaling.type == "llama3":
+        turns = rope.scaling.original_max_position * frequencies / (2 * torch.pi)
+        smooth = (turns - rope.scaling.low_freq_factor) / (rope.scaling.high_freq_factor - rope.scaling.low_freq_factor)
+        frequencies = torch.lerp(frequencies / rope.scaling.factor, frequencies, smooth.clamp(0, 1))
+    angles = positions[:, None, :, None] * frequencies
+    turning, rest = x[..., : rope.dims], x[..., rope.dims :]
+    if rope.interleaved:
+        points = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous())
+        return torch.cat([torch.view_as_real(points * torch.polar(torch.ones_like(angles), angles)).flatten(-2), rest], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin(), rest], dim=-1)
+
+
+def torch_bias(spec, weights, request, ahead):
+    bias = torch.tensor(request.get("bias", np.zeros((1, 1))))
+    bias = bias[:, None] if bias.ndim == 3 else bias
+    if spec.alibi:
+        power = 2 ** math.floor(math.log2(spec.num_heads))
+        own, other = (
+            torch.tensor(2.0, dtype=torch.float64) ** (-8 * torch.arange(1, n + 1, dtype=torch.float64) / n) for n in (power, 2 * power)
+        )
+        slopes = torch.cat([own, other[::2]])[: spec.num_heads]
+        bias = bias - torch.einsum("h,bij->bhij", slopes, ahead.abs().double())
+    if spec.relative_bias:
+        table, settings = weights["relative_bias"], spec.relative_bias
+        buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
+        bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
+    return bias
+
+
+def t5_bucket(relative_position, bidirectional, num_buckets, max_distance):
+    """transformers' T5Attention._relative_position_bucket, 5.23."""
+    relative_buckets = 0
+    if bidirectional:
+        num_buckets //= 2
+        relative_buckets += (relative_position > 0).to(torch.long) * num_buckets
+        relative_position = torch.abs(relative_position)
+    else:
+        relative_position = -torch.min(relative_position, torch.zeros_like(relative_position))
+    max_exact = num_buckets // 2
+    is_small = relative_position < max_exact
+    scale = math.log(max_distance / max_exact)
+    relative_position_if_large = max_exact + (torch.log(relative_position.float() / max_exact) / scale * (num_buckets - max_exact)).to(
+        torch.long
+    )
+    relative_position_if_large = torch.min(relative_position_if_large, torch.full_like(relative_position_if_large, num_buckets - 1))
+    return relative_buckets + torch.where(is_small, relative_position, relative_position_if_large)
+
+
+# --- finite differences ---------------------------------------------------------------------------------------------------------------
+
+
+def slope_along(direction, name, spec, weights, request, back):
+    """The slope of ⟨output_gradient, output⟩ along a direction of one input, to the fourth order in the step."""
+
+    def at(step):
+        return np.sum(back * attend(spec, weights, **request | {name: request[name] + step * direction}).output)
+
+    step = 1e-5
+    return (8 * (at(step) - at(-step)) - (at(2 * step) - at(-2 * step))) / (12 * step)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_agrees_with_finite_differences(seed):
+    spec, weights, request, back = draw(5000 + seed, features=FEATURES, init="xavier_uniform")
+    rng = np.random.default_rng(seed)
+    got = gradients(spec, weights, back, **request)
+    for name in NAMES:
+        direction = rng.standard_normal(request[name].shape)
+        expected = slope_along(direction, name, spec, weights, request, back)
+        assert np.sum(got[f"{name}_gradient"] * direction) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+# --- by hand --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_keys_by_hand():
+    """Query x, keys 0 and 1, values 0 and 1: the output is the logistic function σ(x), whose slope is σ(x) (1 - σ(x))."""
+    x = 0.7
+    got = gradients(TINY, ONES, [[1.0]], query=[[x]], key=[[0.0], [1.0]], value=[[0.0], [1.0]])
+    sigma = 1 / (1 + np.exp(-x))
+    slope = sigma * (1 - sigma)
+    np.testing.assert_allclose(got["query_gradient"], [[slope]], rtol=1e-14)
+    np.testing.assert_allclose(got["key_gradient"], [[-slope * x], [slope * x]], rtol=1e-14)
+    np.testing.assert_allclose(got["value_gradient"], [[1 - sigma], [sigma]], rtol=1e-14)
+
+
+def test_a_sink_takes_its_share_of_the_gradient():
+    """One key of value 1 and a sink of logit 0: the output is σ(x)."""
+    spec = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64", sinks=True)
+    got = gradients(spec, {**ONES, "sinks": np.zeros(1)}, [[1.0]], query=[[0.7]], key=[[1.0]], value=[[1.0]])
+    sigma = 1 / (1 + np.exp(-0.7))
+    np.testing.assert_allclose(got["query_gradient"], [[sigma * (1 - sigma)]], rtol=1e-14)
+
+
+# --- what must always hold ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_inputs_that_default_are_separate_and_sum_to_the_gradient_of_the_one(seed):
+    rng = np.random.default_rng(seed)
+    features = set(FEATURES) - {"key", "value"}
+    case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    back = rng.standard_normal(attend(case.spec, weights, **case.request).output.shape)
+    got = gradients(case.spec, weights, back, **case.request)
+    separate = gradients(case.spec, weights, back, **given_separately(case.request))
+    for name, x in separate.items():
+        np.testing.assert_array_equal(got[name], x)
+    direction = rng.standard_normal(case.request["query"].shape)
+    expected = slope_along(direction, "query", case.spec, weights, case.request, back)
+    assert sum(np.sum(x * direction) for x in got.values()) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
+    spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
+    request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
+    whole = gradients(spec, weights, back, **request)
+    item = {name: x[1] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x for name, x in request.items()}
+    for name, x in gradients(spec, weights, back[1], **item).items():
+        close(x, whole[name][1], 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocked_keys_and_empty_rows_have_no_gradient(seed):
+    spec, weights, request, back = draw(seed, features={*FEATURES} - {"fully_masked"}, batched=True)
+    got, forward = gradients(spec, weights, back, **request), attend(spec, weights, **request)
+    unseen = np.isneginf(forward.scores).all(axis=(1, 2))  # [b, k]
+    assert (got["key_gradient"][unseen] == 0).all()
+    assert (got["value_gradient"][unseen] == 0).all()
+    assert (got["query_gradient"][forward.fully_masked.all(axis=1)] == 0).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e300])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
+    square = LayerSpec(d_model=10, num_heads=2, dtype="float64", softcap=softcap)
+    weights = draw_weights(square)
+    rng = np.random.default_rng(1)
+    query, key, back = rng.standard_normal((1, 3, 10)), rng.standard_normal((1, 4, 10)), rng.standard_normal((1, 3, 10))
+    clean = gradients(square, weights, back, query=query, key=key, block_keys=[[0, 0, 1, 0]])
+    key[0, 2] = poison
+    spoilt = gradients(square, weights, back, query=query, key=key, block_keys=[[0, 0, 1, 0]])
+    for name, x in spoilt.items():
+        close(x, clean[name], 1e-13)
+
+
+def test_uniform_rows_are_constants():
+    """Their weights depend on nothing, so the values alone have a gradient, of 1/k each."""
+    got = gradients(TINY, ONES, [[1.0]], query=[[2.0]], key=[[1.0], [3.0]], block_keys=[1, 1], fully_masked="uniform")
+    assert {name: x.ravel().tolist() for name, x in got.items()} == {
+        "query_gradient": [0],
+        "key_gradient": [0, 0],
+        "value_gradient": [0.5, 0.5],
+    }
+
+
+@pytest.mark.parametrize("queries", [0, 2])
+@pytest.mark.parametrize("keys", [0, 3])
+def test_axes_without_length(queries, keys):
+    spec = LayerSpec(d_model=4, num_heads=2, dtype="float64", rope={}, alibi=True, sinks=True, qk_norm={}, relative_bias={})
+    weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
+    got = gradients(
+        spec, weights, np.ones((2, queries, 4)), query=np.ones((2, queries, 4)), key=np.ones((2, keys, 4)), causal=True, query_offset="end"
+    )
+    assert got["query_gradient"].shape == (2, queries, 4)
+    assert got["key_gradient"].shape == got["value_gradient"].shape == (2, keys, 4)

@@ -1,0 +1,293 @@
+"""What a layer may have besides four square projections, held against numbers made by hand, torch, and what must always hold."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from service.attention.compare.random_cases import random_case
+from service.attention.reference.forward import attend, normalise, softmax
+from service.attention.weights import draw_weights
+from service.spec import LayerSpec, QKNorm
+
+
+def bare(**fields):
+    """A layer that projects nothing: what goes in is what the heads see."""
+    fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
+    return LayerSpec(**fields, dtype="float64")
+
+
+def draw(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape) for shape in shapes)
+
+
+def draw_all(seed, spec):
+    """Weights of which none is trivial."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
+
+
+# --- heads and widths -----------------------------------------------------------------------------------------------------------------
+
+
+def test_neighbouring_query_heads_share_a_head_of_keys_and_values():
+    got = attend(bare(num_heads=4, num_kv_heads=2), {}, query=[[1, 2, 3, 4]], key=[[10, 100]], value=[[5, 6]])
+    assert got.scores.ravel().tolist() == [10, 20, 300, 400]
+    assert got.output.tolist() == [[5, 5, 6, 6]]
+
+
+def test_one_head_of_keys_serves_all():
+    got = attend(bare(num_heads=3, num_kv_heads=1), {}, query=[[1, 2, 3]], key=[[10]], value=[[5]])
+    assert got.scores.ravel().tolist() == [10, 20, 30]
+    assert got.output.tolist() == [[5, 5, 5]]
+
+
+def test_shapes():
+    spec = LayerSpec(d_model=29, num_heads=6, num_kv_heads=2, head_dim=4, value_head_dim=3, key_dim=7, value_dim=11, output_dim=13)
+    query, key, value = draw(0, (5, 8, 29), (5, 9, 7), (5, 9, 11))
+    got = attend(spec, draw_all(1, spec), query=query, key=key, value=value)
+    assert {name: getattr(got, name).shape for name in got.__slots__} == {
+        "output": (5, 8, 13),
+        "attention_weights": (5, 6, 8, 9),
+        "scores": (5, 6, 8, 9),
+        "log_sum_exp": (5, 6, 8),
+        "query_projection": (5, 6, 8, 4),
+        "key_projection": (5, 2, 9, 4),
+        "value_projection": (5, 2, 9, 3),
+        "head_outputs": (5, 6, 8, 3),
+        "concatenated": (5, 8, 18),
+        "fully_masked": (5, 6, 8),
+    }
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_a_grouped_layer_is_the_plain_one_with_its_keys_and_values_repeated(kv_heads):
+    grouped = LayerSpec(d_model=12, num_heads=6, num_kv_heads=kv_heads, head_dim=4, value_head_dim=3, rope={}, alibi=True)
+    plain = LayerSpec(d_model=12, num_heads=6, head_dim=4, value_head_dim=3, rope={}, alibi=True)
+    weights = draw_all(2, grouped)
+    repeated = dict(weights)
+    for name, width in (("key", 4), ("value", 3)):
+        for part in ("weight", "bias"):
+            blocks = np.split(weights[f"{name}.{part}"], kv_heads)
+            assert all(len(block) == width for block in blocks)
+            repeated[f"{name}.{part}"] = np.concatenate([block for block in blocks for _ in range(6 // kv_heads)])
+    (query,) = draw(3, (2, 5, 12))
+    got, expected = attend(grouped, weights, query=query), attend(plain, repeated, query=query)
+    np.testing.assert_allclose(got.output, expected.output, rtol=1e-12)
+    np.testing.assert_allclose(got.attention_weights, expected.attention_weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_agrees_with_torchs_grouped_function(seed):
+    """scaled_dot_product_attention over the reference's own projections, with heads shared by its own rule."""
+    features = {
+        "key",
+        "value",
+        "mask",
+        "causal",
+        "num_kv_heads",
+        "head_dim",
+        "value_head_dim",
+        "output_dim",
+        "projections",
+        "rope",
+        "qk_norm",
+    }
+    case = random_case(np.random.default_rng(seed), features=features, rate=0.6, dtype="float64", init="torch_linear", batched=True)
+    spec = case.spec.model_copy(update={"softcap": None})
+    got = attend(spec, draw_weights(spec) if case.weights is None else case.weights, **case.request)
+    q, k, v = (torch.tensor(x) for x in (got.query_projection, got.key_projection, got.value_projection))
+    allowed = torch.tensor(~np.isneginf(got.scores))
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=spec.scale, enable_gqa=True)
+    np.testing.assert_allclose(got.head_outputs, expected.numpy(), atol=1e-11)
+
+
+def test_without_projections_the_heads_see_the_input_and_nothing_is_projected_back():
+    spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
+    assert spec.weight_shapes() == {}
+    query, key, value = draw(4, (3, 7, 6), (3, 4, 3), (3, 4, 5))
+    got = attend(spec, {}, query=query, key=key, value=value)
+    np.testing.assert_array_equal(got.query_projection[:, 1], query[..., 3:])
+    np.testing.assert_array_equal(got.key_projection[:, 0], key)
+    np.testing.assert_array_equal(got.value_projection[:, 0], value)
+    np.testing.assert_array_equal(got.output, got.concatenated)
+    assert got.output.shape == (3, 7, 10)
+
+
+def test_no_projections_are_projections_that_change_nothing():
+    fields = {"d_model": 6, "num_heads": 2, "sinks": True, "qk_norm": {}, "rope": {"dims": 2}, "alibi": True}
+    without = LayerSpec(**fields, projections=False)
+    weights = draw_all(5, without)
+    identity = weights | {f"{name}.weight": np.eye(6) for name in ("query", "key", "value", "output")}
+    (query,) = draw(6, (3, 5, 6))
+    np.testing.assert_allclose(
+        attend(without, weights, query=query).output, attend(LayerSpec(**fields, bias=False), identity, query=query).output, rtol=1e-14
+    )
+
+
+def test_what_comes_projected_must_be_as_wide_as_its_heads():
+    spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
+    query, key = draw(7, (3, 7, 6), (3, 4, 3))
+    with pytest.raises(ValueError, match="expected a key of 1 heads of 3 numbers, got 6 numbers"):
+        attend(spec, {}, query=query)
+    with pytest.raises(ValueError, match="expected a value of 1 heads of 5 numbers, got 3 numbers"):
+        attend(spec, {}, query=query, key=key)
+
+
+@pytest.mark.parametrize("biased", ["query", "key", "value", "output"])
+def test_each_projection_has_a_bias_of_its_own(biased):
+    fields = {"d_model": 6, "num_heads": 2}
+    one = LayerSpec(**fields, bias={name: name == biased for name in ("query", "key", "value", "output")})
+    weights = draw_all(8, one)
+    zeros = {f"{name}.bias": np.zeros(6) for name in ("query", "key", "value", "output")}
+    (query,) = draw(9, (3, 5, 6))
+    got, expected = attend(one, weights, query=query), attend(LayerSpec(**fields), zeros | weights, query=query)
+    np.testing.assert_allclose(got.output, expected.output, rtol=1e-14)
+    without = attend(LayerSpec(**fields), weights | zeros, query=query)
+    assert np.allclose(without.scores, got.scores) == (biased in ("value", "output"))
+    assert np.allclose(without.output, got.output) == (biased == "key")  # which adds the same to a row's scores, so nothing
+
+
+# --- norms of queries and keys --------------------------------------------------------------------------------------------------------
+
+
+def test_norms_by_hand():
+    x = np.array([3.0, 4.0, 0.0, -5.0])  # mean 0.5, mean square 12.5, variance 12.25
+    w = np.array([1.0, 2.0, 3.0, 4.0])
+    np.testing.assert_allclose(normalise(x, w, QKNorm(kind="rms", eps=0.5)), x / np.sqrt(13) * w, rtol=1e-15)
+    np.testing.assert_allclose(normalise(x, w, QKNorm(kind="layer", eps=0.5)), (x - 0.5) / np.sqrt(12.75) * w, rtol=1e-15)
+
+
+@pytest.mark.parametrize(("kind", "torchs"), [("rms", functional.rms_norm), ("layer", functional.layer_norm)])
+def test_norms_are_torchs(kind, torchs):
+    x, w = draw(10, (2, 3, 5, 7), (7,))
+    for eps in (1e-6, 0.3):
+        expected = torchs(torch.tensor(x), (7,), weight=torch.tensor(w), eps=eps)
+        np.testing.assert_allclose(normalise(x, w, QKNorm(kind=kind, eps=eps)), expected.numpy(), rtol=1e-12, atol=1e-14)
+
+
+def test_each_head_is_normed_by_itself_and_values_are_not():
+    spec = bare(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
+    weights = {"query_norm.weight": np.array([1.0, 10.0]), "key_norm.weight": np.array([2.0, 3.0])}
+    got = attend(spec, weights, query=[[1, 1, 3, -3]], key=[[5, 5, 0, 7]], value=[[1, 2, 3, 4]])
+    np.testing.assert_allclose(got.query_projection[:, 0], [[1, 10], [1, -10]], rtol=1e-9)
+    np.testing.assert_allclose(got.key_projection[:, 0], [[2, 3], [0, 3 * np.sqrt(2)]], rtol=1e-9)
+    assert got.value_projection[:, 0].tolist() == [[1, 2], [3, 4]]
+
+
+def test_the_norm_comes_before_rope():
+    """Weights (1, 0) leave (√2·3/5, 0) of (3, 4), and RoPE turns that by 1 radian. The other way round the second number would be 0."""
+    spec = bare(head_dim=2, qk_norm={"eps": 1e-12}, rope={})
+    weights = {"query_norm.weight": np.array([1.0, 0.0]), "key_norm.weight": np.ones(2)}
+    got = attend(spec, weights, query=[[3, 4]], key=[[1, 1], [1, 1]], query_offset=1)
+    np.testing.assert_allclose(got.query_projection[0, 0], np.sqrt(2) * 0.6 * np.array([np.cos(1), np.sin(1)]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_the_length_of_a_query_does_not_matter_to_a_layer_that_norms(kind):
+    spec = LayerSpec(d_model=10, num_heads=2, qk_norm={"kind": kind, "eps": 1e-30}, bias=False, dtype="float64")
+    weights = draw_all(11, spec)
+    query, key = draw(12, (3, 5, 10), (3, 7, 10))
+    got = attend(spec, weights, query=query, key=key)
+    np.testing.assert_allclose(attend(spec, weights, query=1000 * query, key=key).output, got.output, rtol=1e-9)
+
+
+# --- sinks ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_by_hand():
+    """Scores log 1, log 2 and a sink of log 5: weights 1/8 and 2/8; the value of the sink is 0."""
+    scores = np.log([1.0, 2.0])
+    got = attend(bare(sinks=True), {"sinks": np.log([5.0])}, query=[[1.0]], key=scores[:, None], value=[[8.0], [80.0]])
+    np.testing.assert_allclose(got.attention_weights, [[[1 / 8, 2 / 8]]], rtol=1e-14)
+    np.testing.assert_allclose(got.output, [[21.0]], rtol=1e-14)
+    np.testing.assert_allclose(got.log_sum_exp, [[np.log(8)]], rtol=1e-14)
+    np.testing.assert_allclose(got.scores, [[scores]], rtol=1e-14)
+
+
+def sunken(sinks, **request):
+    """A layer of two heads, with these sinks or none."""
+    spec = LayerSpec(d_model=10, num_heads=2, sinks=sinks is not None, dtype="float64")
+    weights = draw_all(13, LayerSpec(d_model=10, num_heads=2)) | ({} if sinks is None else {"sinks": np.asarray(sinks)})
+    query, key = draw(14, (3, 5, 10), (3, 7, 10))
+    return attend(spec, weights, query=query, key=key, **request)
+
+
+def test_rows_sum_to_what_the_sink_leaves():
+    got, plain = sunken([0.3, 4.0]), sunken(None)
+    left = 1 - np.exp(np.array([0.3, 4.0])[:, None] - got.log_sum_exp)
+    np.testing.assert_allclose(got.attention_weights.sum(axis=-1), left, rtol=1e-12)
+    np.testing.assert_allclose(got.attention_weights / left[..., None], plain.attention_weights, rtol=1e-9)
+    np.testing.assert_allclose(got.log_sum_exp, np.logaddexp(plain.log_sum_exp, np.array([0.3, 4.0])[:, None]), rtol=1e-12)
+    np.testing.assert_array_equal(got.scores, plain.scores)
+
+
+def test_a_sink_is_a_key_of_value_zero():
+    """In torch's words: one column more, dropped after the softmax."""
+    got = sunken([0.3, 4.0], valid_lens=[7, 2, 1])
+    sink = np.broadcast_to(np.array([0.3, 4.0])[:, None, None], (3, 2, 5, 1))
+    columns = torch.softmax(torch.tensor(np.concatenate([got.scores, sink], axis=-1)), dim=-1)
+    np.testing.assert_allclose(got.attention_weights, columns[..., :-1].numpy(), rtol=1e-12)
+
+
+def test_a_sink_far_below_is_none_and_one_far_above_takes_all():
+    np.testing.assert_array_equal(sunken([-1e4, -1e4]).attention_weights, sunken(None).attention_weights)
+    high = sunken([1e4, -1e4])
+    assert (high.attention_weights[:, 0] == 0).all()
+    np.testing.assert_array_equal(high.log_sum_exp[:, 0], 1e4)
+    assert not high.fully_masked.any()
+    assert softmax(np.array([[1e4]]), np.array([1e4]))[0].tolist() == [[0.5]]
+
+
+def test_a_sink_does_not_unmask_a_row():
+    lens = [7, 0, 3]
+    got = sunken([0.3, 4.0], valid_lens=lens)
+    assert got.fully_masked.any(axis=(1, 2)).tolist() == [False, True, False]
+    assert (got.attention_weights[1] == 0).all()
+    assert (got.log_sum_exp[1] == -np.inf).all()
+    uniform = sunken([0.3, 4.0], valid_lens=lens, fully_masked="uniform")
+    np.testing.assert_array_equal(uniform.attention_weights[1], 1 / 7)
+    assert (uniform.log_sum_exp[1] == -np.inf).all()
+    np.testing.assert_array_equal(uniform.attention_weights[0], got.attention_weights[0])
+
+
+def test_dropout_comes_after_the_sink():
+    got, plain = sunken([0.3, 4.0], dropout={"p": 0.5, "seed": 3}), sunken([0.3, 4.0])
+    stream = np.random.RandomState(3).random_sample(plain.scores.shape)
+    np.testing.assert_allclose(got.attention_weights, np.where(stream >= 0.5, 2 * plain.attention_weights, 0), rtol=1e-14)
+
+
+@pytest.mark.parametrize("sinks", [None, [0.3, 4.0]])
+def test_halves_of_the_keys_are_merged_by_their_log_sum_exp(sinks):
+    """Both halves count the sink, so one is taken away: Z = Z₁ + Z₂ - exp(sink), and the output is (Z₁ O₁ + Z₂ O₂) / Z."""
+    first, second, whole = (sunken(sinks, attend_keys=[[*keys]] * 3) for keys in ([1] * 4 + [0] * 3, [0] * 4 + [1] * 3, [1] * 7))
+    parts = [np.exp(x.log_sum_exp)[..., None] for x in (first, second)]
+    total = sum(parts) - (0 if sinks is None else np.exp(sinks)[:, None, None])
+    np.testing.assert_allclose(np.log(total[..., 0]), whole.log_sum_exp, rtol=1e-12)
+    merged = (parts[0] * first.head_outputs + parts[1] * second.head_outputs) / total
+    np.testing.assert_allclose(merged, whole.head_outputs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [0, 2])
+@pytest.mark.parametrize("keys", [0, 1])
+@pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
+def test_axes_without_length(queries, keys, fully_masked):
+    spec = LayerSpec(
+        d_model=8,
+        num_heads=4,
+        num_kv_heads=2,
+        rope={},
+        alibi=True,
+        sinks=True,
+        qk_norm={},
+        relative_bias={},
+        window={"left": 3, "right": 3},
+    )
+    query, key = np.ones((3, queries, 8)), np.ones((3, keys, 8))
+    got = attend(spec, draw_all(15, spec), query=query, key=key, query_offset="end", fully_masked=fully_masked)
+    assert got.attention_weights.shape == (3, 4, queries, keys)
+    assert got.key_projection.shape == (3, 2, keys, 2)
+    assert got.output.shape == (3, queries, 8)
+    assert got.fully_masked_rows == (0 if keys else 3 * 4 * queries)
+    assert np.isfinite(got.output).all()

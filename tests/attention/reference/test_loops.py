@@ -1,0 +1,206 @@
+"""The reference against the definition: one row at a time, in Python's own loops, over everything that a layer and a request may say.
+
+What can be done in another way is done in another way here: a head's own rows of a projection, points of the plane as complex numbers,
+buckets in whole numbers, slopes by recursion. Slow, and right for reasons that can be read.
+"""
+
+import cmath
+import math
+
+import numpy as np
+import pytest
+
+from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.weights import draw_weights
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_agrees_with_the_definition(seed):
+    case = random_case(np.random.default_rng(seed), features=FEATURES, rate=0.45, batched=True)
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    hold(case.spec, in_float64(weights), in_float64(case.request))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_call_without_a_batch_is_an_item_of_a_batch(seed):
+    case = random_case(np.random.default_rng(1000 + seed), features=FEATURES, batched=False)
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    single = attend(case.spec, weights, **case.request)
+    batch_of_one = attend(case.spec, weights, **{name: as_item(name, x) for name, x in case.request.items()})
+    for name in single.__slots__:
+        np.testing.assert_array_equal(getattr(single, name), getattr(batch_of_one, name)[0])
+
+
+def in_float64(named):
+    return {name: x.astype(np.float64) if getattr(x, "dtype", None) == np.float32 else x for name, x in named.items()}
+
+
+def as_item(name, x):
+    settings = ("causal", "window", "fully_masked", "dropout", "scale", "softcap")
+    return x if name in settings or (name == "query_offset" and isinstance(x, str)) else np.asarray(x)[None]
+
+
+def hold(spec, weights, request):
+    got = attend(spec, weights, **request)
+    query = request["query"]
+    key = request.get("key", query)
+    value = request.get("value", key)
+    b, h, q, k = got.scores.shape
+    dropout = request.get("dropout", {"p": 0.0, "seed": 0})
+    stream = iter(np.random.RandomState(dropout["seed"]).random_sample(b * h * q * k).tolist())
+    group = spec.num_heads // spec.num_kv_heads
+    for item in range(b):
+        offset = offset_of(request, item, q, k)
+        keys = [[head(spec, weights, "key", key[item, j], g, position=j) for j in range(k)] for g in range(spec.num_kv_heads)]
+        values = [[head(spec, weights, "value", value[item, j], g) for j in range(k)] for g in range(spec.num_kv_heads)]
+        same(got.key_projection[item], keys)
+        same(got.value_projection[item], values)
+        side_by_side = [[] for _ in range(q)]
+        for n in range(h):
+            for i in range(q):
+                mine = head(spec, weights, "query", query[item, i], n, position=i + offset)
+                same(got.query_projection[item, n, i], mine)
+                scores = [score(spec, weights, request, (item, n, i, j), offset, mine, keys[n // group][j]) for j in range(k)]
+                same(got.scores[item, n, i], scores)
+                attention_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+                assert got.log_sum_exp[item, n, i] == pytest.approx(log_sum_exp, rel=1e-9, abs=1e-9)
+                if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
+                    attention_weights = [1 / k] * k
+                assert got.fully_masked[item, n, i] == math.isinf(log_sum_exp)
+                attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
+                same(got.attention_weights[item, n, i], attention_weights)
+                mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
+                factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n]
+                same(got.head_outputs[item, n, i], factor * mean)
+                side_by_side[i] += (factor * mean).tolist()
+        same(got.concatenated[item], side_by_side)
+        if spec.projections:
+            side_by_side = side_by_side @ weights["output.weight"].T + weights.get("output.bias", 0.0)
+        same(got.output[item], side_by_side)
+
+
+def same(got, expected):
+    expected = np.asarray(expected)
+    largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10 * max(1.0, largest))
+
+
+def head(spec, weights, name, x, n, position=None):
+    """Head n of one query, key or value: its own rows of the projection, its norm, and its points turned."""
+    width = spec.value_head_dim if name == "value" else spec.head_dim
+    rows = slice(n * width, (n + 1) * width)
+    if spec.projections:
+        x = weights[f"{name}.weight"][rows] @ x
+        if spec.has_bias(name):
+            x = x + weights[f"{name}.bias"][rows]
+    else:
+        x = x[rows]
+    if name == "value":
+        return x
+    if spec.qk_norm:
+        centre = math.fsum(x) / width if spec.qk_norm.kind == "layer" else 0.0
+        variance = math.fsum((a - centre) ** 2 for a in x) / width
+        x = np.array([(a - centre) / math.sqrt(variance + spec.qk_norm.eps) for a in x]) * weights[f"{name}_norm.weight"]
+    return turned(x.tolist(), spec.rope, position) if spec.rope else x
+
+
+def turned(x, rope, position):
+    dims = rope.dims
+    for i in range(dims // 2):
+        first, second = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + dims // 2)
+        point = complex(x[first], x[second]) * cmath.exp(1j * position * frequency(rope, i))
+        x[first], x[second] = point.real, point.imag
+    return np.array(x)
+
+
+def frequency(rope, i):
+    """transformers' `_compute_llama3_parameters`, in its words: by wavelengths."""
+    plain, scaling = 1 / rope.theta ** (2 * i / rope.dims), rope.scaling
+    if scaling is None:
+        return plain
+    if scaling.type == "linear":
+        return plain / scaling.factor
+    wavelength = 2 * math.pi / plain
+    if wavelength < scaling.original_max_position / scaling.high_freq_factor:
+        return plain
+    if wavelength > scaling.original_max_position / scaling.low_freq_factor:
+        return plain / scaling.factor
+    smooth = scaling.original_max_position / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def score(spec, weights, request, place, offset, query, key):
+    """The score of one query and one key: scale, softcap, everything added, everything blocked."""
+    item, n, i, j = place
+    raw = math.fsum(query * key) * request.get("scale", spec.scale)
+    cap = request.get("softcap", spec.softcap)
+    capped = cap * math.tanh(raw / cap) if cap else raw
+    ahead = j - (i + offset)
+    if "bias" in request:
+        capped += pick(request["bias"], place)
+    if spec.alibi:
+        capped -= slopes(spec.num_heads)[n] * abs(ahead)
+    if spec.relative_bias:
+        capped += weights["relative_bias"][bucket(ahead, spec.relative_bias), n]
+    windows = [spec.window.model_dump() if spec.window else {}, request.get("window", {})]
+    blocked = [
+        not pick(request.get("attend_mask", np.ones((1, 1))), place),
+        pick(request.get("block_mask", np.zeros((1, 1))), place),
+        not is_real(request, item, i, j),
+        request.get("causal", False) and ahead > 0,
+        *(window.get("left") is not None and -ahead > window["left"] for window in windows),
+        *(window.get("right") is not None and ahead > window["right"] for window in windows),
+    ]
+    return -math.inf if any(blocked) else capped
+
+
+def pick(x, place):
+    """An entry of a mask or bias of rank 2, 3 or 4; an axis of 1 stands for all."""
+    item, n, i, j = place
+    index = {2: (i, j), 3: (item, i, j), 4: (item, n, i, j)}[x.ndim]
+    return x[tuple(0 if size == 1 else at for at, size in zip(index, x.shape, strict=True))]
+
+
+def is_real(request, item, i, j):
+    lens = request.get("valid_lens")
+    if lens is not None and j >= (lens[item] if lens.ndim == 1 else lens[item, i]):
+        return False
+    if "attend_keys" in request:
+        return bool(request["attend_keys"][item, j])
+    return not ("block_keys" in request and request["block_keys"][item, j])
+
+
+def offset_of(request, item, q, k):
+    offset = request.get("query_offset", 0)
+    if isinstance(offset, str):
+        return max((j + 1 for j in range(k) if any(is_real(request, item, i, j) for i in range(q))), default=0) - q
+    return int(offset[item]) if isinstance(offset, np.ndarray) else offset
+
+
+def slopes(n):
+    """Press et al.'s own recursion."""
+    if math.log2(n).is_integer():
+        return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    below = 2 ** math.floor(math.log2(n))
+    return slopes(below) + slopes(2 * below)[0::2][: n - below]
+
+
+def bucket(ahead, settings):
+    """T5's bucket in whole numbers: log(d/e) / log(max/e) · n ≥ m is dⁿ eᵐ ≥ maxᵐ eⁿ."""
+    buckets = settings.buckets // 2 if settings.bidirectional else settings.buckets
+    distance = abs(ahead) if settings.bidirectional else max(-ahead, 0)
+    exact = buckets // 2
+    rest, longest = buckets - exact, settings.max_distance
+    wide = exact + sum(distance**rest * exact**m >= longest**m * exact**rest for m in range(1, rest))
+    return (buckets if settings.bidirectional and ahead > 0 else 0) + (distance if distance < exact else wide)
+
+
+def normalised(scores, sink):
+    """Weights and the logarithm of the sum. The sink is a score whose weight is dropped; it is no key."""
+    if all(s == -math.inf for s in scores):
+        return [0.0] * len(scores), -math.inf
+    highest = max([*scores, sink])
+    total = math.fsum(math.exp(s - highest) for s in [*scores, sink])
+    return [math.exp(s - highest) / total for s in scores], highest + math.log(total)

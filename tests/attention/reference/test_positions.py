@@ -1,0 +1,262 @@
+"""Windows, RoPE, ALiBi and T5's bias: published numbers, other ways to compute them, and what follows from positions being relative."""
+
+import numpy as np
+import pytest
+
+from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.reference.forward import attend
+from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
+from service.attention.weights import draw_weights
+from service.spec import LayerSpec, RelativeBias, Rope, RopeScaling
+
+
+def bare(**fields):
+    """A layer that projects nothing: what goes in is what the heads see."""
+    fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
+    return LayerSpec(**fields, dtype="float64")
+
+
+def scores(spec, q, k, weights=None, **request):
+    """The scores of `q` queries and `k` keys of which every product is 0: what is added, and where nothing is seen -inf."""
+    width = spec.query_dim
+    return attend(spec, weights or {}, query=np.zeros((q, width)), key=np.zeros((k, width)), **request).scores
+
+
+def seen(spec, q, k, **request):
+    return np.isfinite(scores(spec, q, k, **request)[0]).astype(int).tolist()
+
+
+# --- where a query stands -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [{"window": {}}, {"rope": {}}, {"alibi": True}, {"relative_bias": {}}])
+def test_an_offset_is_asked_for_where_the_layer_depends_on_it(part):
+    spec = bare(head_dim=2, **part)
+    weights = {"relative_bias": np.zeros((32, 1))}
+    with pytest.raises(ValueError, match="expected query_offset, since 2 queries and 3 keys"):
+        scores(spec, 2, 3, weights)
+    scores(spec, 3, 3, weights)
+    scores(spec, 2, 3, weights, query_offset=0)
+    scores(bare(head_dim=2), 2, 3)
+
+
+def test_the_layers_window_by_hand():
+    assert seen(bare(window={"left": 1, "right": 0}), 3, 3) == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert seen(bare(window={"left": None, "right": 1}), 2, 4, query_offset=1) == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert seen(bare(window={"left": 0, "right": None}), 2, 4, query_offset=2) == [[0, 0, 1, 1], [0, 0, 0, 1]]
+    assert seen(bare(window={}), 2, 2) == [[1, 1], [1, 1]]
+
+
+def test_windows_of_the_layer_and_the_call_both_hold():
+    spec = bare(window={"left": 2, "right": 0})
+    assert seen(spec, 2, 4, query_offset=2, window={"left": 1, "right": 3}) == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert seen(spec, 2, 4, query_offset=2, window={"left": None, "right": None}) == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert seen(bare(window={"left": 2, "right": 2}), 3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_a_window_past_the_keys_masks_fully():
+    got = attend(bare(window={"left": 1, "right": 1}), {}, query=np.zeros((2, 1)), key=np.zeros((3, 1)), query_offset=3)
+    assert got.fully_masked.tolist() == [[False, True]]  # query 0 stands on 3 and sees key 2, query 1 stands on 4
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_only_differences_of_positions_matter(seed):
+    """Three more keys in front that nobody may see, and every query three further: nothing changes."""
+    features = set(FEATURES) - {"mask", "dropout", "fully_masked"}
+    case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    request = case.request | {"key": case.request.get("key", case.request["query"])}
+    request["value"] = request.get("value", request["key"])
+    got = attend(case.spec, weights, **request)
+    (b, _, q, k), rng = got.scores.shape, np.random.default_rng(0)
+    moved = dict(request)
+    for name in ("key", "value"):
+        moved[name] = np.concatenate([rng.standard_normal((b, 3, request[name].shape[-1])), request[name]], axis=1)
+    if "bias" in request and request["bias"].shape[-1] > 1:
+        moved["bias"] = np.pad(request["bias"], [(0, 0)] * (request["bias"].ndim - 1) + [(3, 0)])
+    for name, ones in (("attend_keys", 1), ("block_keys", 0)):
+        if name in request:
+            moved[name] = np.pad(request[name], [(0, 0), (3, 0)], constant_values=ones)
+    if "valid_lens" in request:
+        moved["valid_lens"] = request["valid_lens"] + 3
+    moved["block_mask"] = np.broadcast_to(np.arange(k + 3) < 3, (q, k + 3))
+    if not isinstance(offset := request.get("query_offset", 0), str):
+        moved["query_offset"] = offset + 3
+    other = attend(case.spec, weights, **moved)
+    largest = max(1.0, np.abs(got.scores[np.isfinite(got.scores)]).max(initial=0.0))
+    np.testing.assert_allclose(other.scores[..., 3:], got.scores, rtol=1e-11, atol=1e-11 * largest)
+    np.testing.assert_allclose(other.attention_weights[..., 3:], got.attention_weights, atol=1e-9)
+    assert (other.attention_weights[..., :3] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_query_alone_gets_what_it_gets_among_others(seed):
+    """As a decoding step has it: query i alone, its offset i further."""
+    features = set(FEATURES) - {"dropout"}
+    case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
+    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    request = case.request | {"key": case.request.get("key", case.request["query"])}
+    if isinstance(request.get("query_offset"), str):
+        request["query_offset"] = 1
+    whole = attend(case.spec, weights, **request)
+    queries = whole.scores.shape[2]
+    for i in range(queries):
+        alone = request | {"query": request["query"][:, i : i + 1], "query_offset": request.get("query_offset", 0) + i}
+        for name in ("attend_mask", "block_mask", "bias"):
+            if name in request and request[name].shape[-2] > 1:
+                alone[name] = request[name][..., i : i + 1, :]
+        if np.ndim(request.get("valid_lens")) == 2:
+            alone["valid_lens"] = request["valid_lens"][:, i : i + 1]
+        got = attend(case.spec, weights, **alone)
+        np.testing.assert_allclose(got.output[:, 0], whole.output[:, i], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(got.log_sum_exp[..., 0], whole.log_sum_exp[..., i], rtol=1e-9, atol=1e-9)
+
+
+# --- RoPE -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_rope_by_hand():
+    """Position 1, frequencies 1 and 1/10: each unit vector turns towards its partner."""
+    c, s, c10, s10 = np.cos(1), np.sin(1), np.cos(0.1), np.sin(0.1)
+    units = np.eye(4)[None, None]
+    positions = np.ones((1, 4))
+    halves = rotate(units, positions, Rope(theta=100.0, dims=4))[0, 0]
+    np.testing.assert_allclose(halves, [[c, 0, s, 0], [0, c10, 0, s10], [-s, 0, c, 0], [0, -s10, 0, c10]], atol=1e-15)
+    interleaved = rotate(units, positions, Rope(theta=100.0, dims=4, interleaved=True))[0, 0]
+    np.testing.assert_allclose(interleaved, [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c10, s10], [0, 0, -s10, c10]], atol=1e-15)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [2, 6, 8])
+def test_rope_turns_points_of_the_plane(interleaved, dims):
+    """As Su et al. introduce it: complex numbers times exp(i · position · frequency). Beyond `dims` nothing happens."""
+    rng = np.random.default_rng(dims)
+    x, positions = rng.standard_normal((3, 2, 5, 8)), rng.integers(-50, 50, (3, 5))
+    got = rotate(x, positions, Rope(dims=dims, interleaved=interleaved))
+    points = np.stack(np.split(x[..., :dims], 2, axis=-1), axis=-1) if not interleaved else x[..., :dims].reshape(3, 2, 5, -1, 2)
+    angles = positions[:, None, :, None] * 10000.0 ** (-2 * np.arange(dims // 2) / dims)
+    turned = (points[..., 0] + 1j * points[..., 1]) * np.exp(1j * angles)
+    parts = np.stack([turned.real, turned.imag], axis=-1 if interleaved else -2).reshape(3, 2, 5, dims)
+    np.testing.assert_allclose(got, np.concatenate([parts, x[..., dims:]], axis=-1), atol=1e-13)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-13)
+    np.testing.assert_allclose(rotate(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
+
+
+def test_queries_stand_at_their_offset_and_keys_at_their_index():
+    """A head of width 2 turns by 1 radian per position: everything is (1, 0), so projections are (cos p, sin p) and scores cosines."""
+    ones = np.tile([1.0, 0.0], (2, 4, 1))
+    got = attend(bare(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset=[5, -2])
+    placed = np.arange(3) + np.array([[5], [-2]])
+    np.testing.assert_allclose(got.query_projection[:, 0], np.stack([np.cos(placed), np.sin(placed)], axis=-1), atol=1e-15)
+    np.testing.assert_allclose(got.key_projection[0, 0], np.stack([np.cos(range(4)), np.sin(range(4))], axis=-1), atol=1e-15)
+    np.testing.assert_array_equal(got.value_projection[:, 0], ones)
+    np.testing.assert_allclose(got.scores[:, 0], np.cos(placed[..., None] - np.arange(4)), atol=1e-14)
+    end = attend(bare(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset="end", valid_lens=[4, 2])
+    np.testing.assert_allclose(end.query_projection[:, 0, 2, 1], np.sin([3, 1]), atol=1e-15)
+
+
+def test_both_kinds_of_pairs_are_one_layer_after_its_rows_are_sorted():
+    """Checkpoints of Llama differ in this from one another: interleaved pairs (2i, 2i+1) are the halves (i, i + d/2) of a sorted head."""
+    halves, interleaved = (LayerSpec(d_model=16, num_heads=2, rope={"interleaved": kind}) for kind in (False, True))
+    rng = np.random.default_rng(1)
+    weights = {name: rng.standard_normal(shape) for name, shape in halves.weight_shapes().items()}
+    order = np.concatenate([np.r_[0:8:2, 1:8:2] + 8 * h for h in range(2)])
+    rows = {f"{name}.{part}": weights[f"{name}.{part}"][order] for name in ("query", "key") for part in ("weight", "bias")}
+    query = rng.standard_normal((3, 5, 16))
+    np.testing.assert_allclose(
+        attend(halves, weights | rows, query=query).output, attend(interleaved, weights, query=query).output, rtol=1e-9
+    )
+
+
+def test_linear_scaling_is_slower_positions():
+    x = np.random.default_rng(2).standard_normal((1, 1, 5, 8))
+    slow = rotate(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
+    np.testing.assert_allclose(slow, rotate(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("theta", "dims", "context", "expected"),
+    [
+        (10000.0, 16, 64, [1, 0.24438458681, 0.013042256236, 0.0039528473280, 0.00125, 0.00039528473280, 0.000125, 0.000039528473280]),
+        (100.0, 8, 16, [0.57605636120, 0.039528470486, 0.0125, 0.0039528473280]),
+    ],
+)
+def test_llama3_scaling_is_that_of_transformers(theta, dims, context, expected):
+    """Computed by transformers 5.23, `rope_type: llama3` with factor 8, low_freq_factor 1, high_freq_factor 4, in float32."""
+    rope = Rope(theta=theta, dims=dims, scaling=RopeScaling(type="llama3", factor=8.0, original_max_position=context))
+    np.testing.assert_allclose(frequencies(rope, dims), expected, rtol=1e-6)
+
+
+# --- ALiBi ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 2**-8]),
+        (8, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]),
+        (3, [2**-4, 2**-8, 2**-2]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+        (12, [*(2.0 ** -np.arange(1, 9)), *(2.0 ** -np.arange(0.5, 4))]),
+    ],
+)
+def test_slopes_of_alibi(heads, expected):
+    """Those of Press et al. and of Bloom in transformers; for 8 heads as the paper prints them."""
+    np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-15)
+
+
+def test_alibi_by_hand():
+    got = scores(bare(num_heads=2, alibi=True), 2, 3, query_offset=1)
+    distances = np.array([[1, 0, 1], [2, 1, 0]])
+    np.testing.assert_array_equal(got, [-distances / 16, -distances / 256])
+
+
+def test_causal_alibi_is_a_slope_over_positions():
+    """Bloom adds slope · j, which is slope · (j - i) up to a constant of the row."""
+    rng = np.random.default_rng(3)
+    query = rng.standard_normal((2, 5, 6))
+    with_alibi, plain = (LayerSpec(d_model=6, num_heads=3, head_dim=2, alibi=on, projections=False) for on in (True, False))
+    expected = attend(plain, {}, query=query, causal=True, bias=alibi_slopes(3)[None, :, None, None] * np.arange(5))
+    np.testing.assert_allclose(attend(with_alibi, {}, query=query, causal=True).output, expected.output, rtol=1e-12)
+
+
+# --- T5 -------------------------------------------------------------------------------------------------------------------------------
+
+DISTANCES = [-200, -128, -127, -91, -90, -64, -32, -16, -9, -8, -7, -1, 0, 1, 7, 8, 16, 127, 128]
+
+
+@pytest.mark.parametrize(
+    ("settings", "distances", "expected"),
+    [
+        ({"bidirectional": True}, DISTANCES, [15, 15, 15, 15, 14, 14, 12, 10, 8, 8, 7, 1, 0, 17, 23, 24, 26, 31, 31]),
+        ({"bidirectional": False}, DISTANCES, [31, 31, 31, 29, 29, 26, 21, 16, 9, 8, 7, 1, 0, 0, 0, 0, 0, 0, 0]),
+        ({"bidirectional": False, "buckets": 9}, [-65, -64, -63, -33, -32, -31], [8, 8, 7, 7, 7, 6]),
+    ],
+)
+def test_buckets_are_those_of_transformers(settings, distances, expected):
+    """Computed by transformers 5.23, `T5Attention._relative_position_bucket`. The last row is one that float64 would round otherwise."""
+    assert relative_buckets(np.array(distances), RelativeBias(**settings)).tolist() == expected
+
+
+def test_every_bucket_is_used_and_further_is_never_lower():
+    for bidirectional in (True, False):
+        buckets = relative_buckets(np.arange(-200, 1), RelativeBias(bidirectional=bidirectional))[::-1]
+        assert (np.diff(buckets) >= 0).all()
+        assert set(buckets.tolist()) == set(range(16 if bidirectional else 32))
+
+
+def test_relative_bias_by_hand():
+    """4 buckets: 0 of the query's own key, 1 of keys behind it, 3 of keys ahead. Bucket 2, of no distance ahead, is never used."""
+    table = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
+    spec = bare(num_heads=2, relative_bias={"buckets": 4, "max_distance": 2})
+    got = scores(spec, 2, 3, {"relative_bias": table}, query_offset=1)
+    np.testing.assert_array_equal(got, [[[2, 1, 4], [2, 2, 1]], [[20, 10, 40], [20, 20, 10]]])
+
+
+def test_what_is_added_is_neither_scaled_nor_capped_and_adds_up():
+    spec = bare(alibi=True, relative_bias={"buckets": 4, "max_distance": 2})
+    table = {"relative_bias": np.array([[100.0], [200.0], [300.0], [400.0]])}
+    got = attend(spec, table, query=[[3.0]], key=[[2.0], [5.0]], scale=0.5, softcap=1.5, bias=[[7.0, 9.0]], query_offset=1)
+    capped = 1.5 * np.tanh(np.array([3.0, 7.5]) / 1.5)
+    np.testing.assert_allclose(got.scores[0, 0], [capped[0] + 7 - 2**-8 + 200, capped[1] + 9 + 100], rtol=1e-15)

@@ -1,0 +1,283 @@
+"""Random calls over HTTP against the reference in float64: every init, every mask, every output, whichever way the service computes them.
+
+The weights are drawn here once more, from the words of the design and with the libraries' own modules, so that nothing but the
+reference's arithmetic is shared with the server.
+"""
+
+import base64
+from dataclasses import replace
+from typing import Any, get_args
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.layers import json_body
+
+from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
+from service.attention.reference import forward
+from service.attention.reference.forward import Reference
+from service.cli.server_check import largest_score
+from service.spec import Init, LayerSpec
+
+INITS = get_args(Init)
+FIRST = "output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"
+OUTPUTS = (*FIRST, "head_outputs", "concatenated")
+NUMPY = {"FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
+SEEDS = st.integers(0, 2**32 - 1)
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+def draw(spec: LayerSpec) -> Weights:
+    """The weights of a spec, by the table of the design."""
+    d, widths = spec.d_model, (spec.d_model, spec.key_dim, spec.value_dim, spec.d_model)
+    names = ("query", "key", "value", "output")
+    stream = np.random.RandomState(spec.seed)
+    if spec.init == "xavier_uniform":
+        made = {
+            f"{name}.weight": ((stream.random_sample((d, width)) * 2 - 1) * np.sqrt(6 / (width + d))).astype(np.float32)
+            for name, width in zip(names, widths, strict=True)
+        }
+        made |= {f"{name}.bias": np.zeros(d) for name in names}
+    elif spec.init.startswith("numpy_"):
+        made = {f"{name}.weight": (stream.randn(d, d) if spec.init == "numpy_normal" else stream.rand(d, d)).T for name in names}
+    else:
+        made = torch_weights(spec, names, widths)
+    kept = [name for name in made if spec.bias or name.endswith("weight")]
+    return {name: made[name].astype(spec.dtype) for name in kept}
+
+
+def torch_weights(spec: LayerSpec, names: tuple[str, ...], widths: tuple[int, ...]) -> Weights:
+    """What torch's own modules draw after `torch.manual_seed`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(spec.seed)
+        if spec.init == "torch_linear":
+            linears = [torch.nn.Linear(width, spec.d_model, bias=spec.bias) for width in widths]
+            state = {f"{name}.{key}": x for name, linear in zip(names, linears, strict=True) for key, x in linear.state_dict().items()}
+        else:
+            module = torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, bias=spec.bias, kdim=spec.key_dim, vdim=spec.value_dim)
+            packed = module.in_proj_weight
+            parts = packed.chunk(3) if packed is not None else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            state = {f"{name}.weight": part for name, part in zip(names, (*parts, module.out_proj.weight), strict=True)}
+            if spec.bias:
+                biases = (*module.in_proj_bias.chunk(3), module.out_proj.bias)
+                state |= {f"{name}.bias": part for name, part in zip(names, biases, strict=True)}
+    return {name: tensor.detach().numpy() for name, tensor in state.items()}
+
+
+def make(http: httpx.Client, case: Case) -> Reference:
+    """The case's layer on the server, and the case's answer by the reference."""
+    made = http.put("/layers/random", json={"spec": case.spec.model_dump(mode="json")})
+    assert made.is_success, made.text
+    return forward.attend(case.spec, draw(case.spec), **case.request)
+
+
+def ask(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
+    """The server's reply, exact: its tensors as arrays."""
+    body = {**json_body(case.request), "layer": "random", "reply": {"form": "base64", "datatype": "FP64"}, **fields}
+    answer = http.post("/attend", json=body)
+    assert answer.status_code == 200, answer.text
+    return {name: unpack(value) for name, value in answer.json().items() if name != "layer"}
+
+
+def unpack(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "base64" not in value:
+        return {name: unpack(part) for name, part in value.items()}
+    return np.frombuffer(base64.b64decode(value["base64"]), NUMPY[value["datatype"]]).reshape(value["shape"])
+
+
+def largest_sum(case: Case, forward: Reference) -> float:
+    """max of the sum over |query_i key_i|, times the scale: the largest score if nothing cancelled out."""
+    sizes = replace(forward, query_projection=abs(forward.query_projection), key_projection=abs(forward.key_projection))
+    return largest_score(case, sizes)
+
+
+def hold(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> None:
+    """Asserts the ask: float64 to 1e-10, float32 to 1e-5 * max(1, max|scores|), each times max|output|.
+
+    max|scores| is taken before anything is capped or blocked: that is where rounding happens. Where a sum's terms cancel out it is theirs
+    that counts: scores, and the logarithm of a row of one, are held to the size of what they are added up from.
+    """
+    exact = np.asarray(exact)
+    assert ours.shape == exact.shape, name
+    np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(exact), err_msg=name)
+    there = np.isfinite(exact)
+    largest = np.abs(exact[there]).max(initial=0.0)
+    if name in ("scores", "log_sum_exp"):
+        largest = max(largest, largest_sum(case, forward))
+    exact_dtype = case.spec.dtype == "float64"
+    tolerance = 1e-10 * max(1.0, largest) if exact_dtype else 1e-5 * max(1.0, largest_score(case, forward)) * largest
+    np.testing.assert_allclose(ours[there], exact[there], rtol=0, atol=tolerance, err_msg=f"{name} of {case.spec!r}")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("init", INITS)
+@given(seed=SEEDS, rate=st.sampled_from([0.15, 0.35, 0.7]))
+def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
+    """All nine outputs at once; then each that has a way of its own, alone; and the count of rows without a key in each reply."""
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, init=init, dtype=dtype, rate=rate)
+    exact = make(http, case)
+
+    for outputs in (OUTPUTS, ("output",), ("log_sum_exp",)):
+        reply = ask(http, case, outputs=outputs)
+        assert list(reply) == ["fully_masked_rows", *outputs]
+        assert reply["fully_masked_rows"] == exact.fully_masked_rows
+        for name in outputs:
+            hold(name, reply[name], getattr(exact, name), case, exact)
+
+
+@given(seed=SEEDS)
+def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
+    """Their arithmetic is as exact as any. That they run alone, bit for bit, is in `web/test_attend.py` and `test_scheduler.py`."""
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
+    exact = make(http, case)
+
+    reply = ask(http, case, outputs=("output", "attention_weights"), reproducible=True)
+
+    for name in ("output", "attention_weights"):
+        hold(name, reply[name], getattr(exact, name), case, exact)
+
+
+@given(seed=SEEDS, data=st.data())
+def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) -> None:
+    """Any heads and queries in any order, averaged or not, whole or the largest: the same numbers, dropout and all."""
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, rate=0.5)
+    exact = make(http, case)
+    heads, queries = exact.attention_weights.shape[-3:-1]
+    select: dict[str, Any] = {"average": data.draw(st.booleans())}
+    for name, n in (("heads", heads), ("queries", queries)):
+        if data.draw(st.booleans()):
+            select[name] = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    expected = exact.attention_weights[..., select.get("heads", range(heads)), :, :][..., select.get("queries", range(queries)), :]
+    expected = expected.mean(-3) if select["average"] else expected
+
+    whole = ask(http, case, outputs=("attention_weights",), select=select)["attention_weights"]
+    n = data.draw(st.integers(1, expected.shape[-1] + 2))
+    top = ask(http, case, outputs=("output", "attention_weights"), select={**select, "top_k": n})
+
+    hold("attention_weights", whole, expected, case, exact)
+    hold("output", top["output"], exact.output, case, exact)
+    order = np.argsort(-whole, axis=-1, kind="stable")[..., :n]
+    np.testing.assert_array_equal(top["attention_weights"]["keys"], order)
+    np.testing.assert_array_equal(top["attention_weights"]["values"], np.take_along_axis(whole, order, -1))
+
+
+@given(seed=SEEDS)
+def test_loaded_weights(http: httpx.Client, seed: int) -> None:
+    """The same weights given in numbers instead of by seed: the same fingerprint, so the same layer."""
+    case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
+    spec = case.spec.model_dump(mode="json")
+    seeded = http.put("/layers/random", json={"spec": spec}).json()
+
+    weights = {name: array.tolist() for name, array in draw(case.spec).items()}
+    loaded = http.put("/layers/random", json={"spec": spec, "weights": weights})
+
+    assert loaded.status_code == 200, loaded.text
+    assert loaded.json()["fingerprint"] == seeded["fingerprint"]
+
+
+@given(seed=SEEDS, shift=st.floats(-3, 3), factor=st.sampled_from([1e-3, 1.0, 30.0]))
+def test_large_scores(http: httpx.Client, seed: int, shift: float, factor: float) -> None:
+    """Scores in the hundreds, where a softmax that does not subtract the largest overflows."""
+    drawn = random_case(np.random.default_rng(seed), features=("key", "mask", "causal", "query_offset", "bias"), init="xavier_uniform")
+    case = Case(drawn.spec.model_copy(update={"softcap": None}), drawn.request)  # a cap would hide how large they are
+    case.request["query"] = ((case.request["query"] + shift) * factor).astype(case.spec.dtype)
+    if "key" in case.request:
+        case.request["key"] = (case.request["key"] * factor).astype(case.spec.dtype)
+    exact = make(http, case)
+
+    reply = ask(http, case, outputs=OUTPUTS)
+
+    for name in OUTPUTS:
+        hold(name, reply[name], getattr(exact, name), case, exact)
+    hold("output", ask(http, case, outputs=("output",))["output"], exact.output, case, exact)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 4099), (1031, 1033), (2053, 3)])
+def test_long_calls(http: httpx.Client, queries: int, keys: int) -> None:
+    """More rows than one block holds: outputs put together from blocks are those of the whole."""
+    rng = np.random.default_rng(queries)
+    spec = LayerSpec(d_model=15, num_heads=5, seed=7, dtype="float64", softcap=3.0)
+    request = {
+        "query": rng.standard_normal((1, queries, 15)),
+        "key": rng.standard_normal((1, keys, 15)),
+        "window": {"left": 700, "right": 300},
+        "query_offset": "end",
+        "valid_lens": rng.integers(0, keys + 1, (1, queries)),
+        "dropout": {"p": 0.2, "seed": 5},
+    }
+    case = Case(spec, request)
+    exact = make(http, case)
+
+    for outputs in (("output", "log_sum_exp"), ("concatenated",)):
+        reply = ask(http, case, outputs=outputs)
+        assert reply["fully_masked_rows"] == exact.fully_masked_rows
+        for name in outputs:
+            hold(name, reply[name], getattr(exact, name), case, exact)
+    plain = Case(spec.model_copy(update={"softcap": None}), {name: field for name, field in request.items() if name != "dropout"})
+    exact = make(http, plain)
+    hold("output", ask(http, plain, outputs=("output",))["output"], exact.output, plain, exact)
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"interleaved": True, "dims": 6, "theta": 5e5}, {"scaling": {"type": "linear", "factor": 4.0}}], ids=str
+)
+@pytest.mark.parametrize("offset", [0, 6_000, -6_000, 10_000_000, -10_000_000])
+def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope: dict[str, Any]) -> None:
+    """In float32, 1e-6 of the largest value at any position, of queries far ahead and far behind; keys stand at 0 to 6,000."""
+    rng = np.random.default_rng(0)
+    spec = LayerSpec.model_validate({"d_model": 8, "num_heads": 1, "projections": False, "rope": rope})
+    query, key = (rng.standard_normal((1, n, 8)).astype(np.float32) for n in (3, 6_001))
+    request = {"query": query, "key": key, "query_offset": offset}
+    case = Case(spec, request)
+    made = http.put("/layers/random", json={"spec": spec.model_dump(mode="json")})
+    assert made.is_success, made.text
+    exact = forward.attend(spec, {}, **request)
+
+    reply = ask(http, case, outputs=("query_projection", "key_projection", "scores"))
+
+    for name in ("query_projection", "key_projection", "scores"):
+        wanted = getattr(exact, name)
+        assert np.abs(reply[name] - wanted).max() <= 1e-6 * np.abs(wanted).max(), name
+
+
+OFFSETS = [100, -100, 10_000, -10_000, 10_000_000, -10_000_000, 2**31 - 1, 1 - 2**31]
+MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "softcap", "dropout")
+
+
+@given(seed=SEEDS, offset=st.sampled_from(OFFSETS), windowed=st.booleans())
+def test_alibi_is_as_exact_far_away_as_near(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
+    """In float32: what all keys of a query have in common takes no digits from the weights, and is in the scores all the same."""
+    drawn = random_case(np.random.default_rng(seed), features=MASKS, dtype="float32", init="xavier_uniform")
+    request = drawn.request | {"query_offset": offset}
+    if windowed:  # that ends among the keys
+        request |= {"causal": False, "window": {"left": offset, "right": None} if offset > 0 else {"left": None, "right": 2 - offset}}
+    case = Case(drawn.spec.model_copy(update={"alibi": True, "softcap": None}), request)
+    exact = make(http, case)
+
+    reply = ask(http, case, outputs=OUTPUTS)
+
+    for name in ("scores", "log_sum_exp"):
+        np.testing.assert_allclose(reply[name], getattr(exact, name), rtol=1e-6, atol=1e-5)
+    calls = {"selected": {"select": {"heads": [1]}}, "reproducible": {"reproducible": True}, "plain": {}}
+    replies = {name: ask(http, case, outputs=("output", "attention_weights"), **fields) for name, fields in calls.items()}
+    np.testing.assert_allclose(replies["selected"].pop("attention_weights"), exact.attention_weights[..., 1:2, :, :], rtol=0, atol=1e-5)
+    for each in (reply, *replies.values(), ask(http, case, outputs=("output",))):
+        for name in each.keys() & {"output", "attention_weights"}:
+            wanted = getattr(exact, name)
+            np.testing.assert_allclose(each[name], wanted, rtol=0, atol=1e-5 * max(1.0, np.abs(wanted).max(initial=0)))
+
+
+@pytest.mark.parametrize("offset", [1_000_000, -1_000_000])
+def test_alibi_far_away_in_several_blocks(http: httpx.Client, offset: int) -> None:
+    rng = np.random.default_rng(0)
+    spec = LayerSpec(d_model=4, num_heads=2, alibi=True)
+    case = Case(spec, {"query": rng.standard_normal((1, 1031, 4)).astype(np.float32), "query_offset": offset})
+    exact = make(http, case)
+
+    for outputs in (("output",), ("output", "log_sum_exp")):
+        np.testing.assert_allclose(ask(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)

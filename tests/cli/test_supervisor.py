@@ -1,0 +1,507 @@
+"""Real processes under real signals: law 10 (what SIGTERM does), SIGHUP, and several workers behind one port.
+
+Nothing here waits for time to pass: a drain is set so long that it never ends by itself, a worker is kept from answering by
+SIGSTOP, and a request is held open by not sending the rest of it.
+"""
+
+import ast
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from support.processes import (
+    ATTENDED,
+    LONG,
+    PATIENCE,
+    QUERY,
+    HalfSent,
+    Start,
+    ask,
+    attend,
+    counted,
+    events,
+    kill_one,
+    only,
+    several_workers,
+    state,
+    until,
+    workers_of,
+)
+from support.server import Server, start_server
+
+from service.cli.supervisor import Worker
+from service.serving.threads import usable_cores
+
+LATE = 10  # calls that are still sent after readiness has said no
+
+
+def connects(url: str) -> bool:
+    """Whether the door is open, without going in."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed in that moment
+        return False
+    return True
+
+
+# 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
+
+
+def test_law_10_sigterm_is_answered_in_its_order(start: Start) -> None:
+    """Ready says no while /attend still says yes; live stays alive; then the door is shut, what was begun is answered; then the end."""
+    server = start("--drain-seconds", LONG)
+    assert ask(server.url).status_code == 200
+    begun_before = HalfSent(server.url)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as kept:
+        assert kept.get("/health/live").status_code == 200
+
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: ask(server.url).status_code == 503, "not ready after SIGTERM")
+        assert ask(server.url).json() == {"ready": False}
+        assert ask(server.url, path="/health/live").status_code == 200
+        assert ask(server.url, path="/health/startup").status_code == 200
+        assert attend(server.url).status_code == 200
+        assert kept.post("/attend", json=QUERY).status_code == 200
+        begun_while_draining = HalfSent(server.url)
+        assert ask(server.url).status_code == 503
+
+    server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
+    until(lambda: not connects(server.url), "the door closes")
+    assert server.process.poll() is None
+    answers = [begun.finish() for begun in (begun_before, begun_while_draining)]
+    assert [status for status, _ in answers] == [200, 200]
+    assert answers[0] == answers[1]
+    assert json.loads(answers[0][1])["fully_masked_rows"] == 0
+    assert server.process.wait(PATIENCE) == 0
+    log = "".join(server.log)
+    assert "Traceback" not in log
+    assert "exceeded" not in log
+
+
+def test_law_10_without_a_drain_the_door_closes_at_once(start: Start) -> None:
+    """Drain 0: the first SIGTERM closes the door; what was begun is answered all the same."""
+    server = start("--drain-seconds", "0")
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_law_10_sigint_does_not_wait(start: Start) -> None:
+    """Ctrl-C in a terminal is somebody waiting: no drain, but what was begun is answered."""
+    server = start("--drain-seconds", LONG)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) == 130
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_law_10_work_that_never_ends_is_left_behind(start: Start) -> None:
+    """A request whose rest never comes does not keep the server for ever: `shutdown_seconds` after the door closed it goes."""
+    server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
+    begun.connection.close()
+
+
+# Workers
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    """Two workers behind one port, both ready."""
+    server = start_server("--workers", "2")
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    yield server
+    server.stop()
+
+
+@several_workers
+def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
+    """The same answer from both, and whoever is asked tells what all of them have done."""
+    parent = pair.process.pid
+    workers = workers_of(parent)
+    documents, asked = [], int(counted(pair.url, "attend_batch_calls_sum"))
+    posts = counted(pair.url, ATTENDED)
+
+    for worker in (*workers, workers[0]):
+        with only(worker, parent):
+            documents += [attend(pair.url).json() for _ in range(2)]
+            assert counted(pair.url, ATTENDED) == posts + len(documents)
+            assert counted(pair.url, "attend_batch_calls_sum") == asked + len(documents)
+            assert counted(pair.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
+            assert counted(pair.url, "attend_layers") == counted(pair.url, "attend_ready") == 1
+            assert counted(pair.url, "attend_device_memory_bytes") > 100e6  # of both
+
+    assert len(documents) == 6
+    assert all(document == documents[0] for document in documents)
+
+
+@several_workers
+def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
+    """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
+    for worker in workers_of(pair.process.pid):
+        with only(worker, pair.process.pid):
+            put = ask(pair.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
+            assert put.status_code == 409
+            assert put.headers["content-type"] == "application/problem+json"
+            assert "workers" in put.json()["detail"]
+            assert ask(pair.url, "DELETE", "/layers/default").status_code == 409
+            assert [layer["name"] for layer in ask(pair.url, path="/layers").json()["layers"]] == ["default"]
+
+
+@several_workers
+def test_law_11_the_plan_is_shown(pair: Server) -> None:
+    """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
+    index = ask(pair.url, path="/").json()
+    (listening,) = events(pair, "listening")
+    assert index["workers"] == listening["workers"] == 2
+    assert index["threads"] == listening["threads"] == usable_cores() // 2
+    assert {event["threads"] for event in events(pair, "ready")} == {listening["threads"]}
+
+
+@several_workers
+def test_a_killed_worker_comes_back(pair: Server) -> None:
+    """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
+    answer = attend(pair.url).json()
+    before, ready = counted(pair.url, ATTENDED), len(events(pair, "ready"))
+    stays, newcomer = kill_one(pair)
+    with only(stays, pair.process.pid):
+        for _ in range(3):
+            assert attend(pair.url).json() == answer
+        assert counted(pair.url, ATTENDED) == before + 3
+    until(lambda: len(events(pair, "ready")) > ready, "ready again")
+    with only(newcomer, pair.process.pid):
+        assert attend(pair.url).json() == answer
+        assert counted(pair.url, ATTENDED) == before + 4
+
+
+def sleeping_worker() -> Worker:
+    """One that never answers the supervisor."""
+    worker = Worker(uvicorn.Config("nowhere:app"), [])
+    worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
+    worker.start()
+    return worker
+
+
+def test_a_worker_that_dies_while_it_is_pinged_is_noticed_at_once() -> None:
+    """A worker that was killed was often busy, and had been pinged: its place must not stay empty while it could still answer."""
+    worker = sleeping_worker()
+    threading.Timer(0.1, worker.process.kill).start()
+    assert not worker.ping(timeout=3600)
+    worker.join()
+
+
+def test_a_supervisor_that_gets_a_signal_waits_for_no_silent_worker() -> None:
+    worker = sleeping_worker()
+    assert worker.ping(3600, lambda: True)
+    worker.kill()
+    worker.join()
+
+
+@several_workers
+def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None:
+    """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
+    server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    still, other = workers_of(server.process.pid)
+    os.kill(still, signal.SIGSTOP)
+    until(lambda: state(still) == "T", "stopped")
+    server.process.terminate()
+    until(lambda: state(other) in ("", "Z"), "the other has left")
+    assert server.process.wait(PATIENCE) == 0
+    until(lambda: [event["pid"] for event in events(server, "worker killed")] == [still], "it is said")
+    assert not state(still)
+
+
+@several_workers
+def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None:
+    """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
+    that is ready."""
+    answer, ready = attend(pair.url).json(), len(events(pair, "ready"))
+    _, newcomer = kill_one(pair)
+    with only(newcomer, pair.process.pid):
+        answered = attend(pair.url)
+    until(lambda: len(events(pair, "ready")) > ready, "ready again")
+    assert answered.status_code == 200, answered.text
+    assert answered.json() == answer
+
+
+def test_a_line_of_the_log_is_written_at_once() -> None:
+    """Several processes share one standard error: a line in two pieces would be torn apart by what another writes between them."""
+    script = """
+import io, sys
+
+class Stream(io.StringIO):
+    def write(self, text):
+        pieces.append(text)
+        return len(text)
+
+pieces, real, sys.stderr = [], sys.stderr, Stream()
+import structlog
+from service.cli.logs import configure_logs
+for form in ("json", "console"):
+    configure_logs(form, "info")
+    structlog.get_logger("attend").info("said", number=form)
+sys.stderr = real
+print(pieces)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    pieces = ast.literal_eval(done.stdout)
+    assert len(pieces) == 2, pieces
+    assert all(piece.endswith("\n") and "said" in piece for piece in pieces)
+
+
+@several_workers
+def test_law_10_with_several_workers(start: Start) -> None:
+    """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
+    server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
+    parent = server.process.pid
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    workers = workers_of(parent)
+    begun = []
+    for worker in workers:
+        with only(worker, parent):
+            begun.append(HalfSent(server.url))
+
+    server.process.send_signal(signal.SIGTERM)
+    for worker in workers:
+        with only(worker, parent):
+            until(lambda: ask(server.url).status_code == 503, "not ready after SIGTERM")
+            assert attend(server.url).status_code == 200
+
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    assert begun[0].finish()[0] == 200
+    until(lambda: not connects(server.url), "the door closes")
+    assert begun[1].finish()[0] == 200, "newcomers were left at a door that nobody answers until it was too late for this one"
+    assert server.process.wait(PATIENCE) == 0
+    assert not any(map(state, workers))
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--workers", str(usable_cores() + 1)),
+        ("--threads", str(usable_cores() + 1)),
+        ("--workers", "2", "--threads", str(usable_cores())),
+    ],
+    ids=["workers", "threads", "their product"],
+)
+def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
+    """Before a socket is opened, in one line that says how many there are, with the exit code of a command that makes no sense."""
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("attend serve: ")
+    assert f"{usable_cores()} cores" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
+    """Every reply after SIGTERM says that its connection is the last: nobody is cut off between two requests."""
+    server = start("--drain-seconds", LONG)
+    with httpx.Client(base_url=server.url) as client:
+        assert "connection" not in client.get("/health/ready").headers
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: client.get("/health/ready").status_code == 503, "not ready after SIGTERM")
+        assert client.get("/health/live").headers["connection"] == "close"
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(PATIENCE)
+
+
+def terminate_under_load(server: Server, call: Callable[[], None], busy: threading.Barrier) -> None:
+    """Sends SIGTERM once every caller has reached the barrier, and waits until the callers and the server have ended."""
+    threads = [threading.Thread(target=call) for _ in range(busy.parties - 1)]
+    for thread in threads:
+        thread.start()
+    busy.wait()
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
+    """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
+    server, callers = start("--drain-seconds", "2"), 6
+    answered: list[int] = []
+    busy = threading.Barrier(callers + 1)
+
+    def call() -> None:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            for number in itertools.count():
+                leaving = client.get("/health/ready").status_code == 503
+                for _ in range(LATE if leaving else 1):
+                    answered.append(client.post("/attend", json=QUERY).status_code)
+                if leaving:
+                    return
+                if number == 5:
+                    busy.wait()
+
+    terminate_under_load(server, call, busy)
+    assert set(answered) == {200}
+    assert len(answered) >= (6 + LATE) * callers
+    steps = ["draining", "stopping", "stopped"]
+    assert [event["event"] for event in server.events if event["event"] in steps] == steps
+    assert sum(event.get("path") == "/attend" and event["status"] == 200 for event in events(server, "request")) == len(answered)
+
+
+@several_workers
+def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
+    """Callers open a connection for each call, without pause, and ignore readiness: each is answered, or finds the port closed."""
+    server, callers = start("--workers", "2", "--drain-seconds", "1"), 6
+    busy = threading.Barrier(callers + 1)
+    ends: list[str] = []
+
+    def call() -> None:
+        for number in itertools.count():
+            try:
+                assert attend(server.url).status_code == 200
+            except httpx.TransportError as error:
+                ends.append(str(error))
+                return
+            if number == 5:
+                busy.wait()
+
+    terminate_under_load(server, call, busy)
+    assert ends == ["[Errno 111] Connection refused"] * callers
+
+
+# Workers that cannot start
+
+
+def break_folder(path: Path) -> Path:
+    """Makes a folder of layers unusable for processes that start. What is returned is to be removed to mend it."""
+    broken = path / ".broken.part"  # the name of an unfinished file
+    broken.mkdir()
+    return broken
+
+
+@several_workers
+def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
+    """With the reason and an exit status, instead of starting workers for ever behind an open port."""
+    break_folder(tmp_path)
+    flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json", "--drain-seconds", "0"]
+    command = [sys.executable, "-m", "service", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
+    found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
+    assert done.returncode == 1
+    assert "Is a directory" in events(found, "not ready")[0]["error"]
+    assert [event["reason"] for event in events(found, "stopping")] == ["a worker cannot start; the lines before this one say why"]
+    assert len(events(found, "not ready")) <= 2
+
+
+@several_workers
+def test_a_worker_that_cannot_be_replaced_is_tried_again(start: Start, tmp_path: Path) -> None:
+    """The other worker serves meanwhile, and the pauses grow."""
+    server = start("--workers", "2", "--layers-dir", str(tmp_path))
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    broken = break_folder(tmp_path)
+    os.kill(workers_of(server.process.pid)[0], signal.SIGKILL)
+    until(lambda: len(events(server, "worker cannot start")) == 2, "two attempts")
+    assert attend(server.url).status_code == 200
+    assert [event["next_attempt_seconds"] for event in events(server, "worker cannot start")] == [0, 1]
+    broken.rmdir()
+    until(lambda: len(events(server, "ready")) == 3, "a new worker")
+    assert attend(server.url).status_code == 200
+
+
+def test_several_workers_need_a_folder_to_count_in() -> None:
+    """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
+    script = """
+import os, sys, tempfile
+from service.cli import process
+def nowhere():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+process.tempfile.gettempdir = nowhere
+assert process.shared_folder() == process.SHARED_MEMORY
+process.SHARED_MEMORY = "/nowhere"
+from service.settings import Settings
+import socket
+try:
+    process.serve_processes(Settings(workers=2), 1, socket.create_server(("127.0.0.1", 0)))
+except process.typer.Exit as ended:
+    sys.exit(ended.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "neither $TMPDIR, /tmp nor /nowhere is writable" in done.stderr
+
+
+# SIGHUP, and a supervisor that dies
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP does to a server started here what it does by default, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_one_process_drains_on_sighup(start: Start, hangups: None) -> None:
+    """As on SIGTERM: not ready first, then what was begun is answered, and exit status 0. A terminal may say it twice."""
+    server = start("--drain-seconds", LONG)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: ask(server.url).status_code == 503, "not ready after SIGHUP")
+    server.process.send_signal(signal.SIGHUP)
+    assert attend(server.url).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+@several_workers
+def test_sighup_replaces_the_workers_and_forgets_the_old(start: Start, hangups: None) -> None:
+    """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
+    dies without a word: its workers answer what they have, close the door and leave."""
+    server = start("--workers", "2", "--drain-seconds", "0", "--client-timeout", LONG)
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    old = workers_of(server.process.pid)
+    calls = counted(server.url, ATTENDED)
+    begun = HalfSent(server.url)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: events(server, "retiring"), "an old worker is told to leave")
+    assert ask(server.url).status_code == 200
+    assert begun.finish()[0] == 200
+    until(lambda: len(events(server, "worker replaced")) == 2, "both replaced")
+    new = workers_of(server.process.pid)
+    assert len(new) == 2 and not set(new) & set(old)
+    assert not events(server, "worker died")
+    for worker in new:
+        with only(worker, server.process.pid):
+            assert ask(server.url).status_code == 200 == attend(server.url).status_code
+            assert counted(server.url, "attend_ready") == 1
+            resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in new)
+            assert counted(server.url, "attend_device_memory_bytes") < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
+    assert counted(server.url, ATTENDED) == calls + 3
+
+    begun = HalfSent(server.url)
+    server.process.kill()
+    until(lambda: len(events(server, "supervisor died")) == 2, "both workers notice")
+    assert begun.finish()[0] == 200
+    until(lambda: not any(map(state, new)), "no worker stays")
+    assert not connects(server.url)

@@ -1,0 +1,118 @@
+"""The thread that draws: what waits for it has a bound, a deadline, and a caller who may go. A drawing here lasts until it is let go."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from service.errors import CallerGone, DeadlinePassed, Overloaded
+from service.serving.figures import WAITING, FigureRenderer
+from service.serving.requests import Waiting
+
+
+class Held:
+    """A figure that begins to be drawn, and goes on when the test says so."""
+
+    def __init__(self):
+        self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
+
+    def draw(self, check):
+        self.times += 1
+        self.begun.set()
+        assert self.go.wait(60)
+        check()
+        return b""
+
+
+@pytest.fixture
+def renderer():
+    made = FigureRenderer()
+    yield made
+    made.close()
+
+
+async def begin(renderer, figure, deadline=None, gone=lambda: False):
+    task = asyncio.create_task(renderer.draw(figure.draw, Waiting(deadline, gone)))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_what_waits_has_a_bound(renderer):
+    async def scenario():
+        held = Held()
+        tasks = [await begin(renderer, held) for _ in range(WAITING)]
+        with pytest.raises(Overloaded) as refusal:
+            await renderer.draw(held.draw, Waiting(None, lambda: False))
+        for task in tasks:
+            task.cancel()
+        held.go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return refusal.value
+
+    refusal = asyncio.run(scenario())
+
+    assert refusal.retry_after >= 1
+    assert refusal.problems[0].got == str(WAITING + 1)
+
+
+def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
+    async def scenario():
+        first, second = Held(), Held()
+        task = await begin(renderer, first)
+        with pytest.raises(DeadlinePassed):
+            await renderer.draw(second.draw, Waiting(renderer.clock() + 0.01, lambda: False))
+        task.cancel()
+        first.go.set()
+        await asyncio.gather(task, return_exceptions=True)
+        renderer.close()  # waits for whatever is still to be drawn
+        return second.times
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_caller_who_has_gone_ends_the_drawing(renderer):
+    async def scenario():
+        held, gone = Held(), threading.Event()
+        task = await begin(renderer, held, gone=gone.is_set)
+        await asyncio.to_thread(held.begun.wait)
+        gone.set()
+        held.go.set()
+        with pytest.raises(CallerGone):
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_a_late_drawing_is_given_up_by_whoever_waits_and_by_the_thread():
+    seen = []
+
+    async def scenario():
+        now = [0.0]
+        renderer = FigureRenderer(lambda: now[0])
+        held = Held()
+        task = await begin(renderer, held, deadline=5.0)
+        await asyncio.to_thread(held.begun.wait)
+        now[0] = 6.0
+        held.go.set()
+        with pytest.raises(DeadlinePassed):
+            await task
+        seen.append(renderer._waiting)
+        renderer.close()
+
+    asyncio.run(scenario())
+    assert seen == [0]
+
+
+def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
+    """A full collection among matplotlib's objects pauses every thread, the event loop's too."""
+    script = """
+import gc, sys
+from service.serving.figures import _load_matplotlib
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+_load_matplotlib()
+assert "matplotlib" in sys.modules and gc.isenabled() and not full, full
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

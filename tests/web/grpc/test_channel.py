@@ -1,0 +1,282 @@
+"""What a caller of gRPC may take of the server: messages, time, calls, and nothing at all without a key."""
+
+import asyncio
+import json
+import queue
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
+from support.server import Server, fork_server
+from support.waiting import until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from service.errors import DeadlinePassed, InvalidRequest, Overloaded
+from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns, turns_within
+from service.web.grpc.channel import STREAMS, WATCHES
+from service.web.grpc.channel import address_of as address_of_peer
+from service.web.keys import make_key, write_keys
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6  # HTTP/2's frames
+END_STREAM, ACK = 1, 1
+
+
+class Impatient:
+    """A server whose callers have a second for each message. `metadata` has a key."""
+
+    def __init__(self, folder: Path) -> None:
+        secret, key = make_key("caller", ("infer", "admin"))
+        write_keys(folder / "keys", [key])
+        self.metadata = (("x-api-key", secret),)
+        self.server = fork_server("--grpc-port", "0", "--keys-file", str(folder / "keys"), "--client-timeout", "1")
+        self.address = address_of(self.server)
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Impatient]:
+    one = Impatient(tmp_path_factory.mktemp("keys"))
+    yield one
+    one.server.stop()
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def opening(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
+    """The first bytes of a connection, with a call on its first stream."""
+    said = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": method,
+        ":authority": address,
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    block = b""
+    for name, value in (*said.items(), *metadata):
+        block += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, block)
+
+
+def end_of_half_a_message(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
+    """Declares a message of a megabyte, sends the first kilobyte, and returns the block of headers that the server ends the call with."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as incoming:
+        connection.sendall(opening(address, method, *metadata) + frame(DATA, 0, 1, b"\0" + struct.pack(">I", 1 << 20) + bytes(1024)))
+        while True:
+            head = incoming.read(9)
+            assert len(head) == 9, "the connection was closed"
+            payload = incoming.read(int.from_bytes(head[:3], "big"))
+            kind, flags = head[3], head[4]
+            if kind in (SETTINGS, PING) and not flags & ACK:
+                connection.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
+            if kind == HEADERS and flags & END_STREAM:
+                return payload
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "ModelMetadata"])
+def test_without_a_key_a_message_is_not_waited_for(impatient: Impatient, method: str) -> None:
+    assert b"a key as" in end_of_half_a_message(impatient.address, f"/{SERVICE}/{method}")
+
+
+def test_what_wants_no_key_reads_no_message(impatient: Impatient) -> None:
+    assert b"grpc-status\x010" in end_of_half_a_message(impatient.address, f"/{SERVICE}/ServerLive")
+
+
+@pytest.mark.parametrize(
+    "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"]
+)
+def test_a_message_that_stops_coming_ends_the_call(impatient: Impatient, method: str) -> None:
+    assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}", *impatient.metadata)
+
+
+def test_reflection_ends_an_idle_stream(impatient: Impatient) -> None:
+    method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+    assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}")
+
+
+def test_few_streams_of_one_caller(impatient: Impatient) -> None:
+    good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
+    with grpc.insecure_channel(impatient.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(STREAMS // 2 + 1)]
+        for one in coming:
+            one.put(good)
+        *streams, refused = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming]
+        assert all(not next(stream).error_message for stream in streams)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(refused)
+        assert caught.value.code() is EXHAUSTED
+        assert dict(caught.value.trailing_metadata())["retry-after"] in ("1", "2")  # one second, and up to half of it more, drawn
+        for one in coming:
+            one.put(None)
+
+
+def test_a_reply_that_nobody_reads_is_in_the_budget(v2_server: Server, v2: httpx.Client) -> None:
+    """Of half a megabyte the connection takes 64 KiB. The rest is counted until the caller is gone."""
+    body = request("tiny", entry("query", [1, 200, 6]), raw_input_contents=[bytes(200 * 6 * 4)]).SerializeToString()
+    host, port = address_of(v2_server).rsplit(":", 1)
+
+    def held() -> float:
+        return float(re.findall(r"^attend_held_body_bytes (\S+)$", v2.get("/metrics").text, re.MULTILINE)[0])
+
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(opening(address_of(v2_server), f"/{SERVICE}/ModelInfer"))
+        connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(body)) + body))
+        until(lambda: held() >= 3 * 200 * 200 * 4, "the reply is held")
+    until(lambda: held() == 0, "nothing is held")
+
+
+def test_messages_without_tensors_are_small(impatient: Impatient) -> None:
+    with grpc.insecure_channel(impatient.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        config = {"config": {"string_param": f"[{'[],' * 500_000}[]]"}}
+        for call, message in (
+            (stub.ModelReady, service_pb2.ModelReadyRequest(name="a" * (1 << 20))),
+            (stub.RepositoryModelLoad, service_pb2.RepositoryModelLoadRequest(model_name="z", parameters=config)),
+        ):
+            with pytest.raises(grpc.RpcError, match="at most 1048576 bytes") as caught:
+                call(message, metadata=impatient.metadata)
+            assert caught.value.code() is INVALID
+        tokens = {"tokens": {"string_param": json.dumps({"query": ["a" * (2 << 20)]})}}
+        with pytest.raises(grpc.RpcError, match="besides the tensors"):
+            stub.ModelInfer(request("default", GOOD, parameters=tokens), metadata=impatient.metadata)
+
+
+def test_few_who_watch(v2_server: Server) -> None:
+    """Half of the places for one caller; a place is free again when one leaves."""
+    with grpc.insecure_channel(address_of(v2_server)) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES // 2)]
+        assert all(next(one).status == health_pb2.HealthCheckResponse.SERVING for one in watches)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch(health_pb2.HealthCheckRequest()))
+        assert caught.value.code() is EXHAUSTED
+        for one in watches:
+            one.cancel()
+
+
+def test_a_compressed_message_unpacks_to_no_more_than_a_message_may_have(v2_server: Server) -> None:
+    with grpc.insecure_channel(address_of(v2_server)) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/ModelInfer")(bytes(2 << 20), compression=grpc.Compression.Gzip)
+        assert caught.value.code() is EXHAUSTED
+
+
+def test_a_reply_larger_than_a_message_is_refused(v2_server: Server) -> None:
+    query = request("tiny", entry("query", [1, 600, 6]), raw_input_contents=[bytes(600 * 6 * 4)])
+    with grpc.insecure_channel(address_of(v2_server), [("grpc.max_receive_message_length", -1)]) as channel:
+        infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        with pytest.raises(grpc.RpcError, match="max_grpc_bytes") as caught:
+            infer(query)
+        assert caught.value.code() is INVALID
+        query.outputs.add(name="output")
+        assert len(infer(query).outputs) == 1
+
+
+class Call:
+    """A call whose message comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.reads = asyncio.Event()
+
+    async def read(self) -> Any:
+        self.reads.set()
+        return await self.message
+
+
+def test_what_may_be_coming_is_in_the_budget() -> None:
+    async def check() -> None:
+        budget, call = ByteBudget(1000), Call()
+        turns = turns_within(budget, 100, 60)
+        assert turns.count == 5
+        with budget.lease("a") as lease:
+            reading = asyncio.create_task(turns.receive(call.read, lease))
+            await call.reads.wait()
+            assert budget.held == 100
+            call.message.set_result(b"seven b")
+            assert await reading == b"seven b"
+            assert budget.held == 7
+            with budget.lease("b") as second, budget.lease("c") as third, pytest.raises(Overloaded):
+                second.add(500)
+                third.add(500)
+        none = Call()
+        none.message.set_result(grpc.aio.EOF)
+        with pytest.raises(InvalidRequest), budget.lease("a") as lease:
+            await turns.receive(none.read, lease)
+        assert budget.held == 0
+
+    asyncio.run(check())
+
+
+def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() -> None:
+    """Of four places one caller has two; who is not read is not let in, and no message is lost."""
+
+    async def check() -> None:
+        budget, turns = ByteBudget(10**6), ReceivingTurns(4, 100, 60)
+        ours, theirs = [Call() for _ in range(3)], Call()
+
+        async def read(call: Call, caller: str) -> bytes:
+            with budget.lease(caller) as lease:
+                return await turns.receive(call.read, lease)
+
+        reading = [asyncio.create_task(read(call, "a")) for call in ours]
+        other = asyncio.create_task(read(theirs, "b"))
+        await asyncio.gather(*(call.reads.wait() for call in (*ours[:2], theirs)))
+        assert not ours[2].reads.is_set()
+        ours[0].message.set_result(b"0")
+        await ours[2].reads.wait()
+        for call, message in ((ours[1], b"1"), (ours[2], b"2"), (theirs, b"b")):
+            call.message.set_result(message)
+        assert [*await asyncio.gather(*reading), await other] == [b"0", b"1", b"2", b"b"]
+
+    asyncio.run(check())
+
+
+def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
+    async def check() -> None:
+        budget, turns, slow = ByteBudget(10**6), ReceivingTurns(1, 100, 0.05), ReceivingTurns(1, 100, 60)
+        with budget.lease("a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
+            await turns.receive(Call().read, lease)
+        slow.seconds, call = 60, Call()
+        with budget.lease("a") as lease, budget.lease("b") as other:
+            reading = asyncio.create_task(slow.receive(call.read, lease))
+            await call.reads.wait()
+            slow.seconds = 0.05
+            with pytest.raises(Overloaded, match="turn"):
+                await slow.receive(Call().read, other)
+            call.message.set_result(b"")
+            await reading
+
+    asyncio.run(check())
+
+
+def test_half_of_the_places_for_one_caller() -> None:
+    cap = CallLimit(4, "calls")
+    with cap.place("a"), cap.place("a"):
+        with pytest.raises(Overloaded, match="half"), cap.place("a"):
+            raise AssertionError("one too many")
+        with cap.place("b"), cap.place("c"), pytest.raises(Overloaded), cap.place("d"):
+            raise AssertionError("one too many")
+    with cap.place("a"), cap.place("a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [("ipv4:127.0.0.1:50123", "127.0.0.1"), ("ipv6:%5B::1%5D:50123", "::1"), ("ipv6:[fe80::1]:9", "fe80::1"), ("unix:", "")],
+)
+def test_the_address_of_a_caller_has_no_port(peer: str, address: str) -> None:
+    assert address_of_peer(peer) == address

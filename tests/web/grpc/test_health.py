@@ -1,0 +1,258 @@
+"""Ready, in every dialect: while the device computes, there is a model, and the server is not about to leave; and how gRPC leaves."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from starlette.testclient import TestClient
+from support.command import run_attend
+from support.grpc_calls import SERVICE, address_of, entry, request
+from support.processes import LONG, HalfSent, ask, events, only, several_workers, workers_of
+from support.server import Server
+from support.waiting import PATIENCE, until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from service.settings import Settings
+from service.web.app import create_app
+
+STATE = health_pb2.HealthCheckResponse
+GOOD = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
+SPEC = {"parameters": {"config": '{"d_model": 4, "num_heads": 2}'}}
+
+
+def watched(channel: grpc.Channel, name: str = "") -> Iterator[int]:
+    """The states that a watcher is told, one after the other."""
+    stream = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)
+    return (message.status for message in stream)
+
+
+def checked(channel: grpc.Channel, name: str = "") -> int:
+    return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name)).status)
+
+
+def readiness(channel: grpc.Channel) -> tuple[bool, bool]:
+    """Of the server and of its model."""
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    server, model = stub.ServerReady(service_pb2.ServerReadyRequest()), stub.ModelReady(service_pb2.ModelReadyRequest(name="default"))
+    return server.ready, model.ready
+
+
+def code_of_a_call(channel: grpc.Channel) -> grpc.StatusCode:
+    try:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=PATIENCE)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_watchers_are_told_of_a_drain_and_do_not_hold_the_exit(start: Callable[..., Server]) -> None:
+    """Every one of them, also where one of the same name has gone; calls are taken meanwhile. With the door their streams end."""
+    server = start("--grpc-port", "0", "--drain-seconds", LONG, "--shutdown-seconds", LONG)
+    with grpc.insecure_channel(address_of(server)) as channel, grpc.insecure_channel(address_of(server)) as other:
+        gone, *watchers = watched(other), watched(channel), watched(channel), watched(channel, SERVICE)
+        unknown = watched(channel, "none")
+        assert [next(states) for states in (gone, *watchers)] == [STATE.SERVING] * 4
+        assert next(unknown) == STATE.SERVICE_UNKNOWN
+        other.close()
+        assert (checked(channel), checked(channel, SERVICE), readiness(channel)) == (STATE.SERVING, STATE.SERVING, (True, True))
+        with pytest.raises(grpc.RpcError, match="none") as caught:
+            checked(channel, "none")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+        server.process.send_signal(signal.SIGTERM)
+        assert [next(states) for states in watchers] == [STATE.NOT_SERVING] * 3
+        assert (checked(channel), checked(channel, SERVICE), readiness(channel)) == (STATE.NOT_SERVING, STATE.NOT_SERVING, (False, False))
+        assert code_of_a_call(channel) is grpc.StatusCode.OK
+        assert [ask(server.url, path=f"/v2/{path}").status_code for path in ("health/live", "health/ready", "models/default/ready")] == [
+            200,
+            503,
+            503,
+        ]
+
+        server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
+        for states in (*watchers, unknown):
+            assert list(states) == []
+        assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Server]) -> None:
+    """One stream stays open without a question; the other has ended well before."""
+    server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
+    metrics_query = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(address_of(server)) as channel:
+        stub, staying = reflection_pb2_grpc.ServerReflectionStub(channel), threading.Event()
+
+        def questions() -> Iterator[Any]:
+            yield from (metrics_query, metrics_query)
+            staying.wait(PATIENCE)
+
+        ended = list(stub.ServerReflectionInfo(iter([metrics_query])))
+        open_stream = stub.ServerReflectionInfo(questions(), timeout=PATIENCE)
+        answers = [next(open_stream), next(open_stream), *ended]
+        for answer in answers:
+            names = {service.name for service in answer.list_services_response.service}
+            assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        server.process.send_signal(signal.SIGTERM)
+        assert list(open_stream) == []
+        assert server.process.wait(PATIENCE) == 0
+        staying.set()
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_without_a_drain_watchers_are_told_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
+    server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
+    with grpc.insecure_channel(address_of(server)) as channel:
+        states = watched(channel)
+        assert next(states) == STATE.SERVING
+        server.process.send_signal(number)
+        assert list(states) == [STATE.NOT_SERVING]
+        server.process.wait(PATIENCE)
+
+
+def test_its_door_closes_with_that_of_http(start: Callable[..., Server]) -> None:
+    """While HTTP still has something in hand, a new call is UNAVAILABLE, on a new connection and on one that was there."""
+    server = start("--grpc-port", "0", "--drain-seconds", "0")
+    begun = HalfSent(server.url)
+    with grpc.insecure_channel(address_of(server)) as kept:
+        assert code_of_a_call(kept) is grpc.StatusCode.OK
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: code_of_a_call(kept) is grpc.StatusCode.UNAVAILABLE, "the door closes")
+        with grpc.insecure_channel(address_of(server)) as new:
+            assert code_of_a_call(new) is grpc.StatusCode.UNAVAILABLE
+        assert server.process.poll() is None
+    assert begun.finish()[0] == 200
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_readiness_follows_the_models(start: Callable[..., Server]) -> None:
+    """Without any the server lives and is not ready; with the first one it is."""
+    server = start("--grpc-port", "0")
+    with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
+        states = watched(channel)
+        assert next(states) == STATE.SERVING
+        assert http.post("/v2/repository/models/default/unload").status_code == 200
+        assert next(states) == STATE.NOT_SERVING
+        assert readiness(channel) == (False, False)
+        assert http.post("/v2/repository/models/default/load", json=SPEC).status_code == 200
+        assert next(states) == STATE.SERVING
+        assert readiness(channel) == (True, True)
+
+
+def test_a_device_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks, in whatever dialect, is told what /health/ready tells; alive it is all the same."""
+    app = create_app(Settings(layers_dir=None))
+    service = app.state.service
+
+    async def silent(layer: Any) -> bool:
+        return False
+
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        until(lambda: service.started, "started")
+        paths = ("/health/ready", "/v2/health/ready", "/v2/models/default/ready", "/v2/health/live")
+        assert [client.get(path).status_code for path in paths] == [200, 200, 200, 200]
+
+        monkeypatch.setattr(service.probe, "responds", silent)
+
+        assert [client.get(path).status_code for path in paths] == [503, 503, 503, 200]
+        assert client.get("/v2/health/ready").json() == {"live": True, "ready": False, "error": "not ready"}
+        assert client.get("/v2/models/default/ready").json() == {"name": "default", "ready": False}
+
+
+OVER_GRPC = """
+import asyncio
+from grpc_health.v1 import health_pb2
+from service.settings import Settings
+from service.web.app import create_service
+from service.web.grpc import inference_pb2
+from service.web.grpc.health import Health
+from service.web.grpc.methods import Methods
+from service.web.v2.description import ProtocolExtensions
+
+class Context:
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self):
+        return health_pb2.HealthCheckRequest().SerializeToString()
+
+    async def write(self, message):
+        self.status = health_pb2.HealthCheckResponse.FromString(message).status
+
+async def status_of(health):
+    context = Context()
+    await health.check(None, context)
+    return context.status
+
+async def main():
+    settings = Settings()
+    service = create_service(settings)
+    await service.begin(settings.all_layers())
+    methods, health = Methods(service, ProtocolExtensions(None, None), 1 << 20), Health(service, frozenset(), 1 << 20, 20)
+    async def silent(layer):
+        return False
+    for responds in (service.probe.responds, silent):
+        service.probe.responds = responds
+        server = await methods.server_ready(None, None)
+        model = await methods.model_ready(inference_pb2.ModelReadyRequest(name="default"), None)
+        print(server.ready, model.ready, await status_of(health))
+    service.close()
+
+asyncio.run(main())
+"""
+
+
+def test_nor_is_it_over_grpc() -> None:
+    """In a process without Triton's client: two files that define the same messages do not go together."""
+    done = subprocess.run([sys.executable, "-c", OVER_GRPC], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-2:] == [f"True True {STATE.SERVING}", f"False False {STATE.NOT_SERVING}"]
+
+
+def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) -> None:
+    """Neither with another server nor with this one's like, which the kernel would let in: half of all calls would go astray."""
+    taken = address_of(start("--grpc-port", "0")).rpartition(":")[2]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        for port in (taken, str(stranger.getsockname()[1])):
+            done = run_attend("serve", "--port", "0", "--grpc-port", port)
+            assert done.returncode == 1
+            said = done.stderr.decode()
+            assert said.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
+            assert said.count("\n") == 1
+
+
+@several_workers
+def test_workers_share_one_port(start: Callable[..., Server]) -> None:
+    """Also where any will do. Calls reach all of them, and their statistics are one."""
+    server = start("--workers", "2", "--threads", "1", "--grpc-port", "0")
+    until(lambda: len(events(server, "listening for gRPC")) == 2, "both listen")
+    [address] = {str(event["address"]) for event in events(server, "listening for gRPC")}
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+
+    for worker in workers_of(server.process.pid):
+        with only(worker, server.process.pid):
+            until(lambda: answered_anew(address), "an answer")  # the kernel deals connections out to the stopped one, too
+
+    with grpc.insecure_channel(address) as channel:
+        told = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
+    assert told.model_stats[0].inference_stats.success.count >= 2
+
+
+def answered_anew(address: str) -> bool:
+    """Whether a call on a new connection is answered soon."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
+        except grpc.RpcError:
+            return False
+    return True

@@ -1,0 +1,160 @@
+"""The page of a server that wants a key, in a real browser: it asks, says what is wrong with a key, and keeps the right one for itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.browser import Visit
+from support.server import Server, fork_server
+
+from service.web.keys import Key, make_key, write_keys
+
+pytestmark = pytest.mark.browser
+
+
+class Guarded:
+    """A server with a key that may call, and one that may only read metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys.txt"
+        (self.secret, self.key), (self.other, self.others) = make_key("caller", ["infer"]), make_key("watcher", ["metrics"])
+        self.know(self.key, self.others)
+        self.server: Server = fork_server("--keys-file", str(self.file))
+
+    def know(self, *keys: Key) -> None:
+        """These keys, and no others, from now on."""
+        write_keys(self.file, keys)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    one = Guarded(tmp_path_factory.mktemp("keys"))
+    yield one
+    one.server.stop()
+
+
+@pytest.fixture
+def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
+    """A tab of its own; its complaints are looked through at the end. `sent` of the page holds the Authorization of each request."""
+    guarded.know(guarded.key, guarded.others)
+    page = browser.new_context(permissions=["clipboard-read", "clipboard-write"]).new_page()
+    page.set_default_timeout(20000)
+    one = Visit(page, guarded.server.url)
+    yield one
+    one.end()
+
+
+def error(visit: Visit) -> str:
+    """What is said at the field, once something is."""
+    said: str = visit.page.locator("#access-error:not(:empty)").inner_text()
+    return said
+
+
+def enter(visit: Visit, key: str) -> None:
+    """Types a key; returns when the service has answered the first question after it, or what follows it where it was let in."""
+    with visit.page.expect_response("**/layers"):
+        visit.page.fill("#access", key)
+        visit.page.press("#access", "Enter")
+
+
+def shown(visit: Visit) -> None:
+    """Waits for the weights."""
+    visit.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
+
+
+def test_the_page_asks_for_a_key_and_says_what_is_wrong_with_one(visit: Visit, guarded: Guarded) -> None:
+    """None, one that nobody has, one of the wrong scope, one that no header can hold; then the right one."""
+    page = visit.page
+    visit.open()
+    assert "requires a key" in error(visit)
+    assert page.locator("#access").get_attribute("aria-invalid") == "true" and page.locator("#access").get_attribute("type") == "password"
+    assert page.locator("#heads button").count() == 0 and page.locator("#problem").is_hidden()
+
+    enter(visit, "attend-nobody-has-this")
+    page.locator("#access-error", has_text="does not know the key").wait_for()
+    enter(visit, guarded.other)
+    page.locator("#access-error", has_text='a key with the scope infer, got "watcher" with metrics').wait_for()
+    page.fill("#access", "schlüssel €")
+    page.press("#access", "Enter")
+    page.locator("#access-error", has_text="does not know the key").wait_for()
+
+    enter(visit, guarded.secret)
+    shown(visit)
+    assert page.locator("#access-error").inner_text() == "" and page.locator("#access").get_attribute("aria-invalid") is None
+    assert set(visit.refused) == {401, 403}
+
+
+def test_the_key_stays_in_the_tab(visit: Visit, guarded: Guarded) -> None:
+    """Sent as Bearer with all that is asked, kept over a reload, unknown to another tab, and in no address, cookie or lasting store."""
+    page = visit.page
+    sent: list[str | None] = []
+    page.on("request", lambda request: sent.append(request.headers.get("authorization")) if "/page/" not in request.url else None)
+    visit.open()
+    error(visit)
+    sent.clear()
+    enter(visit, guarded.secret)
+    shown(visit)
+    with page.expect_download() as download:
+        page.click("[data-figure=svg]")
+    assert Path(download.value.path()).read_bytes().startswith(b"<?xml")
+    assert set(sent) - {None} == {f"Bearer {guarded.secret}"} and sent.count(None) <= 1  # the blob that is downloaded
+
+    visit.page.reload()
+    shown(visit)
+    assert page.locator("#access").is_visible()
+    assert page.context.cookies() == [] and page.evaluate("JSON.stringify(localStorage)") == "{}"
+    assert not any(guarded.secret in url for url in visit.fetched)
+    beside = page.context.new_page()
+    beside.goto(guarded.server.url + "/")
+    beside.locator("#access-error", has_text="requires a key").wait_for()
+
+
+def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guarded) -> None:
+    """At the next question; what was shown stays, greyed."""
+    visit.open()
+    enter(visit, guarded.secret)
+    shown(visit)
+
+    guarded.know(guarded.others)
+    visit.refusal(lambda: visit.page.click("#go"))
+
+    assert "does not know the key" in error(visit)
+    assert visit.page.locator("#result.stale").count() == 1
+
+
+def test_what_is_copied_names_the_key_and_does_not_hold_it(visit: Visit, guarded: Guarded) -> None:
+    """The command and the program take it from the variable that the service's own commands read, and work."""
+    page = visit.page
+    visit.open()
+    enter(visit, guarded.secret)
+    shown(visit)
+    copied = {}
+    for kind in ("json", "curl", "python"):
+        page.click(f"[data-copy={kind}]")
+        page.locator("#taken", has_text="Copied the " + {"json": "JSON", "curl": "curl", "python": "Python"}[kind]).wait_for()
+        copied[kind] = page.evaluate("navigator.clipboard.readText()")
+        assert guarded.secret not in copied[kind]
+
+    environment = {**os.environ, "ATTEND_API_KEY": guarded.secret}
+    done = subprocess.run(["bash", "-c", copied["curl"]], capture_output=True, check=True, env=environment)
+    weights = np.array(json.loads(done.stdout)["attention_weights"])
+    done = subprocess.run([sys.executable, "-c", copied["python"]], capture_output=True, check=True, env=environment)
+    assert done.stdout.decode().strip() == str(weights.shape)
+    heads, queries, _ = weights.shape
+    assert page.locator("#summary").inner_text().startswith(f"{heads} heads, {queries} queries ")
+
+
+def test_a_server_without_keys_asks_for_none(browser: Any, server: Server) -> None:
+    """Nor does the page send one."""
+    page = browser.new_context().new_page()
+    sent: list[str | None] = []
+    page.on("request", lambda request: sent.append(request.headers.get("authorization")))
+    visit = Visit(page, server.url).begin()
+    assert page.locator("#access").is_hidden() and set(sent) == {None}
+    visit.end()

