@@ -64,8 +64,8 @@ class Tensor:
             array = np.asarray(value)
         except (ValueError, TypeError):
             raise disagreement("", "a tensor", "ragged rows") from None
-        row = BY_NUMPY.get(array.dtype.newbyteorder("<"))
-        if row is None or (row.kind == "bool" and self.kind in ("number", "bias")):
+        datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
             raise disagreement("", "numbers", f"elements of type {array.dtype}")
         return array
 
@@ -102,7 +102,7 @@ class Tensor:
         lists = [_lists(self.kind, rank) for rank in self.ranks]
         axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
         axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
-        names = [row.name for row in DATATYPES.values() if row.kind != "bool" or self.kind == "mask"]
+        names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or self.kind == "mask"]
         datatype = {"enum": names, "description": "Datatype, by its name in the Open Inference Protocol."}
         flat = {"type": "array", "items": ITEMS[self.kind]}
         data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}

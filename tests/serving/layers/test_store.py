@@ -237,8 +237,8 @@ def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Pat
         yield found
 
     monkeypatch.setattr(os, "scandir", listed)
-    _, layers, unloaded = folder.scan()
-    assert (list(layers), unloaded) == (["here"], {})
+    _, layers = folder.scan()
+    assert list(layers) == ["here"]
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:
