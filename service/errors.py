@@ -29,7 +29,7 @@
 Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,6 +45,11 @@ class Problem:
     def __str__(self) -> str:
         place = f", at {self.at}" if self.at else ""
         return f"expected {self.expected}, got {self.got}{place}"
+
+
+def pointer(parts: Iterable[object]) -> str:
+    """The JSON pointer of a path: ("query", 0, 3) -> /query/0/3."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 class AttendError(Exception):

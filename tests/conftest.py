@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
-from support.server import Server, start_server
+from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
+
+from service.wire.native import numbers
 
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
@@ -42,6 +44,15 @@ def own_seed(request: pytest.FixtureRequest) -> None:
         rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
 
 
+@pytest.fixture(params=sorted({numbers.variants()[0], numbers.variants()[-1]}))
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Numbers in JSON are read and written by Python, and by the compiled extension if there is one."""
+    before = numbers.variant()
+    numbers.use(request.param)
+    yield
+    numbers.use(before)
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""
@@ -52,11 +63,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers of one's own; they end with the test."""
+    """Starts servers in processes of their own; they end with the test."""
     running: list[Server] = []
 
     def begin(*flags: str, env: dict[str, str] | None = None) -> Server:
-        running.append(start_server(*flags, env=env))
+        begin_one = start_server if "--workers" in flags else fork_server  # workers import all anew, as their supervisor did
+        running.append(begin_one(*flags, env=env))
         return running[-1]
 
     yield begin

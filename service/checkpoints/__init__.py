@@ -3,12 +3,16 @@
     read_layer(tensors, layout="bert", prefix="encoder.layer.3", spec={"num_heads": 12})  ->  fields for LayerSpec, weights
     layers_in(tensors)  ->  [("bert", "encoder.layer.0.attention"), …]
     detect(names)  ->  "bert", or None if the names fit several layouts or none
+    read_model_layer(tensors, config, layer=3)  ->  the same as read_layer, of a model's layer 3 by its own config.json
+    ModelFolder(path).layer(3)  ->  the description and the tensors of a layer in a folder that save_pretrained wrote
 
 Pure functions of names and arrays, without torch. A new layout is a row of `LAYOUTS` in the module of its family, and at most one function.
 If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both readings; it does not guess.
 """
 
 from service.checkpoints.detection import LAYOUTS, detect, layers_in
+from service.checkpoints.folder import ModelFolder, described_layers
+from service.checkpoints.model import parse_config, read_model_layer
 from service.checkpoints.reader import read_layer
 
-__all__ = ["LAYOUTS", "detect", "layers_in", "read_layer"]
+__all__ = ["LAYOUTS", "ModelFolder", "described_layers", "detect", "layers_in", "parse_config", "read_layer", "read_model_layer"]

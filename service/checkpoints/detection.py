@@ -75,27 +75,31 @@ def normalised(name: str) -> str:
     return name.removesuffix(":0").replace("/", ".")
 
 
-def _index() -> dict[str, list[tuple[Layout, str]]]:
+def _index(layouts: Iterable[Layout]) -> dict[str, list[tuple[Layout, str]]]:
     index: dict[str, list[tuple[Layout, str]]] = {}
-    for layout in ALL_LAYOUTS:
+    for layout in layouts:
         for name, part in layout.names.items():
             index.setdefault(name, []).append((layout, part))
     return index
 
 
-INDEX = _index()
-DEPTH = max(name.count(".") for name in INDEX) + 1
+INDEX = _index(ALL_LAYOUTS)
 
 
-def find_matches(names: Iterable[str]) -> list[Match]:
-    """A match for every layout and stem with at least one of the layout's required names, in the natural order of stems."""
+def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) -> list[Match]:
+    """A match for every layout and stem with at least one of the layout's required names, in the natural order of stems.
+
+    `layouts`: those to look for; None: all.
+    """
+    index = INDEX if layouts is None else _index(layouts)
+    depths = max(name.count(".") for name in index) + 1
     found: dict[tuple[str, int], tuple[Layout, str, dict[str, str]]] = {}
     normal = {normalised(name): name for name in names}
     for plain, name in normal.items():
         segments = plain.split(".")
-        for depth in range(1, min(DEPTH, len(segments)) + 1):
+        for depth in range(1, min(depths, len(segments)) + 1):
             tail = ".".join(segments[-depth:])
-            for layout, part in INDEX.get(tail, ()):
+            for layout, part in index.get(tail, ()):
                 stem = ".".join([*segments[:-depth], *filter(None, [layout.parent])])
                 root = name[: len(plain) - len(tail)].rstrip("./")
                 found.setdefault((stem, id(layout)), (layout, root, {}))[2][part] = name

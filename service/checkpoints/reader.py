@@ -5,6 +5,7 @@ layouts match, `read_layer` refuses until the caller selects one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,7 +37,11 @@ def read_layer(
     given = dict(spec or {})
     if given.get("projections") is False and layout in (None, "attend"):
         return _without_projections(tensors, prefix, given)
-    match = _select(tensors, layout, prefix)
+    return read_match(_select(tensors, layout, prefix), tensors, given)
+
+
+def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, full_spec: bool = False) -> tuple[Fields, Weights]:
+    """`read_layer` for a layer that was found. `full_spec`: `given` leaves nothing to defaults of the layout. Raises InvalidRequest."""
     _check_names(match, tensors)
     for name, expected in match.layout.required_fields.items():
         if name not in given:
@@ -44,6 +49,8 @@ def read_layer(
     layer = _fetch(match, tensors, given)
     dtype = _dtype(layer.arrays, layer.names)
     converted = match.layout.convert(layer)
+    if full_spec:
+        converted = replace(converted, assumed={})
     return infer_spec(converted, layer, dtype), converted.weights
 
 

@@ -2,23 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 from service.tensors import Array
 
 MAX_LISTED = 8
 
 
-def _escaped(segment: str) -> str:
-    """One segment of a JSON pointer (RFC 6901)."""
-    return segment.replace("~", "~0").replace("/", "~1")
-
-
 def weight_pointer(name: str) -> str:
-    return f"/weights/{_escaped(name)}"
+    return pointer(["weights", name])
 
 
 def field_pointer(*path: str) -> str:
-    return "/spec/" + "/".join(map(_escaped, path))
+    return pointer(["spec", *path])
 
 
 def shape_of(array: Array) -> str:

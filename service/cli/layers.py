@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from service.checkpoints import ModelFolder, described_layers
 from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import print_result, report_errors, write_file
@@ -25,8 +26,10 @@ EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 
 attend layers --d-model 512 --num-heads 8 --json
 
+attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000
+
 attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"num_heads": 12}' --url http://127.0.0.1:8000"""
-ADD_EPILOG = "Example: attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --url http://127.0.0.1:8000"
+ADD_EPILOG = "Example: attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000"
 
 Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=False)]
 Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
@@ -60,7 +63,13 @@ def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config
 @group.command(epilog=ADD_EPILOG)
 def add(
     name: Name,
-    file: Annotated[Path, typer.Argument(help="A safetensors file: an exported layer or a checkpoint.", exists=True, dir_okay=False)],
+    path: Annotated[
+        Path, typer.Argument(help="A model's folder with its config.json; or a safetensors file, exported or of a checkpoint.", exists=True)
+    ],
+    number: Annotated[
+        int | None, typer.Option("--layer", help="Number of the layer in a model's folder.", min=0, show_default=False)
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="encoder, decoder or cross, where a model has several.", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,
@@ -69,14 +78,27 @@ def add(
     layers_dir: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add or replace a layer from a safetensors file."""
+    """Add or replace a layer from a model's folder, as the model's config describes it, or from a safetensors file."""
     fields = _object(spec)
+    if path.is_dir() == (number is None) or (path.is_dir() and (layout or prefix)) or (part and number is None):
+        raise typer.BadParameter("expected a model's folder with --layer and perhaps --part, or a file with neither")
     with _opened("add", url, ca, layers_dir) as client:
-        layer = client.put_layer_file(name, file, layout=layout, prefix=prefix, spec=fields)
+        if number is None:
+            layer = client.put_layer_file(name, path, layout=layout, prefix=prefix, spec=fields)
+        else:
+            layer = client.put_layer_from(name, path, number, part=part, spec=fields)
     if as_json:
         typer.echo(layer.model_dump_json())
     else:
         Console().print(_table([layer]))
+
+
+@group.command(epilog="Example: attend layers inspect path/to/model")
+def inspect(folder: Annotated[Path, typer.Argument(help="A model's folder with its config.json.", file_okay=False, exists=True)]) -> None:
+    """Print the attention layers of a model's folder as its config describes them, one JSON object for each. No server is needed."""
+    with report_errors("layers inspect"):
+        for line in described_layers(ModelFolder(folder)):
+            typer.echo(json.dumps(line))
 
 
 @group.command(epilog="Example: attend layers export encoder0 --output encoder0.safetensors --layers-dir layers")

@@ -5,10 +5,11 @@ import ctypes
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import structlog
 import torch
@@ -20,7 +21,7 @@ from service.cli.signals import exit_with_supervisor, handle_signals, ignore_han
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.web.watch import Watch
+from service.web.slow_peers import SlowPeerTimer
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
@@ -36,6 +37,16 @@ class Server(uvicorn.Server):
     When the port closes, it still accepts the connections in the backlog, which closing the socket would reset, and waits FIRST_REQUEST
     seconds for the first request of connections that have sent none.
     """
+
+    @property
+    def failed(self) -> bool:
+        """Whether the configured layers could not be loaded."""
+        service = self.lifespan.state.get("service")
+        return service is not None and service.failed
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server should exit."""
+        return self.failed or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
@@ -80,7 +91,7 @@ def application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     service, inner = app.state.service, app.router.lifespan_context
-    Connection.watch = Watch(
+    Connection.timer = SlowPeerTimer(
         settings.client_timeout,
         service.metrics.failed,
         settings.access_log,
@@ -89,10 +100,10 @@ def application(settings: Settings, threads: int) -> FastAPI:
     )
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         handle_signals(service, settings.drain_seconds, is_worker=settings.workers > 1)
-        async with inner(app):
-            yield
+        async with inner(app) as state:
+            yield state or {}
         ignore_hangup()
         log.info("stopped")
 

@@ -14,13 +14,14 @@ import httpx
 import numpy as np
 from numpy.typing import ArrayLike
 
+from service.checkpoints import ModelFolder
 from service.client.connection import USE_CLIENT_DEFAULT, Timeout
 from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document, read_ready
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.safetensors import read_tensors
+from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest
@@ -203,6 +204,30 @@ def put_layer_file(
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
     return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="unbegun")
+
+
+def put_layer_from(
+    name: str,
+    path: str | Path,
+    layer: int,
+    *,
+    part: str | None = None,
+    spec: Mapping[str, Any] | None = None,
+    timeout: Timeout = USE_CLIENT_DEFAULT,
+) -> Operation[LayerDocument]:
+    """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
+
+    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
+    has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
+    """
+    return put_layer_file(name, model_layer(path, layer, part), spec=spec, timeout=timeout)
+
+
+def model_layer(path: str | Path, layer: int, part: str | None = None) -> bytes:
+    """One layer of a model's folder as safetensors: its tensors, and the model's config in the metadata."""
+    folder = ModelFolder(Path(path))
+    description, tensors = folder.layer(layer, part)
+    return b"".join(write_tensors(tensors, {"config": folder.config_text, "layer": str(layer), "part": description.part}))
 
 
 def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:

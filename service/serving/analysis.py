@@ -14,7 +14,7 @@ from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
 from service.serving.casting import cast
-from service.serving.cost import Cost, ServingLimits, check, reply_bytes
+from service.serving.cost import Cost, ServingLimits, check, reply_sizes
 from service.serving.cost import predict as predict_call
 from service.serving.layers.registry import LoadedLayer, numpy_of
 from service.serving.requests import BoundCall
@@ -146,9 +146,9 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     held = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
     held += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
     operations = passes * plain.operations + elements + products
-    size = reply_bytes(request.reply.form, request.reply.decimals, shapes, lambda name: datatype_of(name, request, spec))
-    raw = sum(math.prod(shape) * DATATYPES[datatype_of(name, request, spec)].size for name, shape in shapes.items())
-    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs, raw)
+    datatypes = {name: datatype_of(name, request, spec) for name in shapes}
+    reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
+    return Cost(shapes, operations, scores, plain.memory_bytes + held, reply, plain.items, plain.pairs, tensors)
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:

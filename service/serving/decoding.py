@@ -16,7 +16,7 @@ from service.wire.compression import unpack
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.problems import shown, validate
+from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import Document, PutLayer
 
 D = TypeVar("D", bound=Document)
@@ -33,7 +33,7 @@ def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     text = unpack(raw.take_body(), raw.coding, largest)
     document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
-        raise InvalidRequest.where("", "a JSON object", shown(document))
+        raise InvalidRequest.where("", "a JSON object", describe_value(document))
     return document
 
 

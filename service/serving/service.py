@@ -52,6 +52,7 @@ class Service:
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self.gate = ShutdownGate()
         self.started = self.draining = False
+        self.failed = False  # whether the configured layers could not be loaded
         self.retiring = False  # another process takes over: connections are closed, but the server as a whole stays ready
         self.compress = False  # whether replies are compressed for clients that accept it
         self.timeout: float | None = None  # seconds for requests that set no deadline
@@ -93,6 +94,7 @@ class Service:
         try:
             await self.start(specs)
         except Exception as error:
+            self.failed = True
             log.error("not ready", error=str(error))
         else:
             log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.layer import MultiHeadAttention
+from service.attention.layer import PROJECTED, MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import selection
 from service.errors import DeadlinePassed, LayerConflict
@@ -28,7 +28,6 @@ from service.serving.requests import TOO_LATE, BoundCall
 from service.spec import PROJECTIONS
 
 MERGED = {"output", "concatenated", "head_outputs"}
-PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
 
 
 class Shards(Protocol):

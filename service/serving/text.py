@@ -11,7 +11,7 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.spec import fingerprint
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerReference
 from service.wire.schemas.text import Vocabulary, Words, WordsRequest, base64_tensor
 
@@ -49,7 +49,7 @@ class TextEncoder:
             read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
         except ValueError as error:
             expected, _, got = str(error).removeprefix("expected ").partition(", got ")
-            raise InvalidRequest.where("/text", expected, got or shown(request.text)) from None
+            raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
 
     async def _held(self, name: str, read: Sentence) -> LoadedLayer:

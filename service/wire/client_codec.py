@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from service.errors import InvalidRequest, MalformedBody
+from service.errors import InvalidRequest, MalformedBody, pointer
 from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, little_endian, raw
 from service.wire.arrays import Kind
-from service.wire.problems import pointer
 from service.wire.reply import Reply
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS

@@ -1,13 +1,13 @@
 """Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 
 Model = TypeVar("Model", bound=BaseModel)
 SHOWN = 60  # characters of a received value
@@ -38,12 +38,7 @@ EXPECTED_WITH_LIMIT = {
 }
 
 
-def pointer(parts: Iterable[Any]) -> str:
-    """RFC 6901: ("query", 0, 3) -> /query/0/3."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
-
-
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A short description of a received value, in terms of JSON."""
     if isinstance(value, np.ndarray):
         return f"a tensor of shape {list(value.shape)}"
@@ -69,7 +64,7 @@ def is_unicode(text: str) -> bool:
 
 def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
-    got = shown(error.get("input"))
+    got = describe_value(error.get("input"))
     if kind == "disagreement":
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
@@ -79,7 +74,9 @@ def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     if kind == "extra_forbidden":
         name = str(error["loc"][-1])[:SHOWN]
         near = get_close_matches(name, known, 1) if len(error["loc"]) == 1 else []
-        return Problem(place, "no field of that name", f"a field {shown(name)}" + "".join(f" (did you mean {name}?)" for name in near))
+        return Problem(
+            place, "no field of that name", f"a field {describe_value(name)}" + "".join(f" (did you mean {name}?)" for name in near)
+        )
     if kind in ("literal_error", "enum"):
         return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
     if kind in EXPECTED_WITH_LIMIT:

@@ -13,13 +13,12 @@ from typing import Any
 
 import orjson
 
-from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge, pointer
 from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from service.wire.arrays import MAX_RANK, Kind, array_over
 from service.wire.json import reader as json_reader
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
-from service.wire.problems import pointer
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 

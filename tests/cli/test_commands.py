@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trustme
 from support.command import run_attend
-from support.server import start_server
+from support.server import fork_server
 
 from service import __version__
 from service.settings import Settings
@@ -54,8 +54,7 @@ def test_a_shell_is_offered_what_there_is(shell):
     for line, offered in (("attend lay", "layers"), ("attend heads --metr", "--metrics")):
         asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
         asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
-        assert offered in done.stdout, done
+        assert offered in run_attend(env={**WIDE, **asked}).stdout.decode()
 
 
 def test_version():
@@ -244,7 +243,7 @@ def guarded(tmp_path_factory):
     certificate.private_key_pem.write_to_path(key)
     secret = run_attend("keys", "add", "tests", "--scope", "admin", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
     infer_only = run_attend("keys", "add", "caller", "--scope", "infer", "--file", str(keys)).stdout.decode().strip()
-    server = start_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
+    server = fork_server("--tls-cert", str(chain), "--tls-key", str(key), "--keys-file", str(keys))
     yield server.url, str(ca), secret, infer_only
     server.stop()
 

@@ -411,6 +411,7 @@ PATIENCE = {  # of every method, what it is called with
     "layer": ("x",),
     "put_layer": ("x", SPEC),
     "put_layer_file": ("x", b""),
+    "put_layer_from": ("x", "folder", 0),
     "layer_file": ("x",),
     "layer_weights": ("x",),
     "delete_layer": ("x",),
@@ -420,9 +421,10 @@ PATIENCE = {  # of every method, what it is called with
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("method", PATIENCE)
-def test_every_call_can_have_a_time_of_its_own(kind, method):
+def test_every_call_can_have_a_time_of_its_own(kind, method, monkeypatch):
     """Without one it has the client's; None is for ever."""
     waited = []
+    monkeypatch.setattr(operations, "model_layer", lambda *_: b"")
 
     def handle(request):
         waited.append(request.extensions["timeout"]["read"])

@@ -1,4 +1,4 @@
-"""A server as a user starts it: the command, a free port, a process of its own, waited for by its own log."""
+"""A server in a process of its own, on a free port, waited for by its own log."""
 
 import json
 import os
@@ -7,13 +7,36 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TextIO
+
+FLAGS = ("--port", "0", "--log-format", "json", "--drain-seconds", "0")
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["__main__", "pytest", "service.cli.process"])
+
+
+class ForkedProcess(FORKS.Process):  # type: ignore[name-defined,misc]
+    """A fork of a process that has imported the server, which takes seconds. It has the methods of `subprocess.Popen` that tests call."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("attend serve", timeout or 0)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
 
 @dataclass
 class Server:
     """A running `attend serve`. `log` grows as the server writes; `events` are its structured lines."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     url: str = ""
     log: list[str] = field(default_factory=list)
 
@@ -35,14 +58,42 @@ class Server:
 
 
 def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
-    """Starts a server and returns once it says that it is ready. Raises AssertionError with its log if it never does."""
-    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--log-format", "json", "--drain-seconds", "0", *flags]
+    """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is."""
+    command = [sys.executable, "-m", "service", "serve", *FLAGS, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
-    server, ready = Server(process), threading.Event()
+    assert process.stderr is not None
+    return _ready(Server(process), process.stderr)
+
+
+def fork_server(*flags: str, env: dict[str, str] | None = None) -> Server:
+    """Does the same in half a second: the server is a fork of a process that has imported it."""
+    reader, writer = FORKS.Pipe(duplex=False)
+    process = ForkedProcess(target=_serve, args=([*FLAGS, *flags], {**os.environ, **(env or {})}, writer))
+    process.start()
+    writer.close()
+    with reader:
+        stderr = os.fdopen(os.dup(reader.fileno()))
+    return _ready(Server(process), stderr)
+
+
+def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
+    """Runs `attend serve` in this process."""
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["attend", "serve", *flags]
+    from service.cli import main
+
+    main()
+
+
+def _ready(server: Server, stderr: TextIO) -> Server:
+    """The server once its log says that it is ready."""
+    ready = threading.Event()
 
     def follow() -> None:
-        assert process.stderr is not None
-        with process.stderr as lines:
+        with stderr as lines:
             for line in lines:
                 server.log.append(line)
                 if '"listening"' in line:
@@ -53,5 +104,5 @@ def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
 
     threading.Thread(target=follow, daemon=True).start()
     assert ready.wait(120), "no sign of life"
-    assert server.url and process.poll() is None, "".join(server.log)
+    assert server.url and server.process.poll() is None, "".join(server.log)
     return server

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.checkpoints import read_layer
+from service.checkpoints import parse_config, read_layer, read_model_layer
 from service.errors import InvalidRequest, Problem, RequestError, TooLarge
 from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec
@@ -19,6 +19,7 @@ from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 SPEC, FINGERPRINT = "spec", "fingerprint"
+CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,11 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
     """Spec and weights, as views of the body. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
-        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=_object(source.spec or "{}", "/spec"))
+        spec = _object(source.spec or "{}", "/spec")
+        if CONFIG in metadata:
+            fields, weights = _read_by_config(tensors, metadata, source, spec)
+        else:
+            fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=spec)
         return given_weights(validate(LayerSpec, fields, "/spec")), weights
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -44,6 +49,21 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
     return given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors
+
+
+def _read_by_config(
+    tensors: Mapping[str, Array], metadata: Mapping[str, str], source: Source, spec: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Fields and weights of the layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
+    for name in ("layout", "prefix"):
+        if getattr(source, name):
+            raise InvalidRequest.where(f"/{name}", "none, since the file has its model's config in the metadata", "one")
+    number = metadata.get(LAYER, "none")
+    if not (number.isascii() and number.isdigit() and len(number) < 9):
+        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, beside config", number[:60])
+    if len(metadata[CONFIG]) > JSON_TEXT_BYTES:
+        raise TooLarge.where("/__metadata__/config", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(metadata[CONFIG])))
+    return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)
 
 
 def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:

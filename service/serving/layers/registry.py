@@ -8,13 +8,13 @@ import torch
 
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
-from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge
+from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
 from service.serving.casting import cast
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
-from service.wire.problems import pointer, shown
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerDocument
 
 NAMED = 8  # most layer names in an error
@@ -122,18 +122,18 @@ class LayerRegistry:
     def admit(self, name: str, spec: LayerSpec) -> None:
         """Raises TooLarge if the layer exceeds a limit, alone or with the others. Allocates nothing."""
         limits, count = self.limits, spec.num_parameters
-        if name not in self._layers and len(self._layers) >= limits.layers:
-            raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
-        if count > limits.layer_parameters:
-            raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
+        if name not in self._layers and len(self._layers) >= limits.max_layers:
+            raise TooLarge.where("", f"at most {limits.max_layers} layers (max_layers)", "one more")
+        if count > limits.max_layer_parameters:
+            raise TooLarge.where("/spec", f"at most {limits.max_layer_parameters} parameters (max_layer_parameters)", str(count))
         specs = {layer.name: layer.spec for layer in self._layers.values()}
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
         others = sum(held.num_parameters for key, held in specs.items() if key != name)
-        if others + count > limits.total_parameters:
-            wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
+        if others + count > limits.max_total_parameters:
+            wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
             raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
-        if spec.widest > limits.layer_width:  # without projections, a layer of any width has no parameters
-            raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
+        if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
+            raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
     def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LoadedLayer:
         """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
@@ -185,7 +185,7 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
     problems += [
-        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", shown(name)) for name in weights if name not in shapes
+        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", describe_value(name)) for name in weights if name not in shapes
     ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")

@@ -4,8 +4,7 @@ The first two are called by `web/middleware/access.py` before any routing: they 
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from starlette.types import Receive, Send
@@ -13,16 +12,13 @@ from starlette.types import Receive, Send
 from service.errors import NotReady
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.service import Service
-from service.web.errors import PROBLEM_JSON
-from service.web.openapi.examples import ANALYSIS, ATTEND, PLAN
+from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, PLAN, error_responses, request_body_doc
 from service.web.record import Record
 from service.web.request_reader import read
-from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
 JOINED = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
-BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
@@ -57,46 +53,6 @@ def require_started(service: Service) -> None:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def request_body_doc(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
-    """The OpenAPI description of the request body of a route that reads the body itself."""
-    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
-    if binary:
-        content[SAFETENSORS] = {"schema": BINARY}
-    return {"requestBody": {"required": required, "content": content}}
-
-
-def schema(model: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{model}"}
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI descriptions of a route's refusals."""
-    return error_responses_as("ProblemDocument", PROBLEM_JSON, *statuses)
-
-
-def error_responses_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
-    """As `error_responses`, with another body; `meaning` replaces the descriptions of some statuses."""
-    words = {
-        400: "The body is not valid JSON, or a key is repeated.",
-        401: "An API key is required.",
-        403: "This server does not allow it.",
-        404: "No such layer.",
-        406: "No supported media type is accepted.",
-        409: "The layers cannot be changed that way here, or the layer is unloaded.",
-        413: "Too large: bytes, depth, parameters, or predicted memory.",
-        415: "An unsupported media type.",
-        422: "Well-formed, but it breaks the contract or does not fit the layer.",
-        429: "The queue is full; see Retry-After.",
-        500: "Server error.",
-        503: "Not ready yet.",
-        504: "The deadline of X-Request-Timeout passed.",
-        507: "Not enough memory, or no disk space for a layer.",
-        **meaning,
-    }
-    content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": words[status], "content": content} for status in statuses}
-
-
 def install(app: FastAPI, service: Service) -> None:
     """Adds the route of the plan, and those that document the endpoints that bypass FastAPI."""
 
@@ -104,7 +60,7 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend",
         tags=["attend"],
         response_model=AttendReply,
-        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=error_responses(*CALL_ERRORS),
         openapi_extra=request_body_doc("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
     )
     async def attend() -> None:
@@ -115,7 +71,7 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend/analysis",
         tags=["attend"],
         response_model=AnalysisReply,
-        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=error_responses(*CALL_ERRORS),
         openapi_extra=request_body_doc("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
     )
     async def analysis() -> None:

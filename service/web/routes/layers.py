@@ -7,14 +7,14 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from service.errors import InvalidRequest, Problem
+from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import Source
 from service.serving.service import Service
-from service.web.openapi.examples import PUT_TINY
+from service.web.openapi.operations import BINARY, PUT_TINY, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
-from service.web.routes.attend import BINARY, error_responses, request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import PROBLEMS, pointer, shown
+from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 
@@ -27,13 +27,13 @@ CHUNK = 1 << 20  # bytes sent at a time, so that a slow client does not cause a 
 def require_name(name: str) -> None:
     """Raises InvalidRequest if `name` is no valid name of a layer."""
     if not NAME.fullmatch(name):
-        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", shown(name))
+        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", describe_value(name))
 
 
 def require_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
     unknown = [name for name in names if name not in QUERY][:PROBLEMS]
-    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", shown(name)) for name in unknown]
+    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", describe_value(name)) for name in unknown]
     problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
     if problems:
         raise InvalidRequest(problems=problems)

@@ -5,9 +5,9 @@ from starlette.concurrency import run_in_threadpool
 
 from service.serving.service import Service
 from service.serving.text import TextEncoder
-from service.web.openapi.examples import WORDS
+from service.web.openapi.operations import WORDS, error_responses, request_body_doc
 from service.web.request_reader import read
-from service.web.routes.attend import error_responses, request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 

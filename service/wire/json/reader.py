@@ -1,6 +1,6 @@
 """Decodes a JSON body into its members, with tensors as numpy arrays and without a Python object per number.
 
-Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `numbers.py` then
+Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `lists.py` then
 reads the numbers from the text. A small body that is refused is parsed again as a whole by `strict.py`, which finds the place of the fault.
 """
 
@@ -12,18 +12,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from service.errors import InvalidRequest, RequestError, TooLarge
+from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
-from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, converted
-from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
-from service.wire.json.strict import array_of_integers, array_of_lists, line_and_column, parse_strictly
+from service.wire.arrays import MAX_RANK, Kind, array_of_base64
+from service.wire.json.lists import PIECE, NumberList, array_of_lists
+from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import SHOWN, pointer, shown
+from service.wire.problems import SHOWN, describe_value
 
 REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
 LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
+MINUS_INFINITY = b'"-inf"'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -150,7 +151,7 @@ class Reader:
     def members(self, document: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """The members of a document: tensors as arrays, the others as Python objects."""
         if not isinstance(document, dict):
-            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else shown(document))
+            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else describe_value(document))
         return self._object(document, "", kinds, 1)
 
     def plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
@@ -192,23 +193,20 @@ class Reader:
             return np.array(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        try:
-            return np.array(float(value))
-        except OverflowError:
-            raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
+        return np.array(float(value))
 
     def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
         """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
         for key in value:
             if key not in FORM_KEYS:
-                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), shown(key))
+                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), describe_value(key))
         data, base64 = value.get("data"), value.get("base64")
         if data is not None and base64 is not None:
             raise InvalidRequest.where(at, "either data or base64", "both")
         shape = shape_of(self.plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
         name = value.get("datatype")
         if not (name is None and base64 is None) and (not isinstance(name, str) or name not in DATATYPES):
-            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), shown(name))
+            raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), describe_value(name))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
         if base64 is not None:
             text = base64.pieces() if isinstance(base64, Base64Text) else [] if isinstance(base64, NumberList) else base64
@@ -223,29 +221,26 @@ class Reader:
 def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
     """A list of numbers, flat or nested to the shape, as an array of `dtype`. Raises InvalidRequest if they do not fit."""
     if not isinstance(data, list | NumberList):
-        raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else shown(data))
-    if isinstance(data, NumberList):
-        array = np.zeros(0, dtype) if data.empty else data.array(kind, at, dtype)
+        raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else describe_value(data))
+    if data.empty if isinstance(data, NumberList) else not data:
+        array = np.zeros(0, dtype)
     else:
-        array = array_of_lists(data, kind, at) if data else np.zeros(0)
+        array = data.array(kind, at, dtype) if isinstance(data, NumberList) else array_of_lists(data, kind, at, dtype)
     if array.shape != shape and array.shape != (math.prod(shape),):
         got = f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", got)
-    if isinstance(data, list):
-        exact = beyond_float64(array, dtype)
-        array = array_of_integers(data, kind, dtype, at) if exact else converted(array, dtype, at)
     return array.reshape(shape)
 
 
 def shape_of(value: Any, at: str) -> tuple[int, ...]:
     """A list of lengths of axes as a shape; `...` means that the list is missing. Raises InvalidRequest, or TooLarge (2^48 elements)."""
     if not isinstance(value, list):
-        raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else shown(value))
+        raise InvalidRequest.where(at, "a list of lengths", "nothing" if value is ... else describe_value(value))
     if len(value) > MAX_RANK:
         raise InvalidRequest.where(at, f"at most {MAX_RANK} axes", str(len(value)))
     for i, length in enumerate(value):
         if type(length) is not int or not 0 <= length < 2**31:
-            raise InvalidRequest.where(f"{at}/{i}", "a length from 0 to 2147483647", shown(length))
+            raise InvalidRequest.where(f"{at}/{i}", "a length from 0 to 2147483647", describe_value(length))
     if math.prod(value) >= 2**48:
         raise TooLarge.where(at, "fewer than 2^48 elements", str(math.prod(value)))
     return tuple(value)

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Kind
-from service.wire.problems import HALF, is_unicode, shown
+from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.schemas.tensors import (
     REFERENCE,
     Bias,
@@ -51,17 +51,12 @@ def _default_outputs() -> list[Output]:
     return ["output", "attention_weights"]
 
 
-def each_once(schema: dict[str, Any]) -> None:
-    """Adds to the JSON schema of a list, or of a list or null, that its items are unique."""
-    next(form for form in schema.get("anyOf", [schema]) if form.get("type") == "array")["uniqueItems"] = True
-
-
 def _offset(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
-            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', shown(number))
+            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
             raise disagreement("", "a list of integers", '"end" in a list')
     return value
@@ -82,6 +77,7 @@ Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
 
 
@@ -110,8 +106,8 @@ class Select(Document):
     heads: list[Index] | None = Field(default=None, min_length=1, description="Heads to return; all if null.")
     queries: list[Index] | None = Field(default=None, min_length=1, description="Queries to return; all if null.")
     average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
-    top_k: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        default=None, description="Return only the largest weights of each row, and their keys. Of equal weights the lower key comes first."
+    top_k: Positive | None = Field(
+        default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
     )
 
 
@@ -120,17 +116,13 @@ class ReplyOptions(Document):
 
     form: Literal["nested", "flat", "base64"] = Field(
         default="nested",
-        description="Tensors as nested lists, as {shape, datatype, data}, or as {shape, datatype, base64} of their little-endian bytes.",
+        description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
     )
-    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(
-        default=None, description="Datatype of the numbers; the layer's if null."
-    )
-    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(
-        default=None, description="Decimals to which numbers in JSON are rounded; not rounded if null."
-    )
+    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
+    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(default=None, description="Decimals in JSON; all if null.")
     nonfinite: Literal["error", "null", "string"] = Field(
         default="error",
-        description="How NaN and overflow are returned: refused, as null, or as a string. -inf in scores and log_sum_exp is allowed.",
+        description="How NaN and overflow are returned: error, null or string. -inf in scores and log_sum_exp is allowed.",
     )
 
 
@@ -151,44 +143,31 @@ class AttendRequest(Document):
     query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
     key: Sequences | None = Field(default=None, description="[b, k, key_dim]. The query if left out.")
     value: Sequences | None = Field(default=None, description="[b, k, value_dim]. The key if left out.")
-    attend_mask: Mask | None = Field(
-        default=None, description="1 = the query may attend to the key. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast."
-    )
-    block_mask: Mask | None = Field(default=None, description="1 = the query may not attend to the key. Shapes as attend_mask.")
+    attend_mask: Mask | None = Field(default=None, description="1 = may attend. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast.")
+    block_mask: Mask | None = Field(default=None, description="1 = may not attend. Shapes as attend_mask.")
     attend_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = queries may attend to the key.")
     block_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = no query may attend to the key.")
     valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]. Only the first n keys may be attended to.")
     bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
-        default=None,
-        description='Query i is at key position i + offset. A list has one for each item; "end" puts the last query at the last real key.',
+        default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
     )
     causal: Strict = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
-    fully_masked: Literal["zero", "uniform", "error"] = Field(
-        default="zero", description="The result of a row without keys: weights of 0, equal weights, or a refusal."
-    )
+    fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
     head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h]. Factor on each head's output.")
     dropout: Dropout | None = Field(default=None, description="Dropout of attention weights; none if null.")
     scale: Finite | None = Field(default=None, description="Factor on query·key; the layer's if null.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
-        default=None, description="c in c·tanh(scores/c); the layer's if null, none if 0."
+        default=None, description="c in c·tanh(scores/c), 0 for none; the layer's if null."
     )
-    outputs: list[Output] = Field(
-        default_factory=_default_outputs,
-        min_length=1,
-        description="Tensors to return; output and attention_weights if left out.",
-        json_schema_extra=each_once,
+    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True})] = Field(
+        default_factory=_default_outputs, description="Tensors to return; output and attention_weights if left out."
     )
-    output_gradient: Sequences | None = Field(
-        default=None,
-        description="[b, q, output_dim]. Gradient of the output, required by the outputs query_gradient, key_gradient and value_gradient.",
-    )
+    output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]. Required by the outputs that are gradients.")
     select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
-    reproducible: Strict = Field(
-        default=False, description="Return the same bits for the same request on the same machine, whatever else is computed."
-    )
+    reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="before")
@@ -200,7 +179,7 @@ class AttendRequest(Document):
             raise disagreement("/mask", WHICH_MASK, '"mask"')
         for name, path in OTHER_ENDPOINTS.items():
             if name in data and name not in cls.model_fields:
-                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", shown(data[name]))
+                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", describe_value(data[name]))
         return data
 
     @model_validator(mode="after")

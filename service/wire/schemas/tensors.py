@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 from service.spec import disagreement
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
-from service.wire.problems import shown
+from service.wire.problems import describe_value
 
 LARGEST_COUNT = 2**53
 LONGEST_AXIS = 2**31 - 1
@@ -59,13 +59,13 @@ class Tensor:
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
-            raise disagreement("", "a tensor", shown(value))
+            raise disagreement("", "a tensor", describe_value(value))
         try:
             array = np.asarray(value)
         except (ValueError, TypeError):
             raise disagreement("", "a tensor", "ragged rows") from None
-        row = BY_NUMPY.get(array.dtype.newbyteorder("<"))
-        if row is None or (row.kind == "bool" and self.kind in ("number", "bias")):
+        datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
             raise disagreement("", "numbers", f"elements of type {array.dtype}")
         return array
 
@@ -102,7 +102,7 @@ class Tensor:
         lists = [_lists(self.kind, rank) for rank in self.ranks]
         axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
         axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
-        names = [row.name for row in DATATYPES.values() if row.kind != "bool" or self.kind == "mask"]
+        names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or self.kind == "mask"]
         datatype = {"enum": names, "description": "Datatype, by its name in the Open Inference Protocol."}
         flat = {"type": "array", "items": ITEMS[self.kind]}
         data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}

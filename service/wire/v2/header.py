@@ -7,7 +7,7 @@ from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.wire.json.reader import shape_of
-from service.wire.problems import HALF, is_unicode, shown
+from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
     BY_DEFAULT,
@@ -68,10 +68,10 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
     require_known(header, REQUEST, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
         if header.get(name) not in (None, value):
-            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', shown(header[name]))
+            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(header[name]))
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest.where("/inputs", "a list of inputs", shown(inputs) if "inputs" in header else "nothing")
+        raise InvalidRequest.where("/inputs", "a list of inputs", describe_value(inputs) if "inputs" in header else "nothing")
     if len(inputs) > INPUTS:
         raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(inputs)))
     paths: list[InputPath] = []
@@ -119,7 +119,7 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
     wanted = math.prod(shape) * row.size
     if type(size) is not int or size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
-        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, shown(size))
+        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, describe_value(size))
     if size > (left := following - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(left))
     return InputPath(name, shape), BinaryTensor(row, shape, position, position + size, at)
@@ -128,7 +128,7 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
 def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
     """(requested names, name -> `binary_data` where the request sets it)."""
     if not isinstance(entries, list):
-        raise InvalidRequest.where("/outputs", "a list of outputs", shown(entries))
+        raise InvalidRequest.where("/outputs", "a list of outputs", describe_value(entries))
     names, binary = [], {}
     for i, entry in enumerate(entries):
         at = f"/outputs/{i}"
@@ -143,7 +143,7 @@ def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
 
 def _object(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest.where(at, "an object", shown(value))
+        raise InvalidRequest.where(at, "an object", describe_value(value))
     return value
 
 
@@ -156,13 +156,13 @@ def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
 def _name(entry: Mapping[str, Any], at: str) -> str:
     name = entry.get("name")
     if not isinstance(name, str):
-        raise InvalidRequest.where(f"{at}/name", "a string", shown(name) if "name" in entry else "nothing")
+        raise InvalidRequest.where(f"{at}/name", "a string", describe_value(name) if "name" in entry else "nothing")
     return name
 
 
 def _flag(value: Any, at: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest.where(at, "true or false", shown(value))
+        raise InvalidRequest.where(at, "true or false", describe_value(value))
     return value
 
 
@@ -170,7 +170,7 @@ def _id(value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise InvalidRequest.where("/id", "a string", shown(value))
+        raise InvalidRequest.where("/id", "a string", describe_value(value))
     if not is_unicode(value):  # the reply repeats it
         raise InvalidRequest.where("/id", "a string of Unicode text", HALF)
     return value

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES
-from service.wire.problems import pointer, shown
+from service.wire.problems import describe_value
 from service.wire.reply import Reply
 from service.wire.safetensors import LISTS
 from service.wire.schemas.attend import WHICH_MASK, AttendRequest, Output
@@ -104,7 +104,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
         if name not in (*OUTPUTS, *PARTS):
-            raise InvalidRequest.where(at, f"one of {', '.join((*OUTPUTS, *PARTS))}", shown(name))
+            raise InvalidRequest.where(at, f"one of {', '.join((*OUTPUTS, *PARTS))}", describe_value(name))
         if name in names[:i] or (name in PARTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
         if name in PARTS and not (isinstance(select, dict) and select.get("top_k") is not None):
@@ -127,7 +127,7 @@ def timeout_of(parameters: Mapping[str, Any]) -> float | None:
     for name, number in (("timeout", "a whole number of microseconds"), ("priority", "a whole number")):
         value = parameters.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**64:
-            raise InvalidRequest.where(f"/parameters/{name}", f"{number} from 0 to {2**64 - 1}", shown(value))
+            raise InvalidRequest.where(f"/parameters/{name}", f"{number} from 0 to {2**64 - 1}", describe_value(value))
     return parameters.get("timeout", 0) / 1e6 or None
 
 
@@ -139,6 +139,12 @@ def require_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
             raise InvalidRequest.where(at + pointer([name]), expected, "another member")
 
 
+def require_version(version: str | None) -> None:
+    """Raises LayerNotFound for a version other than VERSION, the only one of every model."""
+    if version not in (None, "", VERSION):
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))
+
+
 def require_input(name: str, at: str) -> None:
     """Raises InvalidRequest, with the known names, if no input has that name."""
     if name in TENSORS:
@@ -146,15 +152,15 @@ def require_input(name: str, at: str) -> None:
     if name in OPTIONS:
         raise InvalidRequest.where(at, f"{name} among the parameters", "an input of that name")
     if name == "mask":
-        raise InvalidRequest.where(at, WHICH_MASK, shown(name))
-    raise InvalidRequest.where(at, f"one of {', '.join(INPUTS)}", shown(name))
+        raise InvalidRequest.where(at, WHICH_MASK, describe_value(name))
+    raise InvalidRequest.where(at, f"one of {', '.join(INPUTS)}", describe_value(name))
 
 
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
-    """The row of a V2 datatype; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
-    known = [row.name for row in DATATYPES.values() if row.kind != "bool" or kind == "mask"]
+    """The datatype of that name; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
+    known = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or kind == "mask"]
     if not isinstance(name, str) or name not in known:
-        raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else shown(name))
+        raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else describe_value(name))
     return DATATYPES[name]
 
 
@@ -165,13 +171,15 @@ def kind_of(name: str) -> Kind:
 def _option(name: str, value: Any, at: str) -> Any:
     """The value of an option; JSON text is parsed. AttendRequest validates the value later."""
     if not isinstance(value, str | int | float | bool):
-        raise InvalidRequest.where(at, "a string, a number or a boolean", shown(value))
+        raise InvalidRequest.where(at, "a string, a number or a boolean", describe_value(value))
     if name in NESTED:
         if not isinstance(value, str):
-            raise InvalidRequest.where(at, "JSON text", shown(value))
+            raise InvalidRequest.where(at, "JSON text", describe_value(value))
         nested = read_nested(value, at)
         if name == "reply" and isinstance(nested, dict) and "form" in nested:
-            raise InvalidRequest.where(f"{at}/form", "no field of that name: the protocol has forms of its own", shown(nested["form"]))
+            raise InvalidRequest.where(
+                f"{at}/form", "no field of that name: the protocol has forms of its own", describe_value(nested["form"])
+            )
         return nested
     if name in LISTS and isinstance(value, str) and value.startswith("["):
         return read_nested(value, at)

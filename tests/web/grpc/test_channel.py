@@ -15,7 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
-from support.server import Server, start_server
+from support.server import Server, fork_server
 from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -37,7 +37,7 @@ class Impatient:
         secret, key = make_key("caller", ("infer", "admin"))
         write_keys(folder / "keys", [key])
         self.metadata = (("x-api-key", secret),)
-        self.server = start_server("--grpc-port", "0", "--keys-file", str(folder / "keys"), "--client-timeout", "1")
+        self.server = fork_server("--grpc-port", "0", "--keys-file", str(folder / "keys"), "--client-timeout", "1")
         self.address = address_of(self.server)
 
 

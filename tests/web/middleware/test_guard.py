@@ -17,7 +17,7 @@ import trustme
 import typer
 from support.app import answers
 from support.command import run_attend
-from support.server import Server, start_server
+from support.server import Server, fork_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner, Result
 
@@ -53,7 +53,7 @@ ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that o
 def attend_keys(*arguments: str, file: Path) -> Result:
     """The command, in this process: it loads neither torch nor a server."""
     app = typer.Typer()
-    keys.install(app)
+    app.add_typer(keys.group, name="keys")
     return CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
 
 
@@ -63,7 +63,7 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "keys.txt"
         self.keys = {scope: attend_keys("add", f"only-{scope}", "--scope", scope, file=self.file).stdout.strip() for scope in SCOPES}
-        self.server = start_server("--keys-file", str(self.file), "--grpc-port", "0", "--log-format", "json")
+        self.server = fork_server("--keys-file", str(self.file), "--grpc-port", "0", "--log-format", "json")
 
     def ask(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
         headers |= {"Authorization": f"Bearer {key}"} if key else {}

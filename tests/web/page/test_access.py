@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.browser import Visit
-from support.server import Server, start_server
+from support.server import Server, fork_server
 
 from service.web.keys import Key, make_key, write_keys
 
@@ -25,7 +25,7 @@ class Guarded:
         self.file = folder / "keys.txt"
         (self.secret, self.key), (self.other, self.others) = make_key("caller", ["infer"]), make_key("watcher", ["metrics"])
         self.know(self.key, self.others)
-        self.server: Server = start_server("--keys-file", str(self.file))
+        self.server: Server = fork_server("--keys-file", str(self.file))
 
     def know(self, *keys: Key) -> None:
         """These keys, and no others, from now on."""

@@ -1,0 +1,136 @@
+"""Reads a model's config.json: which layer has which kind of attention, and its rotary embedding.
+
+A `Config` remembers the fields that were read, so that those which sound like attention and were not read can be refused: a field that a
+loader ignores is the usual cause of wrong results.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from service.checkpoints.layout import Fields
+from service.errors import InvalidRequest
+
+MAX_SHOWN = 60
+ABOUT_ATTENTION = re.compile(
+    r"head|attn|attention|rope|rotary|window|sliding|chunk|scal|softcap|multiplier|norm|bias|position|layer_type|theta|sink|gate|gating|"
+    r"temper|qk|kv|query|key|alibi|local|global|causal|pattern|mup|lora|clip|expert_layer|use_parallel|relative|block_sparse|attention_type|cross_att|diff"
+)
+WITHOUT_EFFECT = re.compile(
+    r"dropout|(layer|rms|batch)_?norm\w*_eps|norm_eps|norm_epsilon|layer_norm_epsilon|initializer|^init_|mlp_bias|classifier|^max_position|"
+    r"^_|chunk_size_feed_forward|pretraining|vocab|expert|router|moe|mlp|ffn|ff_|lm_head|logits?_|final_logit|embed|residual|output_att|"
+    r"cross_attention_hidden_size|add_cross_attention|num_heads_for_|^torch|^use_cache|^label|id2label|label2id|^tie|^layer_norm_|^norm_"
+)
+
+
+class Config:
+    """The fields of a config.json, or of one section of it (`text_config`)."""
+
+    def __init__(self, fields: Mapping[str, Any], at: str = "/config") -> None:
+        self.fields, self.at = fields, at
+        self.read: set[str] = set()
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of these fields that is there and not null; `default` if none is."""
+        self.read.update(names)
+        return next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
+
+    def ignore(self, *names: str) -> None:
+        """Marks fields that have no effect here, or only under a condition that was read."""
+        self.read.update(names)
+
+    def count(self, *names: str) -> int:
+        """A required positive integer. Raises InvalidRequest."""
+        if type(value := self.get(*names)) is not int or value < 1:
+            raise self.refusal(names[0], "a positive integer", value)
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A number. Raises InvalidRequest if it is none, or absent without a default."""
+        if isinstance(value := self.get(*names, default=default), bool) or not isinstance(value, int | float):
+            raise self.refusal(names[0], "a number", value)
+        return float(value)
+
+    def flag(self, *names: str, default: bool | None = None) -> bool:
+        """true or false. Raises InvalidRequest if it is neither, or absent without a default."""
+        if not isinstance(value := self.get(*names, default=default), bool):
+            raise self.refusal(names[0], "true or false", value)
+        return value
+
+    def each(self, name: str, n: int) -> Any:
+        """Item n of a list with one item for each layer; None if the field is absent. Raises InvalidRequest if the list is too short."""
+        if (items := self.get(name)) is None:
+            return None
+        if not isinstance(items, list) or n >= len(items):
+            raise self.refusal(name, f"a list with an item for layer {n}", items)
+        return items[n]
+
+    def expect(self, name: str, *values: Any) -> None:
+        """Raises InvalidRequest unless the field is absent, null or one of `values`."""
+        value = self.get(name, default=values[0])
+        if not any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in values):
+            raise self.refusal(name, " or ".join(map(brief, values)), value)
+
+    def section(self, name: str) -> "Config | None":
+        """A part of the config that is an object, such as `text_config`."""
+        inner = self.get(name)
+        return Config(inner, f"{self.at}/{name}") if isinstance(inner, Mapping) else None
+
+    def refusal(self, name: str, expected: str, got: Any) -> InvalidRequest:
+        return InvalidRequest.where(f"{self.at}/{name}", expected, "nothing" if got is None else brief(got))
+
+    def demand_all_read(self, irrelevant: str = "") -> None:
+        """Raises InvalidRequest for a field that is about attention by its name and was not read; `irrelevant`: a pattern of exceptions."""
+        for name, value in self.fields.items():
+            known = name in self.read or WITHOUT_EFFECT.search(name) or (irrelevant and re.search(irrelevant, name))
+            if value is not None and not known and ABOUT_ATTENTION.search(name):
+                raise self.refusal(name, "no field about attention that is not understood for this model_type", value)
+
+
+def brief(value: Any) -> str:
+    return json.dumps(value)[:MAX_SHOWN]
+
+
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ALIKE = {"mrope": "default", "su": "longrope"}
+EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def rope_fields(config: Config, layer_type: str, head_dim: int, theta: float | None, partial: float, interleaved: bool) -> Fields:
+    """LayerSpec's `rope` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
+
+    `rope_parameters` may have one entry for each layer type. `theta` and `partial` are the family's defaults. Raises InvalidRequest.
+    m-RoPE is RoPE for text, where all its positions are equal.
+    """
+    given = config.get("rope_parameters", "rope_scaling", default={})
+    if isinstance(given, Mapping) and isinstance(given.get(layer_type), Mapping):
+        given = given[layer_type]
+    if not isinstance(given, Mapping):
+        raise config.refusal("rope_parameters", "an object", given)
+    settings = Config(given, f"{config.at}/rope_parameters")
+    kind = settings.get("rope_type", "type", default="default")
+    kind = ALIKE.get(kind, kind)
+    if kind not in ROPE_FIELDS:
+        raise settings.refusal("rope_type", " or ".join(ROPE_FIELDS), kind)
+    if surplus := [name for name in given if name not in (*EVERY_KIND, *ROPE_FIELDS[kind]) and given[name] is not None]:
+        raise settings.refusal(surplus[0], f"only fields that rope_type {kind} has", given[surplus[0]])
+    share = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=partial))
+    base = settings.number("rope_theta", default=config.number("rope_theta", "rotary_emb_base", default=theta))
+    rope: Fields = {"theta": base, "dims": int(head_dim * share), "interleaved": interleaved}
+    if kind == "linear":
+        rope["scaling"] = {"type": "linear", "factor": settings.number("factor")}
+    if kind == "llama3":
+        numbers = {name: settings.number(name) for name in ROPE_FIELDS[kind][:3]}
+        rope["scaling"] = {"type": "llama3", **numbers, "original_max_position": original_length(config, settings)}
+    return rope
+
+
+def original_length(config: Config, settings: Config) -> int:
+    """The context length before scaling, which may stand beside the rope's settings or among them."""
+    length = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    return int(length) if length else config.count("max_position_embeddings")

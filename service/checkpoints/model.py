@@ -1,0 +1,122 @@
+"""Attention layers of a whole model by its own config.json, which decides what tensors cannot tell.
+
+    layer = describe(config, layer=3, part=None)      which layer, and the fields of LayerSpec that the config determines
+    layer.find(names)                                 its tensors among the names of a checkpoint
+    read_model_layer(tensors, config, layer=3)        fields for LayerSpec, canonical weights
+
+A model_type that is not in `families.py`, a field about attention that is not understood, and any contradiction between config, tensors and
+the caller's spec raise InvalidRequest; nothing is guessed.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from service.checkpoints.config import Config
+from service.checkpoints.detection import ALL_LAYOUTS, Match, complete, find_matches, normalised
+from service.checkpoints.families import FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.layout import Fields, Weights
+from service.checkpoints.reader import read_match
+from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
+from service.errors import InvalidRequest
+from service.spec import LayerSpec
+from service.tensors import Array
+
+SECTIONS = {"text": "text_config", "vision": "vision_config", "decoder": "text_config"}  # part -> section of a composite config
+OTHER_TOWERS = ("vision", "visual", "audio", "image")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayer:
+    """One attention layer of a model, as its config describes it."""
+
+    model_type: str
+    part: str
+    number: int
+    attention: Attention
+    fields: Fields  # of LayerSpec
+
+    def find(self, names: Iterable[str]) -> Match:
+        """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
+        path = self.attention.path.format(n=self.number)
+        layouts = [layout for layout in ALL_LAYOUTS if layout.name == self.attention.layout]
+        at = [match for match in find_matches(names, layouts) if f".{match.stem}".endswith(f".{path}")]
+        if len({match.stem for match in at}) > 1 and self.part != "vision":
+            at = [match for match in at if not any(word in match.stem for word in OTHER_TOWERS)]
+        matches = complete(at)
+        if len(matches) != 1:
+            got = listed(match.prefix for match in matches)
+            if not matches and at:
+                got = f"{at[0].prefix} without {listed(at[0].missing)}"
+            raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with tensors as layout {layouts[0].name}", got)
+        return matches[0]
+
+    def tensors(self, names: Iterable[str]) -> list[str]:
+        """The names of all tensors that the layer needs or that stand below its name."""
+        names = list(names)
+        stem = self.find(names).stem
+        tables = tuple(self.attention.tables)
+        return [name for name in names if normalised(name).startswith(f"{stem}.") or (tables and normalised(name).endswith(tables))]
+
+
+def parse_config(text: str | bytes) -> Mapping[str, Any]:
+    """A config.json. Raises InvalidRequest if it is no JSON object."""
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise InvalidRequest.where("/config", "the text of a config.json, a JSON object", "something else")
+    return fields
+
+
+def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
+    """The config or its section about text, its model_type and that model_type's row. Raises InvalidRequest for one without a row."""
+    config = Config(fields)
+    kind = config.get("model_type")
+    if kind not in FAMILIES and kind not in REFUSED and (section := config.section("text_config")) is not None:
+        config, kind = section, section.get("model_type")
+    if kind in REFUSED:
+        raise config.refusal("model_type", f"a model whose attention this service computes ({REFUSED[kind]})", kind)
+    if kind not in FAMILIES:
+        near = get_close_matches(str(kind), FAMILIES, n=4) or sorted(FAMILIES)
+        raise config.refusal("model_type", f"a known model_type ({listed(near)})", kind)
+    return config, kind, FAMILIES[kind]
+
+
+def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> ModelLayer:
+    """Layer `layer` of a model. `part` may be left out where the model has only one. Raises InvalidRequest."""
+    config, kind, family = family_of(fields)
+    if part is None and len(family) == 1:
+        (part,) = family
+    if part is None or part not in family:
+        raise InvalidRequest.where("/part", f"one of {', '.join(family)}, as {kind} has them", "none" if part is None else f'"{part}"')
+    attention = family[part]
+    if (count := config.get(*attention.layers)) is not None and not 0 <= layer < count:
+        raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
+    spec = fields_of(attention, config, layer)
+    config.demand_all_read(attention.irrelevant)
+    return ModelLayer(kind, part, layer, attention, spec)
+
+
+def read_model_layer(
+    tensors: Mapping[str, Array], fields: Mapping[str, Any], layer: int, part: str | None = None, spec: Mapping[str, Any] | None = None
+) -> tuple[Fields, Weights]:
+    """Fields for LayerSpec and canonical weights of one layer of a model.
+
+    `spec` may add fields that the config does not determine, such as dtype. Raises InvalidRequest, naming the field or tensor.
+    """
+    described = describe(fields, layer, part)
+    for name, value in (spec or {}).items():
+        if name in described.fields and value != described.fields[name]:
+            raise InvalidRequest.where(
+                field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
+            )
+    found, weights = read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
+    for name, shape in LayerSpec.model_validate(found).weight_shapes().items():
+        if name not in weights or weights[name].shape != shape:
+            got = shape_of(weights[name]) if name in weights else "nothing"
+            raise InvalidRequest.where(weight_pointer(name), f"shape {list(shape)}, as the config has it", got)
+    return found, weights

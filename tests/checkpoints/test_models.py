@@ -1,0 +1,121 @@
+"""Layers of whole models, loaded as their own config.json describes them."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from support.command import run_attend
+from support.framework_cases import SAFETENSORS
+from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tensors_of, write_folder
+from support.server import Server
+
+from service.checkpoints.families import FAMILIES
+from service.client import AsyncClient, Client
+from service.errors import InvalidRequest
+
+
+@pytest.fixture
+def layers(http: httpx.Client) -> Iterator[httpx.Client]:
+    """The shared server, left with the layers that it had."""
+    yield http
+    http.delete("/layers/model")
+
+
+@pytest.mark.parametrize(("model", "index"), CASES, ids=[f"{model}-{index}" for model, index in CASES])
+def test_a_layer_computes_what_transformers_computes(layers: httpx.Client, model: str, index: int) -> None:
+    """Over HTTP, with nothing but the tensors and the model's config."""
+    made = put(layers, model, index)
+    assert made.is_success, made.text
+    assert difference(layers, model, index) <= TOLERANCE
+
+
+def test_every_family_has_a_case() -> None:
+    assert set(FAMILIES) <= {model["config"]["model_type"] for model in MODELS.values()}
+
+
+@pytest.mark.parametrize(
+    ("config", "at"),
+    [
+        ({"model_type": "lama"}, "/config/model_type"),
+        ({"num_attention_heads": 2}, "/spec/"),
+        ({"num_key_value_heads": 4}, "/spec/num_kv_heads"),
+        ({"num_attention_heads": "4"}, "/config/num_attention_heads"),
+        ({"attention_bias": True}, "/spec/bias"),
+        ({"attention_sinks": 4}, "/config/attention_sinks"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "/config/rope_parameters/rope_type"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 3}}, "/config/rope_parameters/twist"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "/config/rope_parameters/factor"),
+        ({"num_hidden_layers": 0}, "/layer"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
+    refused = put(layers, "llama", 0, **config)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"].startswith(at)
+
+
+def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Client) -> None:
+    """A missing matrix, one too many, norms in a family without them, and another layer's tensors."""
+    tensors = tensors_of(MODELS["llama"]["cases"][0])
+    norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
+    for given, words in (
+        ({name: x for name, x in tensors.items() if "v_proj" not in name}, "layers.0.self_attn without v_proj.weight"),
+        (tensors | {"layers.0.self_attn.gate.weight": np.ones(8, np.float32)}, "only what a layer of layout llama has"),
+        (tensors | norms, "the kind of the tensor query_norm.weight"),
+        ({name.replace("layers.0", "layers.1"): x for name, x in tensors.items()}, "ends with layers.0.self_attn"),
+    ):
+        refused = put(layers, "llama", 0, given)
+        assert refused.status_code == 422 and words in refused.json()["detail"], refused.text
+
+
+def test_a_layer_needs_its_number(layers: httpx.Client) -> None:
+    body = save(tensors_of(MODELS["llama"]["cases"][0]), {"config": json.dumps(MODELS["llama"]["config"])})
+    refused = layers.put("/layers/model", content=body, headers=SAFETENSORS)
+    assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == "/__metadata__/layer"
+
+
+async def _put(url: str, folder: Path, number: int) -> str:
+    async with AsyncClient(url) as client:
+        return (await client.put_layer_from("folder", folder, number)).fingerprint
+
+
+def test_a_folder_by_the_client(server: Server, tmp_path: Path) -> None:
+    """Whole or in shards, by either client, to the same layer; other fields of the spec may be added, but none contradicted."""
+    number = write_folder(tmp_path, "smollm3", 1)
+    with Client(server.url) as client:
+        made = client.put_layer_from("folder", tmp_path, layer=number)
+        assert made.spec.rope is None
+        sharded = tmp_path / "sharded"
+        sharded.mkdir()
+        write_folder(sharded, "smollm3", 1, sharded=True)
+        assert client.put_layer_from("folder", sharded, number, part="decoder").fingerprint == made.fingerprint
+        assert asyncio.run(_put(server.url, sharded, number)) == made.fingerprint
+        assert client.put_layer_from("folder", tmp_path, number, spec={"dtype": "float64"}).spec.dtype == "float64"
+        for wrong in ({"spec": {"num_heads": 2}}, {"part": "encoder"}):
+            with pytest.raises(InvalidRequest):
+                client.put_layer_from("folder", tmp_path, number, **wrong)  # type: ignore[arg-type]
+        (tmp_path / "config.json").unlink()
+        with pytest.raises(InvalidRequest, match=r"config\.json"):
+            client.put_layer_from("folder", tmp_path, number)
+        client.delete_layer("folder")
+
+
+def test_a_folder_by_the_command(tmp_path: Path) -> None:
+    """`layers inspect` says which layers there are and which are refused; `layers add` loads one."""
+    number = write_folder(tmp_path, "qwen2_sliding", 1)
+    listed = run_attend("layers", "inspect", str(tmp_path))
+    assert listed.returncode == 0, listed.stderr
+    lines = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert [line["layer"] for line in lines] == list(range(6)) and "refused" in lines[0]
+    assert lines[number]["spec"]["window"] == {"left": 4} and lines[number]["name"].endswith("self_attn")
+    kept = ("--layers-dir", str(tmp_path / "kept"))
+    added = run_attend("layers", "add", "one", str(tmp_path), "--layer", str(number), "--json", *kept)
+    assert added.returncode == 0 and json.loads(added.stdout)["spec"]["num_kv_heads"] == 2, added.stderr
+    for wrong in (("--part", "decoder"), ("--layer", "1", "--prefix", "layers.1")):
+        assert run_attend("layers", "add", "one", str(tmp_path), *wrong, *kept).returncode == 2

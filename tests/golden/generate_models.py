@@ -1,0 +1,117 @@
+"""Attention layers of tiny models of transformers, as their config.json and eager attention have them, for `models/NAME.json`.
+
+One file holds a config.json and, for each kind of layer that it describes, the shapes of the layer's tensors in the model's file (their
+numbers are `tiny_models.drawn`), what went into the layer and what came out. Run as `python generate_models.py [--check] [NAME …]` in an
+environment with the project, torch==2.13.0 and transformers==5.23.0: it writes the files, or compares with what is there.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from casefile import array, tensor
+from model_variants import VARIANTS
+from tiny_models import TinyModel, tiny_config
+
+from service.attention.reference.forward import attend
+from service.checkpoints.families import FAMILIES
+from service.checkpoints.model import describe, family_of, read_model_layer
+from service.errors import InvalidRequest
+from service.spec import LayerSpec
+
+FOLDER = Path(__file__).parent / "models"
+QUERY, KEY = ("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight")
+TOLERANCE = 3e-5  # of the largest value
+
+
+def layers_of(config):
+    """(layer, part) of every attention layer."""
+    inner, _, family = family_of(config)
+    return [(n, part) for part, attention in family.items() for n in range(inner.count(*attention.layers))]
+
+
+def compare(config):
+    """(layer, part) -> ("refused", why) or ("right" | "wrong", (shapes, query, key, output))."""
+    model, verdicts, loaded, modules = TinyModel(config), {}, {}, {}
+    for layer in layers_of(config):
+        try:
+            described = describe(config, *layer)
+            tensors = {name: model.tensors[name] for name in described.tensors(model.tensors)}
+            fields, weights = read_model_layer(tensors, config, *layer)
+        except InvalidRequest as refusal:
+            verdicts[layer] = "refused", str(refusal)
+            continue
+        names = described.find(tensors).names
+        parts = [
+            next(names[p] for p in ps if p in names) for ps in (("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight"))
+        ]
+        modules[layer] = tuple(model.module(tensors[name]) for name in (*parts, names["output.weight"]))
+        loaded[layer] = LayerSpec.model_validate(fields), weights, tensors, described
+    for layer, seen in model.run(modules).items():
+        spec, weights, tensors, described = loaded[layer]
+        ours = attend(spec, weights, query=seen["query"], key=seen["key"], causal=described.attention.causal).output
+        largest = np.abs(seen["output"]).max()
+        right = np.isfinite(largest) and largest > 1e-3 and np.abs(ours - seen["output"]).max() <= TOLERANCE * largest
+        verdicts[layer] = "right" if right else "wrong", (described, {name: x.shape for name, x in tensors.items()}, seen)
+    return verdicts
+
+
+def document(config):
+    """The file of a model: one case for each kind of layer. Raises AssertionError if a layer is wrong."""
+    cases, kinds = [], set()
+    for (number, part), (verdict, found) in compare(config).items():
+        assert verdict == "right", f"layer {number} of the {part}: {verdict} {found if verdict == 'refused' else ''}"
+        described, shapes, seen = found
+        if (kind := json.dumps([part, described.fields])) in kinds:
+            continue
+        kinds.add(kind)
+        own_key = seen["key"].shape != seen["query"].shape or not np.array_equal(seen["key"], seen["query"])
+        request = {
+            "query": tensor(seen["query"]),
+            **({"key": tensor(seen["key"])} if own_key else {}),
+            "causal": described.attention.causal,
+        }
+        case = {"layer": number, "part": part, "shapes": {name: list(shape) for name, shape in shapes.items()}}
+        cases.append(case | {"request": request, "output": tensor(seen["output"])})
+    return {"config": config, "cases": cases}
+
+
+def same(old, new):
+    """Whether two documents agree: numbers to 1e-5, everything else exactly."""
+    if isinstance(old, dict) and "base64" in old and isinstance(new, dict) and "base64" in new:
+        return old["shape"] == new["shape"] and np.allclose(array(old), array(new), rtol=0, atol=1e-5)
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(same(old[key], new[key]) for key in old)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(same, old, new))
+    return old == new
+
+
+def main():
+    chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
+    failed = []
+    for name, (model_type, changes) in ({name: (name, {}) for name in FAMILIES} | VARIANTS).items():
+        if chosen and name not in chosen:
+            continue
+        path = FOLDER / f"{name}.json"
+        try:
+            made = document(tiny_config(model_type, changes))
+        except Exception as error:
+            failed.append(name)
+            print(f"{name}: {type(error).__name__} {error}", flush=True)
+            continue
+        if "--check" in sys.argv:
+            if not same(json.loads(path.read_text()), made):
+                failed.append(name)
+                print(f"{name}: differs")
+        else:
+            FOLDER.mkdir(exist_ok=True)
+            path.write_text(json.dumps(made, separators=(",", ":")) + "\n")
+            print(f"{name}: {len(made['cases'])} cases, {path.stat().st_size} bytes", flush=True)
+    print(f"{len(failed)} failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Tiny models of transformers, and what their attention layers compute, eager. Needs torch and transformers; downloads nothing.
+
+A model is made from a config.json, saved, filled with drawn numbers and loaded again, so its files and its config are as on a hub. What
+goes into the matrices of queries and keys and what comes out of the output projection is seen by hooks; the modules are found by comparing
+their weights with the tensors of the file, so this works for any family.
+"""
+
+import json
+import tempfile
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+
+warnings.simplefilter("ignore")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
+SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 6),
+    **dict.fromkeys(("num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads",), 4),
+    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 16),
+    **dict.fromkeys(("hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "d_inner"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "type_vocab_size"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group", "first_k_dense_replace", "moe_topk"), 1),
+    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "pad_token_id", "bos_token_id"), 1),
+    "vocab_size": 32,
+    "num_key_value_heads": 2,
+    "sliding_window": 5,
+    "attention_chunk_size": 4,
+    "embedding_size": 12,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "d_kv": 5,
+    "num_buckets": 8,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 7,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 0,
+}
+
+
+def tiny_config(model_type, changes):
+    """The config.json of a tiny model: transformers' default config with small sizes, and `changes`."""
+    kind = CONFIG_MAPPING[model_type]
+    default = kind().to_dict()
+    sizes = {name: size for name, size in SIZES.items() if name in default}
+    sizes |= {name: 20 if "head_dim" in default else 32 for name in WIDTHS if name in default}
+    sizes |= {"head_dim": 8} if "head_dim" in default else {}
+    config = json.loads(kind(**(sizes | changes)).to_json_string())
+    return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path", "architectures")}
+
+
+def drawn(name, shape):
+    """float32 numbers that depend on nothing but the tensor's name and shape."""
+    return (np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35).astype(np.float32)
+
+
+class TinyModel:
+    """A model in eager mode, and the tensors of its file."""
+
+    def __init__(self, config):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            (path / "config.json").write_text(json.dumps(config))
+            AutoModel.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+            (path / "config.json").write_text(json.dumps(config))
+            (file,) = path.glob("*.safetensors")
+            tensors = {name: drawn(name, x.shape) if x.dtype.kind == "f" else x for name, x in load_file(file).items()}
+            save_file(tensors, file, metadata={"format": "pt"})
+            self.model = AutoModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+        self.tensors = tensors
+
+    def module(self, array):
+        """The module with these numbers as its weight, transposed or not; None if there is none."""
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                own = None if parameter is None else parameter.detach().numpy()
+                if own is not None and (np.array_equal(own, array) or np.array_equal(own.T, array)):
+                    return module
+        return None
+
+    def run(self, layers):
+        """`layers`: any key -> modules of queries, keys and output. Gives for each: query, key [b, n, width], output."""
+        seen = {key: {} for key in layers}
+        hooks = []
+        for key, (query, keys, output) in layers.items():
+            here = seen[key]
+            hooks.append(query.register_forward_pre_hook(lambda _, x, named, here=here: keep(here, "query", x, named), with_kwargs=True))
+            hooks.append(keys.register_forward_pre_hook(lambda _, x, named, here=here: keep(here, "key", x, named), with_kwargs=True))
+            hooks.append(output.register_forward_hook(lambda _, x, result, here=here: keep(here, "output", (result,), {})))
+        arguments = {"input_ids": IDS}
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            arguments["decoder_input_ids"] = SHORTER
+        with torch.no_grad():
+            self.model(**arguments)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+
+def keep(here, name, values, named):
+    """Keeps the first tensor as [b, n, width]."""
+    value = values[0] if values else next(iter(named.values()))
+    while isinstance(value, tuple | list):
+        value = value[0]
+    here[name] = value.detach().numpy().reshape(1, -1, value.shape[-1]).copy()
