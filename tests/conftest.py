@@ -17,6 +17,8 @@ from hypothesis import settings
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
+from service.wire.native import numbers
+
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=300, deadline=None)
@@ -40,6 +42,15 @@ def own_seed(request: pytest.FixtureRequest) -> None:
     """Each test draws the same numbers from its module's generator, whichever tests ran before it."""
     if isinstance(rng := getattr(request.module, "RNG", None), np.random.Generator):
         rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
+
+
+@pytest.fixture(params=sorted({numbers.variants()[0], numbers.variants()[-1]}))
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Numbers in JSON are read and written by Python, and by the compiled extension if there is one."""
+    before = numbers.variant()
+    numbers.use(request.param)
+    yield
+    numbers.use(before)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.codec import Codec, Decoded, Encoded, Headers
-from service.wire.json.numbers import NumberList
+from service.wire.json.lists import NumberList
 from service.wire.json.reader import STRICT, Reader, array_of_data, cut_values
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import text_of, write_json
