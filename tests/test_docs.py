@@ -21,7 +21,7 @@ from support.server import Server
 
 from service.settings import Settings, settings_table
 from service.spec import Init
-from service.web.openapi.examples import ATTEND, PUT_TINY
+from service.web.openapi.operations import ATTEND, PUT_TINY
 from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent
