@@ -11,8 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
@@ -31,10 +30,10 @@ class BadSettings(Exception):
     """A setting that does not exist or has no sensible value; the message names the setting and its source."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings. The description of each field is its help text, on the command line and in docs/settings.md."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
@@ -54,7 +53,7 @@ class Settings(BaseSettings):
     init: Init = Field(default="xavier_uniform", description="Initialization of the weights of `default`.")
     dtype: DType = Field(default="float32", description="Data type of the weights and arithmetic of `default`.")
     matmul_precision: MatmulPrecision = Field(default="highest", description="Precision of float32 products; high and medium allow TF32.")
-    layers: Annotated[dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec], NoDecode] = Field(
+    layers: dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec] = Field(
         default={}, description="More layers by name: tables [layers.NAME] in the file, JSON in a flag or variable."
     )
 
@@ -91,7 +90,7 @@ class Settings(BaseSettings):
     allowed_hosts: str = Field(
         default="",
         pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
-        description="Host names without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
+        description="Names allowed in Host without ports, with commas, or *; if not set, localhost on loopback without keys.",
     )
     cors_origins: str = Field(
         default="",
@@ -117,19 +116,6 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
     access_log: bool = Field(default=True, description="Log one line per request.")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = {name: text for name, text in env_settings.env_vars.items() if not (text and INJECTED.match(text))}
-        return init_settings, env_settings
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -173,20 +159,32 @@ class Settings(BaseSettings):
 
 def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings:
     """The settings of this process. Raises BadSettings, which names the setting and its source."""
-    known = set(Settings.model_fields)
-    for name in os.environ:
-        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
-        if ours and name.removeprefix(PREFIX).lower() not in known:
-            raise BadSettings(f"the environment variable {name} is not a setting; see `attend serve --help`")
-    from_file, in_environment = _file(config, known) if config else {}, _in_environment()
-    flags = {name: value for name, value in flags.items() if value is not None}
+    given = _given(flags, config)
     try:
-        settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
+        settings = Settings(**{name: value for name, (_, value) in given.items()})
         layers = settings.all_layers()
     except ValidationError as error:
-        raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
+        raise BadSettings("; ".join(_complaint(item, given) for item in error.errors())) from None
     _require_makeable(settings, layers)
     return settings
+
+
+def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
+    """Setting -> source of its value: its flag, its variable, the file, or "default"."""
+    return dict.fromkeys(Settings.model_fields, "default") | {name: source for name, (source, _) in _given(flags, config).items()}
+
+
+def _given(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, Any]]:
+    """Setting -> (source, value), for the settings that do not have their defaults. Raises BadSettings for unknown names."""
+    given = {name: (str(config), value) for name, value in _file(config).items()} if config else {}
+    others = {*injected_variables(), *CALLERS}
+    for variable, text in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in others and not KUBERNETES.match(variable):
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in Settings.model_fields:
+                raise BadSettings(f"the environment variable {variable} is not a setting; see `attend serve --help`")
+            given[name] = variable, text
+    return given | {name: (f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None}
 
 
 def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
@@ -205,26 +203,12 @@ def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
     check("", sum(spec.num_parameters for spec in layers.values()), "max_total_parameters", "at most {} parameters in all layers")
 
 
-def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
-    """Setting -> source of its value: its flag, its variable, the file, or "default"."""
-    from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
-    origins = dict.fromkeys(Settings.model_fields, "default")
-    origins |= {name: str(config) for name in from_file}
-    origins |= {name: f"{PREFIX}{name.upper()}" for name in in_environment}
-    return origins | {name: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
-
-
-def _in_environment() -> set[str]:
-    injected = set(injected_variables())
-    return {name for name in Settings.model_fields if f"{PREFIX}{name.upper()}" in os.environ.keys() - injected}
-
-
 def injected_variables() -> list[str]:
     """Variables that Kubernetes derives from a Service named attend, such as ATTEND_PORT=tcp://10.0.0.1:80. They are not settings."""
     return [name for name, text in os.environ.items() if name.startswith(PREFIX) and INJECTED.match(text)]
 
 
-def _file(config: Path, known: set[str]) -> dict[str, Any]:
+def _file(config: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(config.read_text())
     except OSError as error:
@@ -232,34 +216,23 @@ def _file(config: Path, known: set[str]) -> dict[str, Any]:
     except ValueError as error:
         raise BadSettings(f"the settings file {config} is not TOML: {error}") from None
     for name in document:
-        if name not in known:
+        if name not in Settings.model_fields:
             raise BadSettings(f'"{name}" in {config} is not a setting; see `attend serve --help`')
     return document
 
 
-def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], config: Path | None) -> str:
+def _complaint(error: Any, given: dict[str, tuple[str, Any]]) -> str:
+    """One of Pydantic's errors as a sentence that begins with the source of the setting."""
     path = [str(part) for part in error["loc"] if part != "[key]"] or [error.get("ctx", {}).get("at", "").strip("/")]
-    name, within = path[0], f", at {'.'.join(path)}" if len(path) > 1 else ""
-    if name in flags:
-        source = f"--{name.replace('_', '-')}"
-    elif name in in_environment:
-        source = f"{PREFIX}{name.upper()}"
+    name, dotted = path[0], ".".join(path)
+    source, within = given[name][0] if name in given else "", ""
+    if source.startswith(("--", PREFIX)):
+        within = f", at {dotted}" if len(path) > 1 else ""
     else:
-        source, within = f"{'.'.join(path)} in {config}" if config else ".".join(path), ""
+        source = f"{dotted} in {source}" if source else dotted
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch" and len(path) == 1:  # the description is clearer than the pattern
         wanted = str(Settings.model_fields[name].description).rstrip(".")
         message = f"expected {wanted[0].lower()}{wanted[1:]}, got {json.dumps(error['input'])}"
     source = f"{source}: " if name else ""  # an error about several settings names no single one
     return f"{source}{message[0].lower()}{message[1:]}{within}"
-
-
-def settings_table() -> str:
-    """All settings as the Markdown table of docs/settings.md."""
-    rows = ["| flag | default | |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = (
-            "" if field.default in (None, {}) else f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
-        )
-        rows.append(f"| `--{name.replace('_', '-')}` | {default} | {field.description} |")
-    return "\n".join(rows)

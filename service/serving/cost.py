@@ -161,11 +161,12 @@ def check(cost: Cost, limits: ServingLimits) -> None:
         raise TooLarge(problems=problems)
 
 
-def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
-    """Output name -> shape, with b, in the order of the request."""
-    q, k, h, joined, kv = inputs.num_queries, inputs.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
+def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, for b items of q queries and k keys, without a selection."""
+    h, kv, joined = spec.num_heads, spec.num_kv_heads, spec.concatenated_dim
+    return {
         "output": (b, q, spec.output_dim if spec.projections else joined),
+        "attention_weights": (b, h, q, k),
         "scores": (b, h, q, k),
         "log_sum_exp": (b, h, q),
         "query_projection": (b, h, q, spec.head_dim),
@@ -177,10 +178,15 @@ def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int,
         "key_gradient": (b, k, spec.key_dim),
         "value_gradient": (b, k, spec.value_dim),
     }
+
+
+def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, with b, in the order of the request."""
+    shapes = output_shapes(spec, b, inputs.num_queries, inputs.num_keys)
     made: dict[str, tuple[int, ...]] = {}
     for name in inputs.outputs:
         if name == "attention_weights":
-            made |= _weights(inputs, b, h)
+            made |= _weights(inputs, b, spec.num_heads)
         else:
             made[name] = shapes[name]
     return made

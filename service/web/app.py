@@ -20,7 +20,7 @@ from service.serving.service import Service, open_service
 from service.settings import Settings
 from service.web import errors
 from service.web.keys import Keyring
-from service.web.middleware.access import Access, Endpoint, Traces
+from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
@@ -33,7 +33,7 @@ from service.wire.limits import WireLimits
 class Application(FastAPI):
     """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
-    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
+    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
         own: dict[str, Endpoint] = {
             "/attend": attend.Attend(service, service.engine.attend),
             "/attend/analysis": attend.Attend(service, service.engine.analyse),

@@ -1,13 +1,12 @@
 """GET /openapi.json, generated from the routes and Pydantic models, and GET /docs, with assets from this server."""
 
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.staticfiles import StaticFiles
 
 from service import __version__
 from service.web.openapi.operations import error_responses
@@ -17,7 +16,6 @@ from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.text import WordsRequest
 from service.wire.v2.schemas import protocol_schemas
 
-ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon-32x32.png": "image/png"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
@@ -61,16 +59,7 @@ def install(app: FastAPI) -> None:
         page.headers.update(HEADERS)
         return page
 
-    @app.get("/docs/{name}", include_in_schema=False)
-    async def asset(name: str) -> Response:
-        if name not in ASSETS:
-            return Response(status_code=404)
-        return Response(_asset(name), media_type=ASSETS[name], headers={"Cache-Control": "max-age=86400"})
-
-
-@cache
-def _asset(name: str) -> bytes:
-    return files("fastapi_swagger.resources").joinpath(name).read_bytes()
+    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
 
 
 def operation_id(route: APIRoute) -> str:

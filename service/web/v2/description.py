@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import __version__
-from service.serving.cost import largest_batch
+from service.serving.cost import largest_batch, output_shapes
 from service.serving.layers.registry import HeldLayer
 from service.serving.service import Service
 from service.serving.statistics import Statistics as Counted
@@ -163,19 +163,8 @@ def _required(spec: LayerSpec) -> set[str]:
 
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
-    h, kv = spec.num_heads, spec.num_kv_heads
-    shapes = {
-        "output": [-1, -1, spec.output_dim if spec.projections else spec.concatenated_dim],
-        "attention_weights": [-1, h, -1, -1],
-        "scores": [-1, h, -1, -1],
-        "log_sum_exp": [-1, h, -1],
-        "query_projection": [-1, h, -1, spec.head_dim],
-        "key_projection": [-1, kv, -1, spec.head_dim],
-        "value_projection": [-1, kv, -1, spec.value_head_dim],
-        "head_outputs": [-1, h, -1, spec.value_head_dim],
-        "concatenated": [-1, -1, spec.concatenated_dim],
-    }
-    return [TensorMetadata(name=name, datatype=BY_TORCH[spec.dtype].name, shape=shape) for name, shape in shapes.items()]
+    shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
+    return [TensorMetadata(name=name, datatype=datatype, shape=list(shape)) for name, shape in shapes.items() if "gradient" not in name]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:
