@@ -10,7 +10,6 @@ from typing import Annotated, Any, get_args, get_origin
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
 from pydantic_core import CoreSchema, core_schema
-from typing_extensions import TypeAliasType
 
 from service.spec import disagreement
 from service.tensors import BY_NUMPY, DATATYPES, Array
@@ -34,11 +33,24 @@ REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a d
 NULL = {"type": "null"}
 
 
-Number = TypeAliasType("Number", float | str | None)
-Vector = TypeAliasType("Vector", list[Number])
-Matrix = TypeAliasType("Matrix", list[Vector])
-Tensor3 = TypeAliasType("Tensor3", list[Matrix])
-Tensor4 = TypeAliasType("Tensor4", list[Tensor3])
+class Number(RootModel[float | str | None]):
+    """A number; null, or a string such as "NaN", only where `reply.nonfinite` asks for it, or "-inf" among scores."""
+
+
+class Vector(RootModel[list[Number]]):
+    """Numbers."""
+
+
+class Matrix(RootModel[list[Vector]]):
+    """Rows of numbers."""
+
+
+class Tensor3(RootModel[list[Matrix]]):
+    """Nested lists of rank 3."""
+
+
+class Tensor4(RootModel[list[Tensor3]]):
+    """Nested lists of rank 4."""
 
 
 class Base64Tensor(BaseModel):
