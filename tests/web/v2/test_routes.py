@@ -497,16 +497,13 @@ def test_a_wrong_request_is_a_400_that_says_why(v2: httpx.Client, case: str) -> 
         (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [NaN,1,1,1,1,1]}]}', "NaN"),
         (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [1e999,1,1,1,1,1]}]}', "finite"),
         (b'{"inputs": [{"name": "query\\u0000", "shape": [1], "datatype": "FP32", "data": [1]}]}', "query"),
-        (b'{"inputs": ' + b"[" * 100 + b"]" * 100 + b"}", "/inputs"),
+        (b'{"inputs": ' + b"[" * 100 + b"]" * 100 + b"}", "deep"),
         (b'{"inputs": [{"data": ' + b"[" * 3000 + b"]" * 3000 + b"}]}", "deep"),
         (b"\xff\xfe", "UTF-8"),
     ],
 )
 def test_bytes_that_are_no_request(v2: httpx.Client, body: bytes, words: str) -> None:
-    answer = v2.post(INFER, content=body)
-
-    assert words.lower() in refused(answer, answer.status_code).lower()
-    assert answer.status_code in (400, 413)
+    assert words.lower() in refused(v2.post(INFER, content=body), 413 if words == "deep" else 400).lower()
 
 
 @pytest.mark.parametrize(
