@@ -28,7 +28,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "errors": set(),
     "tensors": {"ml_dtypes"},
     "spec": {"pydantic", "pydantic_core"},
-    "settings": {"pydantic", "pydantic_settings"},
+    "settings": {"pydantic"},
     "wire": {"pydantic", "pydantic_core", "orjson", "safetensors"},
     "attention": {"torch", "safetensors", "matplotlib"},
     "checkpoints": {"safetensors"},

@@ -30,7 +30,7 @@ WITHOUT_EXTENSION = (
 
 
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
-    """Serves on the socket until a signal ends it. Raises typer.Exit(1) if no worker can start."""
+    """Serves on the socket until a signal ends it. Raises typer.Exit(1) if the layers cannot be loaded."""
     configure_logs(settings.log_format, settings.log_level)
     log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads, json_numbers=numbers.variant())
     if numbers.variant() == numbers.PYTHON:
@@ -57,7 +57,11 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         timeout_worker_healthcheck=ANSWER_SECONDS,
     )
     if settings.workers == 1:
-        Server(config).run([listening])
+        server = Server(config)
+        server.run([listening])
+        if server.failed:
+            log.error("stopping", reason="the layers cannot be loaded; the lines before this one say why")
+            raise typer.Exit(1)
         return
     try:
         folder = tempfile.TemporaryDirectory(prefix="attend-metrics-", dir=shared_folder())

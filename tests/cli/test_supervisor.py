@@ -397,6 +397,17 @@ def break_folder(path: Path) -> Path:
     return broken
 
 
+def test_a_server_that_cannot_load_its_layers_ends(tmp_path: Path) -> None:
+    """With the reason and an exit status, as with several workers."""
+    break_folder(tmp_path)
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
+    found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
+    assert done.returncode == 1
+    assert "Is a directory" in events(found, "not ready")[0]["error"]
+    assert [event["reason"] for event in events(found, "stopping")] == ["the layers cannot be loaded; the lines before this one say why"]
+
+
 @several_workers
 def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""

@@ -30,11 +30,7 @@ export class Heads {
   draw(name, square, scale) {
     const { canvas } = this.boxes.get(name);
     const small = square.pooled(SIZE);
-    [canvas.width, canvas.height] = [small.keys, small.queries];
-    const context = canvas.getContext("2d");
-    const pixels = context.createImageData(small.keys, small.queries);
-    paint(pixels, small.data, stretch(small, scale));
-    context.putImageData(pixels, 0, 0);
+    paint(canvas, small, stretch(small, scale));
   }
 
   mark(shown) {

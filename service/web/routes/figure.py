@@ -3,10 +3,10 @@
 from fastapi import FastAPI, Request, Response
 
 from service.serving.service import Service
-from service.web.openapi.examples import FIGURE
+from service.web.openapi.operations import CALL_ERRORS, FIGURE, error_responses, request_body_doc
 from service.web.record import Record
 from service.web.request_reader import read_as
-from service.web.routes.attend import error_responses, request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, acceptable, form_of_body
 
@@ -22,9 +22,9 @@ def install(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={
             200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
-            **error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+            **error_responses(*CALL_ERRORS),
         },
-        openapi_extra=request_body_doc("FigureRequest", FIGURE, "Heat maps of both heads; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE, "Heat maps of all heads."), binary=True),
     )
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""

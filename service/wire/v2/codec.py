@@ -107,7 +107,7 @@ def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview)
     members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
     for name, tensor in header.json_tensors.items():
         data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
-        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.row.numpy, f"/inputs/{tensor.input}/data")
+        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.datatype.numpy, f"/inputs/{tensor.input}/data")
     return members
 
 

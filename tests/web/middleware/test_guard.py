@@ -53,7 +53,7 @@ ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that o
 def attend_keys(*arguments: str, file: Path) -> Result:
     """The command, in this process: it loads neither torch nor a server."""
     app = typer.Typer()
-    keys.install(app)
+    app.add_typer(keys.group, name="keys")
     return CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
 
 
