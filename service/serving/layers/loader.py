@@ -212,10 +212,10 @@ class LayerLoader:
 
     async def _unload_file(self, store: LayerStore, name: str, before: LayerFile | None) -> None:
         """Mark a layer of the store as unloaded. `before`: the file of that name that was last read. On failure, log it."""
-        held = self.registry.get(name)
+        loaded = self.registry.get(name)
         try:
-            if held is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
-                spec, fingerprint = held.spec, held.fingerprint
+            if loaded is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
+                spec, fingerprint = loaded.spec, loaded.fingerprint
             else:
                 spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
             self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))

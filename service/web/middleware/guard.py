@@ -45,8 +45,8 @@ class Guard:
             self._require_host(host)
         if self.keyring is not None:
             shell = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
-            said = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-            return "" if shell else require_key(self.keyring, said, scopes_for("GET" if method == "HEAD" else method, path))
+            texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+            return "" if shell else require_key(self.keyring, texts, scopes_for("GET" if method == "HEAD" else method, path))
         if b"origin" in headers and self.hosts is not None and method not in READING:
             self._require_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""
