@@ -54,8 +54,7 @@ def test_a_shell_is_offered_what_there_is(shell):
     for line, offered in (("attend lay", "layers"), ("attend heads --metr", "--metrics")):
         asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
         asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
-        assert offered in done.stdout, done
+        assert offered in run_attend(env={**WIDE, **asked}).stdout.decode()
 
 
 def test_version():

@@ -3,12 +3,13 @@
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from service.settings import Settings
 from service.web.app import create_app
@@ -19,7 +20,45 @@ from support.waiting import PATIENCE, until
 @contextmanager
 def serve_here(settings: Settings) -> Iterator[str]:
     """The URL of a server in a thread of this process, once it is ready. It starts in a tenth of the time of `start_server`."""
-    app = create_app(settings)
+    with _serve(create_app(settings)) as url:
+        yield url
+
+
+@contextmanager
+def collecting_server() -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
+    """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them."""
+    app = create_app(Settings(access_log=False, batch_delay=0.001))  # with a delay, light and heavy calls wait in one queue
+    scheduler, inner = app.state.service.scheduler, app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.loop = asyncio.get_running_loop()
+        async with inner(app):
+            yield
+
+    @contextmanager
+    def collect(calls: int) -> Iterator[None]:
+        held, released = threading.Event(), threading.Event()
+
+        def hold_device() -> None:
+            held.set()
+            released.wait(PATIENCE)
+
+        asyncio.run_coroutine_threadsafe(scheduler.aside(hold_device), app.state.loop)
+        assert held.wait(PATIENCE)
+        try:
+            yield
+            until(lambda: scheduler.load[0] == calls, f"{calls} calls that wait")
+        finally:
+            released.set()
+
+    app.router.lifespan_context = lifespan
+    with _serve(app) as url:
+        yield url, collect
+
+
+@contextmanager
+def _serve(app: FastAPI) -> Iterator[str]:
     config = uvicorn.Config(app, http=Connection, log_config=None, server_header=False, timeout_graceful_shutdown=20)
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from support.app import collecting_server
 
 B, Q, K = 2, 3, 5  # of most requests here; the layer `cross` has d_model 4, 2 heads, key_dim 3, value_dim 5
 H, D = 2, 2
@@ -619,10 +620,10 @@ def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
         np.testing.assert_allclose(cross(outputs=["scores"], bias=bias)["scores"], plain + added, atol=1e-5, err_msg=str(shape))
 
 
-def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[..., str]) -> None:
+def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
     """Each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
     query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
-    with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(3) as threads:
+    with collecting_server() as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
         def attend(reproducible: bool) -> dict[str, Any]:
             answer = http.post("/attend", json={"query": query, "causal": True, "reproducible": reproducible, "reply": {"form": "base64"}})
@@ -632,10 +633,15 @@ def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[
         def batches() -> float:
             return float(re.search(r"^attend_batch_calls_count (\S+)$", http.get("/metrics").text, re.MULTILINE)[1])
 
+        def attend_together(reproducible: bool) -> list[dict[str, Any]]:
+            with collect(3):
+                calls = [threads.submit(attend, reproducible) for _ in range(3)]
+            return [call.result() for call in calls]
+
         alone, start = attend(True), batches()
-        fixed = list(threads.map(attend, [True] * 3))
+        fixed = attend_together(True)
         assert batches() - start == 3
-        usual = list(threads.map(attend, [False] * 3))
+        usual = attend_together(False)
         assert batches() - start == 3 + 1
 
     assert fixed == [alone] * 3
