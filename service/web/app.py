@@ -25,7 +25,7 @@ from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
-from service.web.routes import attend, figure, health, layers, page, text
+from service.web.routes import attend, health, layers, page, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
@@ -94,7 +94,6 @@ def create_app(settings: Settings) -> FastAPI:
     traces = open_telemetry(service) if settings.telemetry else None
     app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     attend.install(app, service)
-    figure.install(app, service)
     layers.install(app, service, extensions.why_not_writable)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)

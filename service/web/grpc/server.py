@@ -7,15 +7,13 @@ from functools import partial
 
 import grpc
 import structlog
-from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
-from service.web.grpc import reflection
 from service.web.grpc.calls import SERVICE, Calls, GrpcOptions
 from service.web.grpc.channel import channel_options
-from service.web.grpc.health import Health
 from service.web.grpc.methods import Methods
+from service.web.grpc.standard_services import NAMES, Health, Reflection
 from service.web.v2.description import ProtocolExtensions
 
 log = structlog.get_logger("attend")
@@ -29,8 +27,8 @@ async def serving(service: Service, extensions: ProtocolExtensions, address: str
     calls = Calls(service, Methods(service, extensions, largest), options)
     checks = Health(service, frozenset({SERVICE.full_name}), largest, seconds)
     server.add_generic_rpc_handlers((calls.handler(), checks.handler()))
-    names = (SERVICE.full_name, health.SERVICE_NAME, reflection.NAME)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.Reflection(service.gate, names, seconds), server)
+    names = (SERVICE.full_name, *NAMES)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(service.gate, names, seconds), server)
     if options.tls is None:
         port = server.add_insecure_port(address)
     else:
