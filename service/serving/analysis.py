@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from service.attention.call import Call, Result
-from service.attention.masks import open_keys
+from service.attention.masks import real_keys
 from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
@@ -86,7 +86,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     words: dict[str, Any] = {}
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         words = _numbered(request.tokens.query, request.tokens.key)
-        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
+        words["key"] = torch.where(real_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
     direction = None
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
@@ -111,7 +111,7 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
     if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
         return None
-    return open_keys(call.masks, call.query.shape[0])
+    return real_keys(call.masks, call.query.shape[0])
 
 
 def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:

@@ -16,7 +16,10 @@ from service.settings import Settings
 from service.web.app import create_app
 from service.web.errors import retry_after
 from service.web.request_reader import network_of
-from service.wire.codec import Encoded, JsonCodec
+from service.wire.codec import Encoded, NativeCodec
+from service.wire.json.reader import parse
+from service.wire.json.writer import encode_json
+from service.wire.negotiation import JSON
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096
@@ -283,7 +286,7 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
     """The caller goes while its call is computed."""
     encoded: list[Any] = []
 
-    class Watched(JsonCodec):
+    class Watched(NativeCodec):
         def encode(self, *args: Any) -> Encoded:
             encoded.append(args)
             return super().encode(*args)
@@ -292,9 +295,9 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched()))).pieces
+            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)))).pieces
             computed = service.scheduler.finished_at
-            raw = RawRequest(body, reply_codec=Watched(), gone=lambda: service.scheduler.finished_at > computed)
+            raw = RawRequest(body, reply_codec=Watched(JSON, parse, encode_json), gone=lambda: service.scheduler.finished_at > computed)
             with pytest.raises(CallerGone):
                 await service.engine.attend(raw)
             assert len(encoded) == 1
