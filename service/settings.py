@@ -72,8 +72,8 @@ class Settings(BaseModel):
 
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
-    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
+    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
+    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")

@@ -39,9 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_seed(request: pytest.FixtureRequest) -> None:
-    """Each test draws the same numbers from its module's generator, whichever tests ran before it."""
-    if isinstance(rng := getattr(request.module, "RNG", None), np.random.Generator):
-        rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
+    """Each test draws the same numbers from its module's generator and from torch's, whichever tests ran before it."""
+    rng, seed = getattr(request.module, "RNG", None), zlib.crc32(request.node.name.encode())
+    if isinstance(rng, np.random.Generator):
+        rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    elif isinstance(rng, np.random.RandomState):
+        rng.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @pytest.fixture(params=sorted({numbers.variants()[0], numbers.variants()[-1]}))

@@ -21,7 +21,7 @@ from service.attention.call import Call, Result
 from service.cli.logs import configure_logs
 from service.errors import AttendError, CapacityError, NotReady
 from service.serving.cost import Cost
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
 from service.web.app import create_app, create_service
@@ -77,11 +77,11 @@ class RayShards:
     def __init__(self, handle: DeploymentHandle, count: int) -> None:
         self.handle, self.count = handle, count
 
-    async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
+    async def compute(self, layer: LoadedLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
         """The result of each part. Raises what a shard raised, or CapacityError if all attempts fail."""
         return await asyncio.gather(*(self._compute_part(layer, part, cost) for part in parts))
 
-    async def _compute_part(self, layer: HeldLayer, part: Call, cost: Cost) -> Result:
+    async def _compute_part(self, layer: LoadedLayer, part: Call, cost: Cost) -> Result:
         failed = 0
         while True:
             try:

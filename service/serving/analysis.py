@@ -16,7 +16,7 @@ from service.serving import binding
 from service.serving.casting import cast
 from service.serving.cost import Cost, ServingLimits, check, reply_sizes
 from service.serving.cost import predict as predict_call
-from service.serving.layers.registry import HeldLayer, numpy_of
+from service.serving.layers.registry import LoadedLayer, numpy_of
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
@@ -31,7 +31,7 @@ OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zer
 BLOCK = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-def bind_analysis(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
     """The bound call of a request for metrics. `shards` is ignored, since metrics need all keys of a row at once.
 
     Raises InvalidRequest, or TooLarge for a cost beyond the limits.
@@ -160,7 +160,7 @@ def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
     return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
 
-def build_reply(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
+def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) -> Reply:
     """The metrics under the names and in the order of the request, without the batch axis if the request has none.
 
     Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.

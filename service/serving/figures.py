@@ -20,7 +20,7 @@ from service.attention.figures import FigureSpec, Format, compose, draw, operati
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.binding import bind, fit
 from service.serving.cost import ServingLimits, check, predict
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, Waiting
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
@@ -34,7 +34,7 @@ LONGEST = 30.0  # most seconds for waiting and drawing, if the caller sets no ea
 WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
     """The bound call of a request for a figure. `decoded.reply_format` is the accepted media type, "" if no picture type is accepted.
 
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.

@@ -7,7 +7,7 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.spec import fingerprint
@@ -52,7 +52,7 @@ class TextEncoder:
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
 
-    async def _layer_of(self, name: str, read: Sentence) -> HeldLayer:
+    async def _layer_of(self, name: str, read: Sentence) -> LoadedLayer:
         """The layer of that name; loaded from `read` if the registry has none."""
         loaded = {layer.name: layer for layer in self.service.registry.all()}
         return loaded[name] if name in loaded else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
@@ -69,6 +69,6 @@ def _installed() -> Vocabulary:
         return Vocabulary(layers=[], note=str(error))
 
 
-def _words(layer: HeldLayer, read: Sentence, meaningful: bool, note: str) -> Words:
+def _words(layer: LoadedLayer, read: Sentence, meaningful: bool, note: str) -> Words:
     reference = LayerReference(name=layer.name, fingerprint=layer.fingerprint)
     return Words(layer=reference, tokens=read.tokens, vectors=base64_tensor(read.vectors), meaningful=meaningful, note=note)

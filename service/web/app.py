@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service import __version__
 from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
 from service.serving.scheduler import QueueLimits
@@ -92,7 +91,13 @@ def create_app(settings: Settings) -> FastAPI:
             traces.close()
 
     traces = open_telemetry(service) if settings.telemetry else None
-    app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Application(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=document.operation_id,
+    )
     attend.install(app, service)
     layers.install(app, service, extensions.why_not_writable)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only

@@ -118,7 +118,6 @@ def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
 
     def put(seed):
         layer = registry.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
-        layer.attention.tune()
         registry.put(layer)
         found = layers.find("x", layer.fingerprint)
         assert layers.find("x", layer.fingerprint) is found, "made once"

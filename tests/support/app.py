@@ -11,9 +11,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from service.serving.batching import BatchLimits
+from service.serving.cost import Cost
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
+from support.scheduler import HEAVY, Attention, held, request
 from support.waiting import PATIENCE, until
 
 
@@ -25,10 +28,13 @@ def serve_here(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def collecting_server() -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
-    """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them."""
-    app = create_app(Settings(access_log=False, batch_delay=0.001))  # with a delay, light and heavy calls wait in one queue
+def collecting_server(batch_calls: int) -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
+    """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them, in batches
+    of at most `batch_calls`. One more call, which is a batch of its own, holds the device until then.
+    """
+    app = create_app(Settings(access_log=False, batch_delay=0.001))  # with a delay, light calls wait, too
     scheduler, inner = app.state.service.scheduler, app.router.lifespan_context
+    scheduler.batch_limits = BatchLimits(batch_calls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -38,19 +44,16 @@ def collecting_server() -> Iterator[tuple[str, Callable[[int], AbstractContextMa
 
     @contextmanager
     def collect(calls: int) -> Iterator[None]:
-        held, released = threading.Event(), threading.Event()
-
-        def hold_device() -> None:
-            held.set()
-            released.wait(PATIENCE)
-
-        asyncio.run_coroutine_threadsafe(scheduler.aside(hold_device), app.state.loop)
-        assert held.wait(PATIENCE)
+        attention = Attention()
+        attention.door.clear()
+        holding = scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+        asyncio.run_coroutine_threadsafe(holding, app.state.loop)
+        assert attention.entered.acquire(timeout=PATIENCE)
         try:
             yield
             until(lambda: scheduler.load[0] == calls, f"{calls} calls that wait")
         finally:
-            released.set()
+            attention.door.set()
 
     app.router.lifespan_context = lifespan
     with _serve(app) as url:

@@ -131,7 +131,7 @@ class _Measurement:
         for block, of_many in zip(self._blocks(alone, tuple(one), none, rows), many, strict=True):
             single.read(block, of_many, one[2])
         output = self.layer.forward(replace(self.call, outputs=frozenset({"output"}))).tensors["output"]
-        alike = self.layer.project_back(single.outputs.to(self.layer.dtype), self.call)
+        alike = self.layer.project_back(single.outputs.to(self.layer.dtype))
         return single.tensors(output, alike, self._counts(none, 1)[:, 0])
 
     def of_outputs(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
 from service.serving.layers.files import require_storable, require_storable_spec
-from service.serving.layers.registry import HeldLayer, LayerRegistry, UnloadedLayer
+from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
@@ -53,7 +53,7 @@ class LayerLoader:
             await self._follow(self.store)
             self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
-    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[LoadedLayer, bool]:
         """Load the layer that `read` returns; returns it and whether its name is new. With a store, write it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
@@ -241,7 +241,7 @@ class LayerLoader:
             log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         return True
 
-    async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> HeldLayer:
+    async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> LoadedLayer:
         """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
         spec, weights, fingerprint = await self._run_in_thread(store.read, name, kind)
         layer = await self._make(name, spec, weights)
@@ -253,13 +253,13 @@ class LayerLoader:
         """Run `work` in the loader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> HeldLayer:
+    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> LoadedLayer:
         self.registry.admit(name, spec)
         layer = await self._run_in_thread(self.registry.make, name, spec, weights)
         await self.probe.warm(layer, self.registry.limits)
         return layer
 
-    def _add(self, layer: HeldLayer) -> bool:
+    def _add(self, layer: LoadedLayer) -> bool:
         new = self.registry.put(layer)
         self.statistics.hold(layer.name)
         self.metrics.layers.set(len(self.registry))

@@ -23,7 +23,7 @@ import structlog
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
 from service.serving.layers.coordination import Claim, Coordinator, create_locked, remove_unlocked
 from service.serving.layers.files import read_stored, stored_pieces
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.problems import describe_value
@@ -100,7 +100,7 @@ class LayerStore:
                 raise TooLarge.where("", f"a file of at most {self.largest} bytes (max_layer_bytes)", str(about.st_size))
             return read_stored(reader.read(self.largest))
 
-    def write(self, layer: HeldLayer) -> tuple[int, LayerFile]:
+    def write(self, layer: LoadedLayer) -> tuple[int, LayerFile]:
         """Store the layer. Returns the number of the change, and the file. Raises StorageFull or ServiceFault."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
@@ -147,7 +147,7 @@ class LayerStore:
         return self.path / f"{name}{kind}"
 
 
-def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
+def _write(part: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
     """Write the file as `part`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
     file = create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
     try:

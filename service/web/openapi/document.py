@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
 
 from service import __version__
@@ -19,6 +20,13 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
     "Referrer-Policy": "no-referrer",
+}
+TAGS = {
+    "attend": "Attention, and what its heads do.",
+    "layers": "The layers that calls name.",
+    "words": "Vectors for a text.",
+    "v2": "The Open Inference Protocol: every layer is a model.",
+    "operation": "Health, metrics, and the index.",
 }
 SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
 DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
@@ -54,8 +62,27 @@ def install(app: FastAPI) -> None:
     app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
 
 
+def operation_id(route: APIRoute) -> str:
+    """The name of the route's function, which generated clients call theirs; those of the Open Inference Protocol begin with v2."""
+    return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
+
+
+def _summarise(operation: dict[str, Any]) -> None:
+    """Makes the first paragraph of the description the summary."""
+    operation["summary"] = " ".join(operation["description"].partition("\n\n")[0].split()).removesuffix(".")
+
+
 def _document(app: FastAPI) -> dict[str, Any]:
-    document = get_openapi(title="attend", version=__version__, description=DESCRIPTION, routes=app.routes)
+    document = get_openapi(
+        title="attend",
+        version=__version__,
+        description=DESCRIPTION,
+        routes=app.routes,
+        tags=[{"name": name, "description": description} for name, description in TAGS.items()],
+        servers=[{"url": app.root_path or "/"}],
+        contact={"name": "The maintainers of attend"},
+        license_info={"name": "MIT", "identifier": "MIT"},
+    )
     requests = request_schemas(AnalysisRequest, FigureRequest, WordsRequest)
     schemas = {**requests, **protocol_schemas(), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's refusals, which this service does not send
@@ -65,6 +92,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
     for name, path in document["paths"].items():
         for operation in path.values():
+            _summarise(operation)
             if not name.startswith("/health/"):
                 operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
             refusal = operation["responses"].get("422", {}).get("content", {})

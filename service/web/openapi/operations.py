@@ -1,5 +1,6 @@
-"""Parts of the OpenAPI descriptions of routes: request bodies with their examples, and error responses. A test posts each example."""
+"""Parts of the OpenAPI descriptions of routes: request bodies with their examples, and responses. A test posts each example."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,16 +16,14 @@ ATTEND = {
     "causal": True,
     "reply": {"decimals": 3},
 }
-FIGURE = {**ATTEND, "tokens": {"query": ["the", "cat", "sat"]}, "figure": {"kind": "heads", "format": "svg"}}
-ANALYSIS = {
-    "layer": "tiny",
-    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]],
-    "causal": True,
-    "tokens": {"query": ["the", "cat", "saw", "the"]},
-    "metrics": ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"],
-    "reply": {"decimals": 3},
-}
-PLAN = {"layer": "tiny", "query": {"shape": [2, 1000, 4]}, "causal": True, "outputs": ["output"]}
+# Four rows for the layer `default`, which every new server has
+ROWS = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
+TOKENS = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
+FRESH = {**ROWS, "reply": {"decimals": 3}}
+FIGURE = {**ROWS, **TOKENS, "figure": {"kind": "heads", "format": "svg"}}
+METRICS = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
+ANALYSIS = {**ROWS, **TOKENS, "metrics": METRICS, "reply": {"decimals": 3}}
+PLAN = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
 INFER = {
     "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
     "parameters": {"causal": True, "reply": '{"decimals": 3}'},
@@ -33,9 +32,10 @@ LOAD = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
 WORDS = {"text": "The cat sat on the mat", "layer": "default"}
 
 
-def request_body_doc(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
-    """The request body of a route that reads the body itself."""
-    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
+def request_body_doc(model: str, *examples: tuple[Any, str], binary: bool = False, required: bool = True) -> dict[str, Any]:
+    """The request body of a route that reads the body itself. An example is a body and its summary."""
+    named = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(examples, 1)}
+    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": named}}
     if binary:
         content[SAFETENSORS] = {"schema": BINARY}
     return {"requestBody": {"required": required, "content": content}}

@@ -12,7 +12,7 @@ from starlette.types import Receive, Send
 from service.errors import NotReady
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.service import Service
-from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FIGURE, PLAN, error_responses, request_body_doc
+from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FIGURE, FRESH, PLAN, error_responses, request_body_doc
 from service.web.record import Record
 from service.web.request_reader import read, read_as
 from service.wire.codec import CODECS
@@ -64,10 +64,13 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=AttendReply,
         responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("AttendRequest", (FRESH, "Four rows, causal."), (ATTEND, "For the layer `tiny`."), binary=True),
     )
     async def attend() -> None:
-        """Attention output and weights for queries, keys, values and masks."""
+        """Attention output and weights for queries, keys, values and masks.
+
+        With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
+        """
         raise AssertionError("answered by the hot endpoint")
 
     @app.post(
@@ -75,10 +78,13 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=AnalysisReply,
         responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
+        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS, "What each head does with four words."), binary=True),
     )
     async def analysis() -> None:
-        """Numbers on what each head does: the body of /attend and `metrics`."""
+        """Numbers on what each head does.
+
+        The body is that of POST /attend, and the metrics to compute.
+        """
         raise AssertionError("answered by the hot endpoint")
 
     @app.post(
@@ -86,11 +92,13 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=Plan,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AttendRequest", PLAN, "Tensors may be given by shape alone."),
+        openapi_extra=request_body_doc("AnalysisRequest", (PLAN, "Tensors may be given by shape alone."), binary=True),
     )
     async def plan(request: Request) -> Plan:
-        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
-        /attend/analysis. Computes nothing."""
+        """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
+
+        The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
+        """
         require_started(service)
         return await service.engine.plan(await read(request.scope["attend"], request.receive, service))
 
@@ -102,7 +110,7 @@ def install(app: FastAPI, service: Service) -> None:
             200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
             **error_responses(*CALL_ERRORS),
         },
-        openapi_extra=request_body_doc("FigureRequest", FIGURE, "Heat maps of both heads; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE, "Heat maps of all heads."), binary=True),
     )
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""

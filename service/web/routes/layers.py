@@ -64,7 +64,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
             201: {"model": LayerDocument, "description": "The layer is new."},
             **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=request_body_doc("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
+        openapi_extra=request_body_doc("PutLayer", (PUT_TINY, "A seeded layer."), binary=True),
     )
     async def put_layer(
         name: NewName,

@@ -28,7 +28,7 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         tags=["words"],
         response_model=Words,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("WordsRequest", WORDS, "A sentence for the layer `default`."),
+        openapi_extra=request_body_doc("WordsRequest", (WORDS, "A sentence for the layer `default`.")),
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""

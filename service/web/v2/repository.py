@@ -36,7 +36,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         response_model=list[RepositoryModel],
         responses=error_responses(400),
-        openapi_extra=request_body_doc("IndexRequest", {"ready": True}, "Those that are ready.", required=False),
+        openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
     )
     async def index(request: Request) -> list[RepositoryModel]:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
@@ -47,7 +47,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         response_class=Response,
         responses=error_responses(400, 403, 404, 409, 413, 503),
-        openapi_extra=request_body_doc("LoadRequest", LOAD, "A seeded layer.", required=False),
+        openapi_extra=request_body_doc("LoadRequest", (LOAD, "A seeded layer."), required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
@@ -61,7 +61,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         response_class=Response,
         responses=error_responses(400, 403, 404, 409, 503),
-        openapi_extra=request_body_doc("UnloadRequest", {}, "No body is needed.", required=False),
+        openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
     )
     async def unload(name: str, request: Request) -> Response:
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""

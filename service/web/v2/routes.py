@@ -142,7 +142,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
             **error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
-        openapi_extra=request_body_doc("InferenceRequest", INFER, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("InferenceRequest", (INFER, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")),
     )
     async def infer(name: str) -> None:
         """POST /attend in this protocol's form, JSON or with tensors as bytes."""

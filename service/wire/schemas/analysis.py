@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from service.spec import disagreement
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
-from service.wire.schemas.tensors import Sequences
+from service.wire.schemas.tensors import ReplyTensor, Sequences
 
 PER_HEAD = {"": "bh"}
 # Each metric's parts, with the letters of their shapes: b items, h heads, q queries, k keys, n links
@@ -178,4 +178,4 @@ class AnalysisReply(Document):
 
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to. No metric counts them.")
-    metrics: dict[str, Any]
+    metrics: dict[str, ReplyTensor | dict[str, ReplyTensor]]

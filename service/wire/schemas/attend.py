@@ -3,11 +3,11 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
@@ -20,6 +20,7 @@ from service.wire.schemas.tensors import (
     KeyMask,
     Lengths,
     Mask,
+    ReplyTensor,
     Sequences,
     Weight,
     tensor_kinds,
@@ -229,12 +230,42 @@ class LayerReference(Document):
     fingerprint: str
 
 
-class AttendReply(Document):
-    """The requested outputs under their names. Their shapes are in docs/requests.md."""
+def _absent(schema: dict[str, Any]) -> None:
+    """A member without this output is absent, not null."""
+    schema.pop("default", None)
 
-    model_config = ConfigDict(extra="allow")
+
+def _output(description: str) -> Any:
+    return Field(default=None, description=description, json_schema_extra=_absent)
+
+
+class Selection(Document):
+    """The `top_k` largest attention weights of each row."""
+
+    keys: ReplyTensor = Field(description="[b,h,q,top_k]. Indices of the keys.")
+    values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
+
+
+OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
+
+
+class AttendReply(Document):
+    """The requested outputs, and no others. Shapes are without b if the request has none."""
+
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
+    output: OptionalTensor = _output("[b,q,output_dim].")
+    attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
+    scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm and rotation.")
+    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
+    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim].")
+    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("Shape of the key.")
+    value_gradient: OptionalTensor = _output("Shape of the value.")
 
 
 class LayerDocument(Document):
