@@ -3,8 +3,8 @@
 export const $ = (id) => document.getElementById(id);
 
 /** A new element with these properties and children. */
-export function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+export function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
 }

@@ -1,7 +1,7 @@
 // The row of thumbnails: the mean and every head. A click enlarges one; its checkbox includes it in the mean.
 
 import { paint } from "./colours.js";
-import { element } from "./dom.js";
+import { make } from "./dom.js";
 import { stretch } from "./pattern.js";
 
 const SIZE = 96; // pixels per side at most; each pixel of a larger matrix is the largest weight of a block
@@ -51,18 +51,18 @@ export class Heads {
   }
 
   box(name, label) {
-    const canvas = element("canvas");
-    const button = element("button", { type: "button", onclick: () => this.enlarge(name) }, canvas, element("span", { textContent: label }));
+    const canvas = make("canvas");
+    const button = make("button", { type: "button", onclick: () => this.enlarge(name) }, canvas, make("span", { textContent: label }));
     button.dataset.head = name;
     const check = name === "mean" ? null : this.check(name);
-    const box = element("div", { className: "head" }, button, ...(check ? [check] : []));
+    const box = make("div", { className: "head" }, button, ...(check ? [check] : []));
     this.boxes.set(name, { box, button, canvas, check });
     return box;
   }
 
   check(head) {
     const [label, title] = [`Head ${head} counts in the mean`, "Counts in the mean"];
-    const check = element("input", { type: "checkbox", checked: true, ariaLabel: label, title });
+    const check = make("input", { type: "checkbox", checked: true, ariaLabel: label, title });
     check.addEventListener("change", () => {
       this.on[head] = check.checked;
       this.toggle();

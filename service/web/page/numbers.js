@@ -1,6 +1,6 @@
 // Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
 
-import { element } from "./dom.js";
+import { make } from "./dom.js";
 
 const COLUMNS = [ // name, title, digits, what it is
   ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
@@ -27,14 +27,14 @@ export class Numbers {
     const links = metrics.strongest_links ?? {};
     const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
     const head = row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]);
-    const body = element("tbody");
+    const body = make("tbody");
     for (let h = 0; h < weights.length; h++) {
       const line = row([this.name(h), ...known.map(([name, , digits]) => bar(of(metrics[name]), h, digits))]);
       line.append(Object.assign(cell("td", strongest(from[h], to[h], weights[h])), { className: "link" }));
       line.dataset.head = h;
       body.append(line);
     }
-    this.table.replaceChildren(element("thead", {}, head), body);
+    this.table.replaceChildren(make("thead", {}, head), body);
     this.section.hidden = false;
     this.mark(this.shown);
   }
@@ -51,7 +51,7 @@ export class Numbers {
   }
 
   name(h) {
-    const button = element("button", { type: "button", textContent: h, ariaLabel: `Head ${h}`, onclick: () => this.enlarge(h) });
+    const button = make("button", { type: "button", textContent: h, ariaLabel: `Head ${h}`, onclick: () => this.enlarge(h) });
     const name = cell("th", "", "row");
     name.append(button);
     return name;
@@ -74,6 +74,6 @@ function bar(values, h, digits) {
   return element;
 }
 
-const row = (cells) => element("tr", {}, ...cells);
+const row = (cells) => make("tr", {}, ...cells);
 
-const cell = (tag, textContent, scope) => element(tag, { textContent, ...(scope && { scope }) });
+const cell = (tag, textContent, scope) => make(tag, { textContent, ...(scope && { scope }) });
