@@ -26,7 +26,9 @@ settings.load_profile("quick")
 # Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]  # tests of an extra that is not installed
+# Tests of what is not installed here: an extra; the compiled extension.
+collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]
+collect_ignore_glob += [] if numbers.variants()[1:] else ["wire/native/test_numbers.py"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m

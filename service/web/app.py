@@ -28,6 +28,7 @@ from service.web.routes import attend, figure, health, layers, page, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
+from service.wire.native import numbers
 
 
 class Application(FastAPI):
@@ -177,4 +178,5 @@ def is_local(settings: Settings) -> bool:
 
 def _about(settings: Settings, service: Service) -> dict[str, Any]:
     limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
-    return {"workers": settings.workers, "threads": service.threads, "device": service.device, "limits": limits}
+    about = {"workers": settings.workers, "threads": service.threads, "device": service.device}
+    return {**about, "json_numbers": numbers.variant(), "limits": limits}

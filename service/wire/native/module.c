@@ -8,27 +8,12 @@
 
 #define LARGE (1 << 14) /* bytes that are worth releasing the lock for */
 
-static const char *const NAMES[VARIANTS] = {"portable", "avx2", "avx512"};
-
-static int can_run(int which)
-{
-#ifdef X86
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
-    if (which == AVX2) return avx2;
-    if (which == AVX512)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bw");
-#endif
-    return which == PORTABLE;
-}
-
 static PyObject *variants(PyObject *self, PyObject *arguments)
 {
     (void)self, (void)arguments;
     PyObject *names = PyList_New(0);
     for (int i = 0; names && i < VARIANTS; i++) {
-        PyObject *name = can_run(i) ? PyUnicode_FromString(NAMES[i]) : NULL;
+        PyObject *name = can_run(i) ? PyUnicode_FromString(VARIANT_NAMES[i]) : NULL;
         if (name && PyList_Append(names, name)) Py_CLEAR(names);
         Py_XDECREF(name);
     }
@@ -39,7 +24,7 @@ static PyObject *use(PyObject *self, PyObject *name)
 {
     (void)self;
     for (int i = 0; i < VARIANTS; i++) {
-        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, NAMES[i]) || !can_run(i)) continue;
+        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, VARIANT_NAMES[i]) || !can_run(i)) continue;
         variant = i;
         Py_RETURN_NONE;
     }
@@ -126,10 +111,6 @@ static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_numbers", "Numbers 
 
 PyMODINIT_FUNC PyInit__numbers(void)
 {
-    prepare_powers();
-    prepare_writing();
-#ifdef X86
-    prepare_reading();
-#endif
+    prepare_numbers();
     return PyModule_Create(&MODULE);
 }

@@ -17,9 +17,12 @@
 #define TARGET_AVX512 __attribute__((target("avx2,bmi,lzcnt,avx512f,avx512vl,avx512dq,avx512bw")))
 #endif
 
-/* Instruction sets, from the slowest on. A variant may run if the processor has its instructions. */
-enum { PORTABLE, AVX2, AVX512, VARIANTS };
-extern int variant;
+/* variants.c */
+enum { PORTABLE, AVX2, AVX512, VARIANTS }; /* instruction sets, the slowest first */
+extern const char *const VARIANT_NAMES[VARIANTS];
+extern int variant; /* in use; the others run only if can_run() */
+int can_run(int which);
+void prepare_numbers(void); /* must be called before anything else */
 
 /* powers.c: 10^q for LOWEST_POWER <= q <= HIGHEST_POWER, as the first 128 bits of its binary digits. */
 #define LOWEST_POWER (-342)

@@ -9,8 +9,6 @@
 #define MOST_DIGITS 19       /* that fit into 64 bits */
 #define MOST_EXPONENT 100000 /* further digits cannot change the number: it is 0 or infinite */
 
-int variant = PORTABLE;
-
 static inline int is_digit(char c) { return (unsigned char)(c - '0') < 10; }
 
 static inline const char *skip_blanks(const char *p)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from support.app import collecting_server
 
+from service.wire.native import numbers
+
 B, Q, K = 2, 3, 5  # of most requests here; the layer `cross` has d_model 4, 2 heads, key_dim 3, value_dim 5
 H, D = 2, 2
 RNG = np.random.default_rng(11)
@@ -931,6 +933,7 @@ def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
 
     assert {"version", "contract", "threads", "limits", "layers"} <= set(index)
     assert index["threads"] >= 1
+    assert index["json_numbers"] == numbers.variant()
     assert index["limits"]["max_body_bytes"] == 4 * 1024 * 1024
     assert {"default", *layers} <= set(index["layers"])
 
