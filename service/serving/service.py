@@ -116,7 +116,7 @@ class Service:
 
     def sample(self) -> None:
         """Update the gauges."""
-        self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.used, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Sample once a second if another process may report this one's metrics; otherwise GET /metrics samples."""
