@@ -1,4 +1,4 @@
-"""`attend demo`: sends a sentence to the service, shows what each head links in it, and prints the commands that repeat it on a server."""
+"""`attend demo`: sends a sentence to a new server, shows what each head links in it, and prints the commands that repeat it."""
 
 import json
 import shlex
@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import numpy as np
 import orjson
 import typer
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli.clients import in_process
+from service.cli.child import NotStarted, child_server
 from service.cli.flags import AsJson
 from service.cli.infer import headline
 from service.cli.terminal import fail, report_errors
@@ -61,13 +62,15 @@ Save = Annotated[
 
 
 def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
-    """Send a sentence to the service, in this process, and show what each head links."""
+    """Start a server, send it a sentence, show what each head links, and stop it."""
     embedded, note = read_sentence(sentence, vectors, layer)
     try:
         folder = Path(tempfile.mkdtemp(prefix="attend-demo-")) if save is None else save.absolute()
         files = _write_bodies(embedded, folder)
-        with report_errors("demo"), in_process(Settings.model_construct()) as client:
+        with report_errors("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
             result, seconds = _send(client, embedded, files)
+    except NotStarted as error:
+        fail("demo", str(error))
     except OSError as error:
         fail("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
     links = strongest_links(result.attention_weights, embedded.tokens)
@@ -130,7 +133,7 @@ def _write_bodies(embedded: Sentence, folder: Path) -> list[Path]:
 
 
 def _send(client: Client, embedded: Sentence, files: list[Path]) -> tuple[AttendResult, float]:
-    """The result, and the seconds of a second request."""
+    """The result, and the seconds of a round trip over an open connection."""
     if embedded.weights:
         client.put_layer(embedded.layer, embedded.spec, embedded.weights)
     operation = operations.post("/attend", files[-1].read_bytes())
@@ -156,7 +159,7 @@ def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, s
     console.print("\n[bold]200 OK[/bold]")
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
-    console.print(f"{headline(result)}; {seconds * 1e3:.1f} in all\n", markup=False)
+    console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
 
 
 def _commands(layer: str, files: list[Path]) -> list[str]:

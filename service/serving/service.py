@@ -13,9 +13,8 @@ from service.serving.admission import ByteBudget
 from service.serving.batching import limits_on
 from service.serving.cost import ServingLimits
 from service.serving.decoding import read_document, read_layer, read_object
-from service.serving.device import find_device, memory_in_use
+from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
-from service.serving.executor import one_core
 from service.serving.layers.files import Source, write_layer_file
 from service.serving.layers.loader import LayerLoader
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -117,7 +116,7 @@ class Service:
 
     def sample(self) -> None:
         """Update the gauges."""
-        self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.used, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Sample once a second if another process may report this one's metrics; otherwise GET /metrics samples."""

@@ -24,7 +24,7 @@ from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
-from service.web.routes import attend, figure, health, layers, page, text
+from service.web.routes import attend, health, layers, page, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
@@ -100,7 +100,6 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=document.operation_id,
     )
     attend.install(app, service)
-    figure.install(app, service)
     layers.install(app, service, extensions.why_not_writable)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
@@ -130,14 +129,14 @@ def _grpc(
     """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
         return nullcontext()
-    from service.web.grpc.calls import CallContext  # needs the extra `grpc`
-    from service.web.grpc.server import GrpcLimits, serving
+    from service.web.grpc.calls import GrpcOptions  # needs the extra `grpc`
+    from service.web.grpc.server import serving
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    limits = GrpcLimits(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
-    context = CallContext(settings.access_log, keyring, traces)
-    return serving(service, extensions, address, limits, context)
+    largest = min(settings.max_grpc_bytes, settings.max_body_bytes)
+    options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, traces)
+    return serving(service, extensions, address, options)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

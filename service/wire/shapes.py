@@ -96,23 +96,15 @@ def _head_scale(request: Any, b: int | None) -> None:
 
 
 def _selection(request: Any, q: int) -> None:
-    for i, output in enumerate(request.outputs):
-        if output in request.outputs[:i]:
-            raise disagreement(f"/outputs/{i}", "each output once", f'"{output}" twice')
     if request.reply.decimals is not None and request.reply.form == "base64":
         raise disagreement("/reply/decimals", "numbers in text to round", "form base64")
     if (select := request.select) is None:
         return
     if "attention_weights" not in request.outputs:
         raise disagreement("/select", "attention_weights among the outputs", "a selection without them")
-    for name, chosen in (("heads", select.heads), ("queries", select.queries)):
-        seen: set[int] = set()
-        for i, index in enumerate(chosen or ()):
-            if index in seen:
-                raise disagreement(f"/select/{name}/{i}", "each index once", f"{index} twice")
-            if name == "queries" and index >= q:
-                raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
-            seen.add(index)
+    for i, index in enumerate(select.queries or ()):
+        if index >= q:
+            raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
 
 
 def _gradients(request: Any) -> None:

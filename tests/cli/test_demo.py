@@ -1,10 +1,11 @@
 """`attend demo`, both ways; and that its own lines repeat it when they are pasted into a shell."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
+import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import typer
 from support.command import run_attend
 
+from service.cli.child import NotStarted, child_server
 from service.cli.demo import Vectors, read_sentence
 
 SENTENCE = "The cat sat on the mat because it was tired"
@@ -50,7 +52,7 @@ def test_the_demo_with_hash_vectors(server, tmp_path):
     shown = show("--vectors", "hash", "--save", str(folder))
     assert SENTENCE in shown and "the heads mean nothing" in shown
     assert '"tokens": {"query": ["The", "cat", "sat"' in shown
-    assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and " in all" in shown
+    assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "round trip" in shown
 
     reply = repeat(server, by_hand(shown))
 
@@ -65,7 +67,8 @@ def test_the_demo_with_hash_vectors(server, tmp_path):
         assert row[0][:2] == (words[q], words[k])
 
 
-def test_the_demo_for_programs(server, tmp_path):
+def test_the_demo_for_programs(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     told = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
     assert told["sentence"] == SENTENCE and told["tokens"] == SENTENCE.split()
     assert told["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and told["seconds"] > 0
@@ -111,7 +114,8 @@ def test_a_layer_that_the_model_has_not_is_refused():
     assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
 
 
-def test_another_sentence_goes_to_a_folder_of_its_own():
+def test_another_sentence_goes_to_a_folder_of_its_own(server, monkeypatch):
+    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
     path = Path(shlex.split(curl)[-1].removeprefix("@"))
@@ -149,10 +153,40 @@ def test_what_cannot_be_shown_is_said(arguments, code, said):
     assert done.returncode == code and said in done.stderr.decode()
 
 
-def test_the_users_settings_do_not_reach_the_demo(tmp_path):
-    """A demo shows the same for everyone."""
-    done = run_attend("demo", "--vectors", "hash", "--save", str(tmp_path), "--json", env={**os.environ, "ATTEND_D_MODEL": "6"})
-    assert json.loads(done.stdout)["outputs"]["output"] == [10, 64]
+def test_a_server_that_does_not_start_is_shown_with_its_log(monkeypatch):
+    monkeypatch.setattr("service.cli.child.COMMAND", ["-m", "service", "serve", "--port", "-1"])
+    with pytest.raises(NotStarted, match="its log ends"), child_server():
+        raise AssertionError("not reached")
+
+
+def test_the_users_settings_and_modules_do_not_reach_the_child(monkeypatch, tmp_path):
+    """A demo shows the same for everyone, wherever they stand."""
+    (tmp_path / "service.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTEND_D_MODEL", "6")
+    with child_server() as url:
+        assert url.startswith("http://127.0.0.1:")
+
+
+def test_an_interrupted_demo_leaves_no_server_behind():
+    """Ctrl-C ends both; the child's socket closes with it."""
+    code = """if True:
+        import os, signal
+        from service.cli.child import child_server
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background is born deaf to it
+        try:
+            with child_server() as url:
+                print(url, flush=True)
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        except KeyboardInterrupt:
+            print("gone", flush=True)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    url, gone = done.stdout.split()
+    assert gone == "gone"
+    probe = subprocess.run(["curl", "-s", url], capture_output=True)
+    assert probe.returncode == 7  # nobody listens
 
 
 def test_a_machine_without_a_place_for_files_is_told_what_to_do(monkeypatch) -> None:

@@ -916,7 +916,7 @@ def test_a_parameter_budget_is_shared_by_all_layers(start_here: Callable[..., st
     url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
     with httpx.Client(base_url=url) as client:
         hold(
-            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 held", b"", 413),
+            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 of other layers", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),
         )
         assert client.put("/layers/default", content=spec(d_model=16)).status_code == 200

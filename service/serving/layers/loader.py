@@ -15,7 +15,7 @@ import structlog
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
 from service.serving.layers.files import require_storable, require_storable_spec
 from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
-from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, fault
+from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.statistics import LayerStatistics
@@ -116,10 +116,8 @@ class LayerLoader:
             if self.store is None:
                 layer = await self._make(name, unloaded.spec, unloaded.weights)
             else:
-                try:
+                with storage_faults():
                     layer = await self._read(self.store, name, UNLOADED)
-                except OSError as error:
-                    raise fault(error) from error
                 change, self._files[name] = await self._run_in_thread(self.store.load, name)
             self._add(layer)
         await self._wait_for_others(change, deadline)
@@ -149,34 +147,33 @@ class LayerLoader:
         if self.store is None:
             yield
             return
-        claim, latest = self.store.claim(), self.probe.scheduler.clock() + CHANGE_TIMEOUT
+        claim = self.store.claim()
+        busy = "nothing has changed: other processes that share the folder are changing layers"
         try:
-            try:
-                while not await self._run_in_thread(claim.acquire):
-                    self._require_time(latest, deadline, "nothing has changed: other processes that share the folder are changing layers")
-                    await asyncio.sleep(INTERVAL / 4)
+            with storage_faults():
+                await self._wait(lambda: "" if claim.acquire() else busy, deadline)
                 await self._follow(self.store)
-            except OSError as error:
-                raise fault(error) from error
             yield
         finally:
             with suppress(RuntimeError):  # the thread is shut down; the end of the process releases the claim
                 self._thread.submit(claim.release)  # in the thread: after work whose caller was cancelled
 
-    def _require_time(self, latest: float, deadline: float | None, detail: str) -> None:
-        """Raises DeadlinePassed after `deadline`, NotReady after `latest`; both are times of the clock."""
-        now = self.probe.scheduler.clock()
-        if now > min(latest, deadline or latest):
-            raise DeadlinePassed(detail) if deadline and now > deadline else NotReady(detail)
-
     async def _wait_for_others(self, change: int, deadline: float | None) -> None:
         """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT."""
-        if self.store is None:
-            return
-        latest = self.probe.scheduler.clock() + CHANGE_TIMEOUT
-        while behind := await self._run_in_thread(self.store.coordinator.behind, change):
-            detail = f"the change is stored, but {behind} of the processes that share the folder have not applied it yet"
-            self._require_time(latest, deadline, detail)
+        if (store := self.store) is not None:
+            behind = "the change is stored, but {} of the processes that share the folder have not applied it yet"
+            await self._wait(lambda: behind.format(count) if (count := store.coordinator.behind(change)) else "", deadline)
+
+    async def _wait(self, obstacle: Callable[[], str], deadline: float | None) -> None:
+        """Wait until `obstacle` returns "". Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT, with the obstacle as the detail."""
+        clock = self.probe.scheduler.clock
+        latest = clock() + CHANGE_TIMEOUT
+        while detail := await self._run_in_thread(obstacle):
+            now = clock()
+            if deadline is not None and now > deadline:
+                raise DeadlinePassed(detail)
+            if now > latest:
+                raise NotReady(detail)
             await asyncio.sleep(INTERVAL / 4)
 
     async def _poll(self, store: LayerStore) -> None:
@@ -212,10 +209,10 @@ class LayerLoader:
 
     async def _unload_file(self, store: LayerStore, name: str, before: LayerFile | None) -> None:
         """Mark a layer of the store as unloaded. `before`: the file of that name that was last read. On failure, log it."""
-        held = self.registry.get(name)
+        loaded = self.registry.get(name)
         try:
-            if held is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
-                spec, fingerprint = held.spec, held.fingerprint
+            if loaded is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
+                spec, fingerprint = loaded.spec, loaded.fingerprint
             else:
                 spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
             self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))

@@ -128,10 +128,10 @@ class LayerRegistry:
             raise TooLarge.where("/spec", f"at most {limits.max_layer_parameters} parameters (max_layer_parameters)", str(count))
         specs = {layer.name: layer.spec for layer in self._layers.values()}
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
-        others = sum(held.num_parameters for key, held in specs.items() if key != name)
+        others = sum(other.num_parameters for key, other in specs.items() if key != name)
         if others + count > limits.max_total_parameters:
             wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
-            raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
+            raise TooLarge.where("/spec", wanted, f"{count} beside {others} of other layers")
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 

@@ -12,8 +12,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
@@ -104,28 +104,25 @@ class LayerStore:
         """Store the layer. Returns the number of the change, and the file. Raises StorageFull or ServiceFault."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
-            stamp = _write(part, target, layer, self.coordinator.reserve)
-        except OSError as error:
+            with storage_faults():
+                stamp = _write(part, target, layer, self.coordinator.reserve)
+        except (StorageFull, ServiceFault):
             part.unlink(missing_ok=True)
-            raise fault(error) from error
+            raise
         return self._announce(layer.name), LayerFile(SUFFIX, stamp)
 
     def remove(self, name: str) -> int:
         """Remove the file; works on a full disk too. Returns the number of the change. Raises ServiceFault."""
-        try:
+        with storage_faults():
             self._path(name).unlink(missing_ok=True)
-        except OSError as error:
-            raise fault(error) from error
         return self._announce(name)
 
     def _announce(self, name: str) -> int:
         """Remove the file of the unloaded layer and announce the change. Returns its number. Raises StorageFull or ServiceFault."""
-        try:
+        with storage_faults(UNANNOUNCED):
             self._path(name, UNLOADED).unlink(missing_ok=True)
             _flush(self.path)
             return self.coordinator.announce()
-        except OSError as error:
-            raise fault(error, UNANNOUNCED) from error
 
     def unload(self, name: str) -> tuple[int, LayerFile]:
         """Rename the file to that of an unloaded layer. Returns the number of the change, and the file. Raises ServiceFault."""
@@ -137,16 +134,12 @@ class LayerStore:
 
     def _rename(self, name: str, before: str, after: str) -> tuple[int, LayerFile]:
         target = self._path(name, after)
-        try:
+        with storage_faults():
             self.coordinator.reserve()
             self._path(name, before).rename(target)
-        except OSError as error:
-            raise fault(error) from error
-        try:
+        with storage_faults(UNANNOUNCED):
             _flush(self.path)
             return self.coordinator.announce(), LayerFile(after, _stamp(target.stat(follow_symlinks=False)))
-        except OSError as error:
-            raise fault(error, UNANNOUNCED) from error
 
     def _path(self, name: str, kind: str = SUFFIX) -> Path:
         if not NAME.fullmatch(name):
@@ -184,8 +177,12 @@ def _stamp(about: os.stat_result) -> tuple[int, int, int]:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def fault(error: OSError, state: str = "the layers are as they were") -> Exception:
-    """StorageFull or ServiceFault for an OSError; `state` says what has changed."""
-    if error.errno in FULL:
-        return StorageFull(f"there is no room to store the layer (layers_dir); {state}")
-    return ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}")
+@contextmanager
+def storage_faults(state: str = "the layers are as they were") -> Iterator[None]:
+    """Raises StorageFull or ServiceFault instead of OSError; `state` says what has changed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFull(f"there is no room to store the layer (layers_dir); {state}") from error
+        raise ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}") from error

@@ -99,9 +99,9 @@ class Telemetry:
 
     def begin(self, scope: Scope, path: str) -> None:
         """Starts the span of a request, as a child of the caller's span if there is one."""
-        came = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
+        incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
         method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint(path)
-        scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", came)
+        scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", incoming)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The headers that name the span of this request to the caller."""
@@ -138,9 +138,9 @@ class Telemetry:
         self._calls.record(seconds, labels)
         self._close(open_span, labels, record, failed, seconds)
 
-    def _open(self, name: str, came: Mapping[str, str]) -> OpenSpan:
+    def _open(self, name: str, incoming: Mapping[str, str]) -> OpenSpan:
         now = time.time_ns()
-        return OpenSpan(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
+        return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
     def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Finished, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""

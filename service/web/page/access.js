@@ -1,11 +1,11 @@
 // The API key: stored in this tab until it is closed, sent with every request, and never part of copied text. The field is shown after a
 // 401 or 403.
 
+import { $ } from "./dom.js";
 import { inStorage } from "./storage.js";
 import { present } from "./wire.js";
 
 const STORED = "key";
-const $ = (id) => document.getElementById(id);
 let key = "";
 
 /** Uses the stored key and every key that is typed; calls `changed` for the latter. */

@@ -2,6 +2,7 @@
 
 import { denied, followKey } from "./access.js";
 import { compose, fieldsOf, specs } from "./compose.js";
+import { $ } from "./dom.js";
 import * as form from "./form.js";
 import { Heads } from "./heads.js";
 import { Matrix } from "./matrix.js";
@@ -14,7 +15,6 @@ import { follow } from "./theme.js";
 import { attend, get, post, Refusal } from "./wire.js";
 import { Words } from "./words.js";
 
-const $ = (id) => document.getElementById(id);
 const PAUSE = 300; // ms after the last key until the request is sent
 
 const matrix = new Matrix($("matrix"));

@@ -1,4 +1,4 @@
-"""POST /attend, POST /attend/analysis and POST /attend/plan.
+"""POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
 The first two are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
@@ -6,18 +6,21 @@ Python object per number. The routes declared for them here are never called; Op
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
 from service.errors import NotReady
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.service import Service
-from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FRESH, PLAN, error_responses, request_body_doc
+from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FIGURE, FRESH, PLAN, error_responses, request_body_doc
 from service.web.record import Record
-from service.web.request_reader import read
+from service.web.request_reader import read, read_as
+from service.wire.codec import CODECS
+from service.wire.negotiation import PICTURES, acceptable, form_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
+PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 JOINED = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 
 
@@ -54,7 +57,7 @@ def require_started(service: Service) -> None:
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the route of the plan, and those that document the endpoints that bypass FastAPI."""
+    """Adds the routes of plans and figures, and those that document the endpoints that bypass FastAPI."""
 
     @app.post(
         "/attend",
@@ -98,3 +101,25 @@ def install(app: FastAPI, service: Service) -> None:
         """
         require_started(service)
         return await service.engine.plan(await read(request.scope["attend"], request.receive, service))
+
+    @app.post(
+        "/attend/figure",
+        tags=["attend"],
+        response_class=Response,
+        responses={
+            200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
+            **error_responses(*CALL_ERRORS),
+        },
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE, "Heat maps of all heads."), binary=True),
+    )
+    async def figure(request: Request) -> Response:
+        """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
+        require_started(service)
+        record: Record = request.scope["attend"]
+        codec = CODECS[form_of_body(record.header(b"content-type"))]
+        accepted = {"accept": acceptable(record.header(b"accept"), tuple(PICTURES))}
+        reply = await service.engine.figure(await read_as(codec, codec, accepted, record, request.receive, service))
+        record.phases, record.log_fields = reply.phases, reply.log_fields
+        headers = {name.decode(): value.decode() for name, value in reply.headers}
+        headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}
+        return Response(b"".join(reply.pieces), 200, headers)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.spec import disagreement
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference
+from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
 from service.wire.schemas.tensors import ReplyTensor, Sequences
 
 PER_HEAD = {"": "bh"}
@@ -47,6 +47,8 @@ SHAPES: dict[str, dict[str, str]] = {
     "pruning_order": {"heads": "bh", "errors": "bh"},
 }
 METRICS = tuple(SHAPES)
+Metric: Any = Literal[METRICS]
+Metrics = Annotated[list[Metric], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("metric")]
 INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
 POSITIONAL: tuple[str, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
 TOKEN_METRICS: tuple[str, ...] = ("duplicate_token_score", "induction_score")
@@ -96,7 +98,7 @@ class AnalysisRequest(AttendRequest):
     """The body of POST /attend, and the metrics to compute. `outputs` and `select` have no effect here."""
 
     model_config = ConfigDict(json_schema_extra=_without_refused)
-    metrics: Annotated[list[Literal[METRICS]], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None = Field(  # type: ignore[valid-type]
+    metrics: Metrics | None = Field(
         default=None, description="Metrics to compute; if null, the cheap ones for which the request has what they need."
     )
     analysis: AnalysisOptions = Field(default_factory=AnalysisOptions)
@@ -110,9 +112,7 @@ class AnalysisRequest(AttendRequest):
         for name, expected in REFUSED.items():
             if getattr(self, name) is not None:
                 raise disagreement(f"/{name}", expected, name)
-        for i, name in enumerate(self.metrics or ()):
-            if name in (self.metrics or ())[:i]:
-                raise disagreement(f"/metrics/{i}", "each metric once", f'"{name}" twice')
+        for name in self.metrics or ():
             if name in TOKEN_METRICS and not self.has_tokens:
                 raise disagreement("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
         self._query_lens()

@@ -6,7 +6,7 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
@@ -74,10 +74,25 @@ def _tokens(value: Any) -> Any:
     return value
 
 
+def unique(noun: str) -> AfterValidator:
+    """The annotation of a list whose items differ."""
+
+    def check(items: list[Any]) -> list[Any]:
+        seen: set[Any] = set()
+        for i, item in enumerate(items):
+            if item in seen:
+                raise disagreement(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+            seen.add(item)
+        return items
+
+    return AfterValidator(check)
+
+
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
+Indices = Annotated[list[Index], Field(min_length=1), unique("index")]
 Positive = Annotated[int, Field(ge=1, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
 
@@ -104,8 +119,8 @@ class Dropout(Document):
 class Select(Document):
     """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: list[Index] | None = Field(default=None, min_length=1, description="Heads to return; all if null.")
-    queries: list[Index] | None = Field(default=None, min_length=1, description="Queries to return; all if null.")
+    heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
+    queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
     average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
     top_k: Positive | None = Field(
         default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
@@ -162,7 +177,7 @@ class AttendRequest(Document):
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), 0 for none; the layer's if null."
     )
-    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True})] = Field(
+    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("output")] = Field(
         default_factory=_default_outputs, description="Tensors to return; output and attention_weights if left out."
     )
     output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]. Required by the outputs that are gradients.")

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from service.spec import Finite, disagreement
-from service.wire.schemas.attend import AttendRequest, Document, Index, Strict
+from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
 
@@ -22,8 +22,8 @@ class Figure(Document):
     theme: Literal["light", "dark"] = Field(default="light", description="Background of the picture.")
     colours: Literal["viridis", "cividis"] = Field(default="viridis", description="Colour map of the cells.")
     title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='A description if null; "" for no title.')
-    heads: Annotated[list[Index], Field(min_length=1, max_length=256, json_schema_extra={"uniqueItems": True})] | None = Field(
-        default=None, description="Heads to draw, all if null. For the kind `head` exactly one, the first if null."
+    heads: Annotated[list[Index], Field(min_length=1, max_length=256, json_schema_extra={"uniqueItems": True}), unique("head")] | None = (
+        Field(default=None, description="Heads to draw, all if null. For the kind `head` exactly one, the first if null.")
     )
     item: Index = Field(default=0, description="Index of the batch item to draw.")
     pool: Literal["mean", "max"] | None = Field(default=None, description="How pairs that share a cell are pooled; the mean if null.")
@@ -34,14 +34,6 @@ class Figure(Document):
     dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(
         default=144, description="Resolution of a PNG; 96: a CSS pixel is a pixel."
     )
-
-    @field_validator("heads")
-    @classmethod
-    def _once(cls, heads: list[int] | None) -> list[int] | None:
-        for i, head in enumerate(heads or ()):
-            if head in (heads or ())[:i]:
-                raise disagreement(f"/{i}", "each head once", f"{head} twice")
-        return heads
 
     @model_validator(mode="after")
     def _one_head(self) -> Self:
