@@ -12,7 +12,7 @@ from service.attention.call import Call
 from service.attention.linear import Linear, is_batch_invariant, measure
 from service.attention.positions import rotate
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, LayerSpec, Rope
+from service.spec import PROJECTIONS, LayerSpec, QKNorm, Rope
 
 Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 
@@ -67,13 +67,18 @@ class Projections:
 
         All calls must agree in `key is query` and `value is key`; a reproducible call must be the only one.
         """
-        projected = self._split_heads(calls)
-        if self.spec.qk_norm is not None:
-            names = ("query_norm.weight", "key_norm.weight")
-            projected = [(*(self._norm(x, name) for x, name in zip(xs, names, strict=False)), xs[2]) for xs in projected]
+        projected, norm = self._split_heads(calls), self.spec.qk_norm
+        if norm is not None and not norm.after_rope:
+            projected = [self._normed(norm, *xs) for xs in projected]
         if (rope := self.spec.rope) is not None:
             projected = [self._rotated(call, rope, *xs) for call, xs in zip(calls, projected, strict=True)]
+        if norm is not None and norm.after_rope:
+            projected = [self._normed(norm, *xs) for xs in projected]
         return projected
+
+    def _normed(self, norm: QKNorm, query: Tensor, key: Tensor, value: Tensor) -> Projected:
+        value = self._norm(norm, value, "value") if norm.values else value
+        return self._norm(norm, query, "query"), self._norm(norm, key, "key"), value
 
     def _rotated(self, call: Call, rope: Rope, query: Tensor, key: Tensor, value: Tensor) -> Projected:
         places = torch.arange(key.shape[2], device=key.device)[None]
@@ -100,15 +105,22 @@ class Projections:
             return [(query, *parts) for query, parts in zip(self._linear(queries, "query", fixed), split, strict=True)]
         return zip(*(self._linear(xs, name, fixed) for xs, name in zip((queries, keys, values), PROJECTIONS, strict=False)), strict=True)
 
-    def _norm(self, x: Tensor, weight: str) -> Tensor:
-        """RMS norm (Zhang & Sennrich 2019) or layer norm without bias, over head_dim, in float32 or better."""
-        assert self.spec.qk_norm is not None
+    def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:
+        """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d], in float32 or better.
+
+        The weight and bias, [d] or [heads, d], are those of `name`_norm, if the layer has them.
+        """
         accumulate = torch.float64 if self.dtype == torch.float64 else torch.float32
-        x = x.to(accumulate)
-        if self.spec.qk_norm.kind == "layer":
-            x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.qk_norm.eps)
-        return (x * self.weights[weight].to(accumulate)).to(self.dtype)
+        x, axes = x.to(accumulate), (-1,) if norm.over == "head" else (1, 3)
+        if norm.kind == "layer":
+            x = x - x.mean(axes, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + norm.eps)
+        weight, bias = (self.weights.get(f"{name}_norm.{part}") for part in ("weight", "bias"))
+        if weight is not None:
+            x = x * weight.to(accumulate).unsqueeze(-2)
+        if bias is not None:
+            x = x + bias.to(accumulate).unsqueeze(-2)
+        return x.to(self.dtype)
 
     def project_back(self, concatenated: Sequence[Tensor], fixed: bool) -> Sequence[Tensor]:
         """The output projection of each, [b, q, h * value_head_dim] -> [b, q, output_dim]; unchanged if the layer has no projections."""
