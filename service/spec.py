@@ -91,7 +91,7 @@ class Rope(Part):
     dims: Width | None = Field(default=None, description="Number of dimensions of each head that are rotated, even; head_dim if left out.")
     interleaved: Flag = False
     scaling: RopeScaling | None = None
-    frequencies: tuple[Annotated[Finite, Field(ge=0)], ...] | None = Field(
+    frequencies: tuple[Finite, ...] | None = Field(
         default=None, description="Radians per position of each pair, dims/2 numbers, in place of theta and scaling (yarn, longrope)."
     )
     attention_factor: Positive = Field(default=1.0, description="Factor on cosines and sines (yarn, longrope).")

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from service.checkpoints.layout import Fields
 from service.errors import InvalidRequest
 
 MAX_SHOWN = 60
@@ -90,47 +89,3 @@ class Config:
 
 def brief(value: Any) -> str:
     return json.dumps(value)[:MAX_SHOWN]
-
-
-ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-ALIKE = {"mrope": "default", "su": "longrope"}
-EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-
-
-def rope_fields(config: Config, layer_type: str, head_dim: int, theta: float | None, partial: float, interleaved: bool) -> Fields:
-    """LayerSpec's `rope` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
-
-    `rope_parameters` may have one entry for each layer type. `theta` and `partial` are the family's defaults. Raises InvalidRequest.
-    m-RoPE is RoPE for text, where all its positions are equal.
-    """
-    given = config.get("rope_parameters", "rope_scaling", default={})
-    if isinstance(given, Mapping) and isinstance(given.get(layer_type), Mapping):
-        given = given[layer_type]
-    if not isinstance(given, Mapping):
-        raise config.refusal("rope_parameters", "an object", given)
-    settings = Config(given, f"{config.at}/rope_parameters")
-    kind = settings.get("rope_type", "type", default="default")
-    kind = ALIKE.get(kind, kind)
-    if kind not in ROPE_FIELDS:
-        raise settings.refusal("rope_type", " or ".join(ROPE_FIELDS), kind)
-    if surplus := [name for name in given if name not in (*EVERY_KIND, *ROPE_FIELDS[kind]) and given[name] is not None]:
-        raise settings.refusal(surplus[0], f"only fields that rope_type {kind} has", given[surplus[0]])
-    share = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=partial))
-    base = settings.number("rope_theta", default=config.number("rope_theta", "rotary_emb_base", default=theta))
-    rope: Fields = {"theta": base, "dims": int(head_dim * share), "interleaved": interleaved}
-    if kind == "linear":
-        rope["scaling"] = {"type": "linear", "factor": settings.number("factor")}
-    if kind == "llama3":
-        numbers = {name: settings.number(name) for name in ROPE_FIELDS[kind][:3]}
-        rope["scaling"] = {"type": "llama3", **numbers, "original_max_position": original_length(config, settings)}
-    return rope
-
-
-def original_length(config: Config, settings: Config) -> int:
-    """The context length before scaling, which may stand beside the rope's settings or among them."""
-    length = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    return int(length) if length else config.count("max_position_embeddings")

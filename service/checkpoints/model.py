@@ -10,14 +10,15 @@ the caller's spec raise InvalidRequest; nothing is guessed.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 from service.checkpoints.config import Config
-from service.checkpoints.detection import ALL_LAYOUTS, Match, complete, find_matches, normalised
+from service.checkpoints.detection import Match, complete, find_matches, normalised
 from service.checkpoints.families import FAMILIES, REFUSED, Attention, Family, fields_of
 from service.checkpoints.layout import Fields, Weights
+from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
 from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
 from service.errors import InvalidRequest
@@ -41,8 +42,9 @@ class ModelLayer:
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
         path = self.attention.path.format(n=self.number)
-        layouts = [layout for layout in ALL_LAYOUTS if layout.name == self.attention.layout]
-        at = [match for match in find_matches(names, layouts) if f".{match.stem}".endswith(f".{path}")]
+        names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
+        layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
+        at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1 and self.part != "vision":
             at = [match for match in at if not any(word in match.stem for word in OTHER_TOWERS)]
         matches = complete(at)
@@ -50,15 +52,22 @@ class ModelLayer:
             got = listed(match.prefix for match in matches)
             if not matches and at:
                 got = f"{at[0].prefix} without {listed(at[0].missing)}"
-            raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with tensors as layout {layouts[0].name}", got)
-        return matches[0]
+            raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with {layout.name} matrices", got)
+        return self._with_table(matches[0], names) if self.attention.table else matches[0]
+
+    def _with_table(self, match: Match, names: Iterable[str]) -> Match:
+        """The match with the table of relative biases that several layers share. Raises InvalidRequest if it is not there."""
+        ending = self.attention.table.format(n=self.number)
+        tables = [name for name in names if f".{normalised(name)}".endswith(f".{ending}")]
+        if len(tables) != 1:
+            raise InvalidRequest.where("/weights", f"one table of relative biases whose name ends with {ending}", listed(tables))
+        return replace(match, names={**match.names, "relative_bias": tables[0]})
 
     def tensors(self, names: Iterable[str]) -> list[str]:
         """The names of all tensors that the layer needs or that stand below its name."""
         names = list(names)
-        stem = self.find(names).stem
-        tables = tuple(self.attention.tables)
-        return [name for name in names if normalised(name).startswith(f"{stem}.") or (tables and normalised(name).endswith(tables))]
+        match = self.find(names)
+        return [name for name in names if normalised(name).startswith(f"{match.stem}.") or name in match.names.values()]
 
 
 def parse_config(text: str | bytes) -> Mapping[str, Any]:
