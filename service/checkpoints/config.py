@@ -19,6 +19,7 @@ ABOUT_ATTENTION = re.compile(
 WITHOUT_EFFECT = re.compile(
     r"dropout|(layer|rms|batch)_?norm\w*_eps|norm_eps|norm_epsilon|layer_norm_epsilon|initializer|^init_|mlp_bias|classifier|^max_position|"
     r"^_|chunk_size_feed_forward|pretraining|vocab|expert|router|moe|mlp|ffn|ff_|lm_head|logits?_|final_logit|embed|residual|output_att|"
+    r"^temperature$|answer_loss|pdrop|pre_norm|reset_position|^n_positions|prediction_head|aggregation|sparse_step|prefix_dense|softmax_in_fp32|normalize_before|layer_norm_before|post_norm|routed|route_scale|scale_embedding|altup|activation_sparsity|"
     r"cross_attention_hidden_size|add_cross_attention|num_heads_for_|^torch|^use_cache|^label|id2label|label2id|^tie|^layer_norm_|^norm_"
 )
 

@@ -4,18 +4,50 @@ A row says only what differs from Llama, for most families one or two words. `te
 transformers' own eager attention; `docs/checkpoints.md` lists them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
-from service.spec import PROJECTIONS
-
-Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
-LayerType = Callable[[Config, int], str]
-FULL, SLIDING = "full_attention", "sliding_attention"
+from service.checkpoints.traits import (
+    FULL,
+    SLIDING,
+    WITHOUT,
+    LayerType,
+    Trait,
+    alternating,
+    biased,
+    biased_apart,
+    bigcode,
+    capped,
+    constant,
+    every_nth_full,
+    falcon,
+    from_layer,
+    gemma4_heads,
+    gemma_values,
+    gpt2_scale,
+    gpt_neo,
+    layer_thetas,
+    modernbert_decoder_window,
+    modernbert_window,
+    mpt,
+    no_rope_layers,
+    normed,
+    original_full,
+    qwen_type,
+    refused,
+    rope_if_rotary,
+    rope_if_sliding,
+    scale,
+    sliding,
+    t5_bias,
+    window,
+    window_around,
+    window_everywhere,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,110 +95,6 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     return fields | (attention.bias(config, n, kind) if attention.bias else {})
 
 
-# --- traits ---
-
-WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
-
-
-def constant(**fields: Any) -> Trait:
-    return lambda config, n, kind: fields
-
-
-def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> Trait:
-    """Biases of the projections in `letters` if the flag `field` is true, or in any case if it is None."""
-
-    def trait(config: Config, n: int, kind: str) -> Fields:
-        on = field is None or config.flag(field, default=default)
-        return {"bias": {name: on and letter in letters for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
-
-    return trait
-
-
-def window(config: Config, n: int, kind: str) -> Fields:
-    """A window in layers of type sliding_attention."""
-    config.ignore("sliding_window")
-    return {"window": {"left": config.count("sliding_window") - 1}} if kind == SLIDING else {}
-
-
-def window_everywhere(config: Config, n: int, kind: str) -> Fields:
-    """A window in every layer, unless the config has none."""
-    return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
-
-
-def window_around(config: Config, n: int, kind: str, field: str = "sliding_window", half: bool = False) -> Fields:
-    """A window to both sides in layers of type sliding_attention; `half`: the field is the width of both sides together."""
-    reach = config.count(field) // 2 if half else config.count(field) - 1
-    return {"window": {"left": reach, "right": reach}} if kind == SLIDING else {}
-
-
-def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait:
-    """The factor of scores is a field of the config, raised to `power`."""
-    return lambda config, n, kind: {"scale": config.number(field, default=default) ** power}
-
-
-def capped(config: Config, n: int, kind: str) -> Fields:
-    cap = config.get("attn_logit_softcapping")
-    return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
-
-
-def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any) -> Trait:
-    """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
-
-    def trait(config: Config, n: int, kind: str) -> Fields:
-        there = flag is None or config.flag(flag, default=on)
-        return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
-
-    return trait
-
-
-def no_rope_layers(config: Config, n: int, kind: str) -> Fields:
-    """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
-    flag, every = config.each("no_rope_layers", n), config.get("no_rope_layer_interval", default=4)
-    return {} if (flag if flag is not None else (n + 1) % every) else {"rope": WITHOUT}
-
-
-def rope_if_sliding(config: Config, n: int, kind: str) -> Fields:
-    """Where some layers have a window, only those have RoPE."""
-    return {} if kind == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
-
-
-def refused(field: str, *values: Any) -> Trait:
-    """Other values of this field than these are refused."""
-
-    def trait(config: Config, n: int, kind: str) -> Fields:
-        config.expect(field, *values)
-        return {}
-
-    return trait
-
-
-def kv_heads(field: str, default: int | None = None) -> Trait:
-    return lambda config, n, kind: {"num_kv_heads": config.get(field, default=default) or config.count("num_attention_heads", "n_head")}
-
-
-# --- layer types of configs that do not list them ---
-
-
-def every_nth_full(field: str, default: int) -> LayerType:
-    return lambda config, n: FULL if (n + 1) % int(config.number(field, default=default)) == 0 else SLIDING
-
-
-def alternating(config: Config, n: int) -> str:
-    return FULL if n % 2 else SLIDING
-
-
-def qwen_type(config: Config, n: int) -> str:
-    config.ignore("max_window_layers", "sliding_window")
-    sliding = config.flag("use_sliding_window", default=False) and config.get("sliding_window") is not None
-    return SLIDING if sliding and n >= config.number("max_window_layers", default=28) else FULL
-
-
-def sliding(config: Config, n: int) -> str:
-    return SLIDING
-
-
-# --- the table ---
-
 LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
 
 
@@ -175,96 +103,106 @@ def decoder(*traits: Trait, **changes: Any) -> Family:
     return {"decoder": replace(LLAMA, traits=traits, **changes)}
 
 
-def encoder(path: str = "encoder.layer.{n}.attention", *traits: Trait, **changes: Any) -> Family:
-    """BERT's attention: all biases, no RoPE, both directions."""
-    return {"encoder": replace(BERT, path=path, traits=traits, **changes)}
+def encoder(*traits: Trait, **changes: Any) -> Family:
+    """BERT's attention with these traits and changes: all biases, no RoPE, both directions."""
+    return {"encoder": replace(BERT, traits=traits, **changes)}
 
 
-BERT = Attention(kv_heads=(), causal=False, bias=biased(None))
-PLAIN, QKV = biased(None, ""), biased(None, "qkv")
+ALL, PLAIN, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
+BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL)
 PAIRS = Rotary(interleaved=True)
 ABSOLUTE = refused("position_embedding_type", "absolute")
 GRANITE = scale("attention_multiplier", default=1.0)
 PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
 ALL_HEADS = normed(over="all", weights="own")
+LAYER_NORMED = normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5)
+MODERN = Rotary(thetas={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
+MODERN_TYPE: LayerType = lambda config, n: SLIDING if n % int(config.number("global_attn_every_n_layers", default=3)) else FULL  # noqa: E731
+
+NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
+GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL)
+GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
+EXAONE = decoder(normed(), window, rope_if_sliding, bias=PLAIN, irrelevant="sliding_window_pattern")
+GEMMA3 = Attention(
+    layout="separate, norms less 1",
+    bias=LLAMA.bias,
+    traits=(PRE_SCALAR, capped, window, normed(), refused("use_bidirectional_attention", False)),
+    layer_type=every_nth_full("sliding_window_pattern", 6),
+    rotary=Rotary(theta=1e6, thetas={SLIDING: ("rope_local_base_freq", 1e4)}, scaled=(FULL,)),
+)
+GEMMA4 = (gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+PRIVACY_FILTER = replace(GPT_OSS, causal=False, layer_type=sliding, rotary=PAIRS)
 
 DECODERS: dict[str, Family] = {
-    **dict.fromkeys(("llama", "arcee", "gemma", "aria_text", "csm", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
+    **dict.fromkeys(("llama", "arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), decoder(GRANITE)),
-    **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window)),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
     **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=PLAIN)),
-    "ministral": decoder(window, bias=PLAIN, layer_type=sliding),
-    "cwm": decoder(window, bias=PLAIN, layer_type=sliding),
+    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=PLAIN, layer_type=sliding)),
     "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
     "qwen3_moe": decoder(normed(), window_everywhere, irrelevant="use_sliding_window|max_window_layers"),
-    "seed_oss": decoder(bias=biased("attention_bias", "qkv", default=True)),
+    "qwen3_vl_text": decoder(normed()),
+    "qwen3_vl_moe_text": decoder(normed(), irrelevant="sliding_window|max_window_layers"),
+    "seed_oss": decoder(bias=biased_apart),
     "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
     "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
-    "dots1": decoder(normed(), window, layer_type=lambda config, n: FULL),
-    "apertus": decoder(normed()),
+    "dots1": decoder(normed(), window, layer_type=from_layer("max_window_layers", "sliding_window")),
+    **dict.fromkeys(("apertus", "hy_v3"), decoder(normed())),
     "mellum": decoder(normed(), window),
-    "hy_v3": decoder(normed()),
-    "exaone4": decoder(normed(), window, rope_if_sliding, bias=PLAIN, irrelevant="sliding_window_pattern"),
-    "exaone_moe": decoder(normed(), window, rope_if_sliding, bias=PLAIN, irrelevant="sliding_window_pattern"),
+    "flint": decoder(normed(), window, rope_if_sliding, constant(sinks=True)),
+    **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), EXAONE),
     "olmo": decoder(refused("clip_qkv", None)),
     "olmo2": decoder(ALL_HEADS),
     "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled=(FULL,))),
     "olmoe": decoder(ALL_HEADS, refused("clip_qkv", None)),
     "flex_olmo": decoder(ALL_HEADS),
     "minimax_m2": decoder(ALL_HEADS, bias=PLAIN),
+    "solar_open": decoder(bias=biased("attention_bias", "qkv")),
     "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=PAIRS),
     "cohere2": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
-    "ernie4_5": decoder(bias=biased("use_bias"), rotary=PAIRS),
-    "ernie4_5_moe": decoder(bias=biased("use_bias"), rotary=PAIRS),
+    "cohere2_moe": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=PAIRS)),
     **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=PAIRS),
-    "internlm3": decoder(bias=biased("qkv_bias", "qkv"), rotary=Rotary()),
+    "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
-    "nanochat": decoder(normed(weights="none", after_rope=True), rotary=Rotary(backwards=True)),
+    "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(backwards=True)),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), decoder(normed(after_rope=True))),
     "stablelm": decoder(refused("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
     "phimoe": decoder(window_everywhere),
-    "phi": decoder(
-        normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5), bias=biased(None), rotary=Rotary(partial=0.5)
-    ),
+    "phi": decoder(LAYER_NORMED, bias=ALL, rotary=Rotary(partial=0.5)),
     "phi3": decoder(window_everywhere, bias=PLAIN, layout="stacked"),
-    "persimmon": decoder(
-        normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5, on=True),
-        bias=biased(None),
-        layout="grouped",
-        rotary=Rotary(theta=25000.0, partial=0.5),
-    ),
-    "gpt_oss": decoder(constant(sinks=True), window, bias=biased("attention_bias", default=True), layer_type=alternating),
-    "gemma2": decoder(PRE_SCALAR, capped, window, layer_type=alternating),
-    "vaultgemma": decoder(PRE_SCALAR, capped, window, layer_type=alternating),
-    "gemma3_text": decoder(
-        PRE_SCALAR,
-        capped,
-        window,
-        normed(),
-        refused("use_bidirectional_attention", False),
-        layout="separate, norms less 1",
-        layer_type=every_nth_full("sliding_window_pattern", 6),
-        rotary=Rotary(theta=1e6, thetas={SLIDING: "rope_local_base_freq"}, scaled=(FULL,)),
-    ),
-    "gpt_neox": decoder(
-        path="layers.{n}.attention", layout="grouped", bias=biased("attention_bias", default=True), rotary=Rotary(partial=0.25)
-    ),
-    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=PAIRS),
-    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=PAIRS, layout="codegen"),
-    **dict.fromkeys(("gpt2", "gpt-sw3"), decoder(path="h.{n}.attn", layout="conv", rotary=None, bias=biased(None))),
-    "openai-gpt": decoder(path="h.{n}.attn", layout="conv", rotary=None, bias=biased(None)),
-    "gpt_bigcode": decoder(path="h.{n}.attn", layout="stacked", rotary=None, bias=biased(None)),
-    "gpt_neo": decoder(path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
-    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=biased(None)),
-    "falcon": decoder(path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
-    "mpt": decoder(path="blocks.{n}.attn", layout="stacked", rotary=None, bias=PLAIN),
+    "persimmon": decoder(LAYER_NORMED, bias=ALL, layout="grouped", rotary=Rotary(theta=25000.0, partial=0.5)),
+    "gpt_oss": {"decoder": GPT_OSS},
+    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped, window, layer_type=alternating)),
+    "gemma3_text": {"decoder": GEMMA3},
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", traits=(window, gemma_values))},
+    "gemma4_text": {
+        "decoder": replace(
+            GEMMA3, layout="separate", traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+        )
+    },
+    "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
+    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim")),
+    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim"), layout="codegen"),
+    "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
+    "gpt-sw3": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
+    "openai-gpt": {"decoder": GPT2},
+    "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
+    "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
+    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL),
+    "falcon": decoder(falcon, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=PLAIN),
     "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
-    "xglm": decoder(rotary=None, bias=biased(None), heads=("attention_heads",)),
-    "biogpt": decoder(rotary=None, bias=biased(None)),
+    "xglm": decoder(rotary=None, bias=ALL, heads=("attention_heads",)),
+    "biogpt": decoder(rotary=None, bias=ALL),
+    "ctrl": decoder(path="h.{n}.multi_head_attention", rotary=None, bias=ALL),
+    "modernbert-decoder": decoder(
+        modernbert_decoder_window, bias=biased("attention_bias"), path="layers.{n}.attn", rotary=MODERN, layer_type=MODERN_TYPE
+    ),
 }
 ENCODERS: dict[str, Family] = {
     **dict.fromkeys(
@@ -277,7 +215,6 @@ ENCODERS: dict[str, Family] = {
             "ernie",
             "data2vec-text",
             "roberta-prelayernorm",
-            "xlm-roberta-xl",
             "roc_bert",
             "layoutlm",
             "markuplm",
@@ -286,24 +223,108 @@ ENCODERS: dict[str, Family] = {
             "rembert",
             "bert-generation",
             "tapas",
-            "big_bird",
-            "megatron-bert",
         ],
         encoder(),
     ),
-    "distilbert": encoder("transformer.layer.{n}.attention"),
-    "albert": encoder("albert_layer_groups.0.albert_layers.0.attention"),
+    "xlm-roberta-xl": encoder(ignored=("self_attn_layer_norm.*",)),
+    "megatron-bert": encoder(ignored=("ln.*",)),
+    "big_bird": encoder(original_full),
+    "distilbert": encoder(path="transformer.layer.{n}.attention"),
+    "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
     "mpnet": encoder(
-        "encoder.layer.{n}.attention",
         constant(relative_bias={"max_distance": 128, "bidirectional": True}),
         table="encoder.relative_attention_bias.weight",
+        irrelevant="relative_attention_num_buckets",
     ),
-    "esm": encoder("encoder.layer.{n}.attention", rotary=Rotary()),
-    "roformer": encoder("encoder.layer.{n}.attention", rotary=PAIRS),
-    "nomic_bert": encoder("layers.{n}.attn", rotary=Rotary()),
+    "esm": encoder(rope_if_rotary, rotary=Rotary()),
+    "roformer": encoder(refused("rotary_value", False), rotary=PAIRS),
+    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(theta=1000.0), bias=PLAIN),
+    "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary(theta=160000.0)),
+    "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary(theta=20000.0)),
     "eurobert": {"encoder": replace(LLAMA, causal=False)},
-    "modernbert": encoder("layers.{n}.attn", layout="stacked", rotary=Rotary()),
+    "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
+    "modernbert": encoder(
+        modernbert_window, path="layers.{n}.attn", layout="stacked", bias=biased("attention_bias"), rotary=MODERN, layer_type=MODERN_TYPE
+    ),
+    "openai_privacy_filter": {
+        "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=PAIRS)
+    },
     "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
+    "xlm": encoder(refused("causal", False), path="attentions.{n}"),
+    "flaubert": encoder(refused("causal", False), path="attentions.{n}"),
 }
-REFUSED: dict[str, str] = {}
-FAMILIES: dict[str, Family] = DECODERS | ENCODERS
+
+
+def both(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL) -> Family:
+    """BART's encoder, decoder and cross-attention."""
+    parts = {"encoder": ("encoder", "self_attn"), "decoder": ("decoder", "self_attn"), "cross": ("decoder", cross)}
+    return {
+        part: replace(
+            BERT,
+            path=f"{side}.layers.{{n}}.{name}",
+            heads=(f"{side}_attention_heads",),
+            layers=(f"{side}_layers",),
+            causal=part == "decoder",
+            bias=bias,
+            irrelevant=f"coder_attention_heads|coder_layers|{irrelevant}",
+        )
+        for part, (side, name) in parts.items()
+    }
+
+
+def t5(table_of_each_block: bool = False) -> Family:
+    """T5's encoder, decoder and cross-attention, whose first block has the table of biases for all, unless each has its own."""
+    common = Attention(
+        heads=("num_heads",), head_dim=("d_kv",), kv_heads=(), causal=False, bias=PLAIN, irrelevant="is_gated_act|scale_decoder"
+    )
+    block = "{n}" if table_of_each_block else "0"
+    own, table = "block.{n}.layer.0.SelfAttention", f"block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
+    decoder_layers = ("num_decoder_layers", "num_layers")
+    return {
+        "encoder": replace(common, path=f"encoder.{own}", traits=(t5_bias(True),), table=f"encoder.{table}"),
+        "decoder": replace(
+            common, path=f"decoder.{own}", traits=(t5_bias(False),), table=f"decoder.{table}", layers=decoder_layers, causal=True
+        ),
+        "cross": replace(
+            common,
+            path="decoder.block.{n}.layer.1.EncDecAttention",
+            traits=(constant(scale=1.0),),
+            layers=decoder_layers,
+            irrelevant="relative_attention|is_gated_act|scale_decoder",
+            ignored=("relative_attention_bias.weight",),  # old files have one there, without effect
+        ),
+    }
+
+
+def without_encoder(family: Family) -> Family:
+    return {part: attention for part, attention in family.items() if part != "encoder"}
+
+
+LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
+
+ENCODER_DECODERS: dict[str, Family] = {
+    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], both()),
+    "nllb-moe": both("cross_attention"),
+    "bigbird_pegasus": without_encoder(both(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
+    "pegasus_x": without_encoder(both(irrelevant="num_global_tokens|block|stagger", bias=PLAIN)),
+    "led": without_encoder(both(irrelevant="attention_window")),  # whose encoder has a window and global tokens
+    **dict.fromkeys(("t5", "mt5", "switch_transformers"), t5()),
+    "umt5": t5(table_of_each_block=True),
+    "longt5": {part: replace(a, irrelevant=a.irrelevant + LONGT5_FIELDS) for part, a in without_encoder(t5()).items()},
+}
+REASONS = {  # what the layer cannot compute -> model types that need it
+    "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
+        longcat_flash mistral4 youtu axk1 axk2""",
+    "an output gate": "qwen3_next qwen3_5_text qwen3_5_moe_text afmoe step3p7 laguna beam muse_spark_text hrm_text",
+    "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
+    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
+    "differential attention": "diffllama",
+    "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
+    "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
+    "queries of their own for entities": "luke",
+    "quantised arithmetic": "ibert",
+    "a factor on values": "mimo_v2_flash",
+    "queries scaled by position, or chunks": "llama4_text ministral3",
+}
+REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
+FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS

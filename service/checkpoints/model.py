@@ -20,9 +20,8 @@ from service.checkpoints.families import FAMILIES, REFUSED, Attention, Family, f
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
-from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
+from service.checkpoints.refusals import field_pointer, listed
 from service.errors import InvalidRequest
-from service.spec import LayerSpec
 from service.tensors import Array
 
 SECTIONS = {"text": "text_config", "vision": "vision_config", "decoder": "text_config"}  # part -> section of a composite config
@@ -88,7 +87,7 @@ def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
     if kind not in FAMILIES and kind not in REFUSED and (section := config.section("text_config")) is not None:
         config, kind = section, section.get("model_type")
     if kind in REFUSED:
-        raise config.refusal("model_type", f"a model whose attention this service computes ({REFUSED[kind]})", kind)
+        raise config.refusal("model_type", f"a model without {REFUSED[kind]}", kind)
     if kind not in FAMILIES:
         near = get_close_matches(str(kind), FAMILIES, n=4) or sorted(FAMILIES)
         raise config.refusal("model_type", f"a known model_type ({listed(near)})", kind)
@@ -102,12 +101,20 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
         (part,) = family
     if part is None or part not in family:
         raise InvalidRequest.where("/part", f"one of {', '.join(family)}, as {kind} has them", "none" if part is None else f'"{part}"')
-    attention = family[part]
+    attention, config = family[part], _for_layer(config, layer)
     if (count := config.get(*attention.layers)) is not None and not 0 <= layer < count:
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     spec = fields_of(attention, config, layer)
     config.demand_all_read(attention.irrelevant)
     return ModelLayer(kind, part, layer, attention, spec)
+
+
+def _for_layer(config: Config, layer: int) -> Config:
+    """The config with the fields of `per_layer_config` that replace others in this layer."""
+    own = config.get("per_layer_config", default={})
+    if not isinstance(own, Mapping) or not isinstance(own.get(str(layer), {}), Mapping):
+        raise config.refusal("per_layer_config", "fields for each layer", own)
+    return Config({**config.fields, **own.get(str(layer), {})}, config.at)
 
 
 def read_model_layer(
@@ -123,9 +130,4 @@ def read_model_layer(
             raise InvalidRequest.where(
                 field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
             )
-    found, weights = read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
-    for name, shape in LayerSpec.model_validate(found).weight_shapes().items():
-        if name not in weights or weights[name].shape != shape:
-            got = shape_of(weights[name]) if name in weights else "nothing"
-            raise InvalidRequest.where(weight_pointer(name), f"shape {list(shape)}, as the config has it", got)
-    return found, weights
+    return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)

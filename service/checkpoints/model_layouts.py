@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.checkpoints.layout import ALL_BIASES, Converted, LayerTensors, Layout, Weights
+from service.checkpoints.layout import ALL_BIASES, Converted, Fields, LayerTensors, Layout, Weights
 from service.errors import InvalidRequest
 from service.spec import PROJECTIONS
 from service.tensors import Array
@@ -31,7 +31,7 @@ def _names(*parts: str) -> dict[str, str]:
     """Name below the stem -> part, for each spelling of these parts."""
     return {
         f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in ("weight", "bias")
-    } | {"sinks": "sinks"}
+    } | {"sinks": "sinks", "softmax_offset": "sinks"}
 
 
 def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
@@ -53,7 +53,10 @@ def _extras(tensors: LayerTensors) -> Weights:
 
 
 def _converted(tensors: LayerTensors, weights: Weights, one_plus: bool = False) -> Converted:
-    return Converted(weights | _extras(tensors) | _norms(tensors, one_plus), {"num_heads": tensors.given["num_heads"]})
+    extras = _extras(tensors)
+    known: Fields = {"num_heads": tensors.given["num_heads"]}
+    known |= {"relative_bias": {"buckets": len(extras["relative_bias"])}} if "relative_bias" in extras else {}
+    return Converted(weights | extras | _norms(tensors, one_plus), known)
 
 
 def separate(tensors: LayerTensors, one_plus: bool = False) -> Converted:

@@ -37,9 +37,9 @@ class Rotary:
     partial: float = 1.0  # share of a head that is rotated
     interleaved: bool = False
     backwards: bool = False  # rotates by the opposite angle
-    thetas: Mapping[str, str] | None = None  # layer type -> field with its theta, in configs of transformers 4
+    thetas: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta, in configs of transformers 4, and default
     scaled: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
-    rounded: bool = False  # whether rotated dims are rounded to an even number
+    dims: str = ""  # field with the number of rotated dims
 
 
 def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
@@ -56,11 +56,12 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         if name not in (*EVERY_KIND, *KINDS[kind]) and value is not None:
             raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
     partial = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=rotary.partial))
-    theta = config.number((rotary.thetas or {}).get(layer_type, "rope_theta"), "rope_theta", "rotary_emb_base", default=rotary.theta or -1)
-    theta = settings.number("rope_theta", default=theta)
+    field, default = (rotary.thetas or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
+    theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
     if theta <= 0:
         raise config.refusal("rope_theta", "a positive number", None)
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
+    dims = config.count(rotary.dims) if rotary.dims else dims
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
     plain = theta ** (-np.arange(0, dims, 2) / dims)
     rope |= SCALINGS[kind](Scaled(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
@@ -71,7 +72,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
-    config.ignore("rope_scaling", LENGTH, *(rotary.thetas or {}).values())
+    config.ignore("rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
     given = config.get("rope_parameters", default={})
     if not given and (rotary.scaled is None or layer_type in rotary.scaled):
         given = config.get("rope_scaling", default={})
