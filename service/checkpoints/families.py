@@ -189,7 +189,6 @@ DECODERS: dict[str, Family] = {
     "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim")),
     "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim"), layout="codegen"),
     "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
-    "gpt-sw3": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),

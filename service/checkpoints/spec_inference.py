@@ -38,7 +38,9 @@ def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> 
         if isinstance(value, Mapping) and value.get("weights") == "none" and not present:
             continue
         if field in tensors.given and (value is not None and value is not False) != present:
-            raise InvalidRequest.where(field_pointer(field), "one" if present else "none, as no tensor is there", _brief(value))
+            raise InvalidRequest.where(
+                field_pointer(field), f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", _brief(value)
+            )
         if present and field not in assumed and field not in tensors.given and field != "sinks":
             raise InvalidRequest.where(field_pointer(field), f"the kind of the tensor {weight}", "nothing")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def test_every_family_has_a_case() -> None:
     assert set(FAMILIES) <= {model["config"]["model_type"] for model in MODELS.values()}
 
 
+def test_the_page_lists_them() -> None:
+    """Written by `python docs/list_checkpoints.py`."""
+    docs = Path(__file__).parents[2] / "docs"
+    assert (docs / "checkpoints.md").read_text() == runpy.run_path(str(docs / "list_checkpoints.py"))["page"]()
+
+
 @pytest.mark.parametrize(
     ("config", "at"),
     [
@@ -66,8 +73,8 @@ def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Clie
     norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
     for given, words in (
         ({name: x for name, x in tensors.items() if "v_proj" not in name}, "layers.0.self_attn without v_proj.weight"),
-        (tensors | {"layers.0.self_attn.gate.weight": np.ones(8, np.float32)}, "only what a layer of layout llama has"),
-        (tensors | norms, "the kind of the tensor query_norm.weight"),
+        (tensors | {"layers.0.self_attn.gate.weight": np.ones(8, np.float32)}, "only what a layer of layout separate has"),
+        (tensors | norms, "one, as the tensor query_norm.weight is there"),
         ({name.replace("layers.0", "layers.1"): x for name, x in tensors.items()}, "ends with layers.0.self_attn"),
     ):
         refused = put(layers, "llama", 0, given)
