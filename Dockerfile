@@ -6,8 +6,10 @@
 # gRPC beside HTTP: -e ATTEND_GRPC_PORT=8001 -p 8001:8001.
 # For NVIDIA GPUs take one of PyTorch's CUDA indexes (several GB more) and start with --gpus all -e ATTEND_DEVICE=cuda:
 #   docker build -t attend:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 .
-# BASE may be any image with python3 (3.11 or later), its venv module, and pip.
+# BASE may be any image with python3 (3.11 or later), its venv module, and pip. COMPILER, from which nothing gets into the image but the wheel,
+# may be any with python3 (3.11 or later), its headers, pip, and gcc.
 ARG BASE=python:3.12-slim
+ARG COMPILER=python:3.12
 
 # Which torch is wanted, in a file that changes with that alone: neither the other lines of pyproject.toml nor the sources cost a new
 # installation of torch. All else is locked.
@@ -32,12 +34,22 @@ RUN pip install --index-url "$TORCH_INDEX" -r /requirements/torch.txt \
 COPY deploy/requirements.txt /requirements/
 RUN pip install --no-deps --require-hashes -r /requirements/requirements.txt
 
-# The project goes beside the environment, to be a small layer of its own in the image: a release is no new gigabyte.
-FROM dependencies AS project
+# The wheel, with the compiled extension; it suits every Python from 3.11 on.
+FROM ${COMPILER} AS wheel
+ENV PIP_NO_CACHE_DIR=1
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
 COPY service service
-RUN pip install --no-deps --root /project .
+RUN pip wheel --no-deps --wheel-dir /wheel .
+
+# The project goes beside the environment, to be a small layer of its own in the image: a release is no new gigabyte. Without the extension
+# the project works, but no image is built.
+FROM dependencies AS project
+COPY --from=wheel /wheel /wheel
+RUN pip install --no-deps --root /project /wheel/*.whl \
+    && PYTHONPATH="$(echo /project/opt/attend/lib/python3*/site-packages)" /opt/attend/bin/python -c '\
+from service.wire.native import numbers; \
+assert numbers.variant() != numbers.PYTHON, "the compiled extension is missing, or fails its self-test"'
 
 # Nothing here is written to, so the root may be read-only; the bytecode was compiled by pip.
 FROM ${BASE}

@@ -77,7 +77,6 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     torch.set_num_threads(1)
     service = open_service("cpu", WireLimits(), ServingLimits())
     layer = service.registry.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
-    layer.attention.tune()
     service.registry.put(layer)
     codec = CODECS[SAFETENSORS if form == "st" else JSON]
 

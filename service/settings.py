@@ -11,8 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
@@ -31,17 +30,17 @@ class BadSettings(Exception):
     """A setting that does not exist or has no sensible value; the message names the setting and its source."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings. The description of each field is its help text, on the command line and in docs/settings.md."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port of the gRPC server (extra `grpc`); no gRPC if not set.")
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads per worker for arithmetic; if not set, its share of the cores.")
-    workers: int = Field(default=1, ge=1, description="Processes that share the port; each holds all layers.")
+    workers: int = Field(default=1, ge=1, description="Processes that share the port. Each has all layers in memory.")
 
     d_model: int = Field(default=64, description="Width of the layer `default`.")
     num_heads: int = Field(default=8, description="Number of heads of the layer `default`.")
@@ -54,14 +53,14 @@ class Settings(BaseSettings):
     init: Init = Field(default="xavier_uniform", description="Initialization of the weights of `default`.")
     dtype: DType = Field(default="float32", description="Data type of the weights and arithmetic of `default`.")
     matmul_precision: MatmulPrecision = Field(default="highest", description="Precision of float32 products; high and medium allow TF32.")
-    layers: Annotated[dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec], NoDecode] = Field(
+    layers: dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec] = Field(
         default={}, description="More layers by name: tables [layers.NAME] in the file, JSON in a flag or variable."
     )
 
     layers_dir: Path | None = Field(default=None, description="Folder that stores layers put over HTTP; memory only if not set.")
 
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
-    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC message in bytes, either way; max_body_bytes if less.")
+    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Parameters of the largest layer.")
@@ -72,16 +71,12 @@ class Settings(BaseSettings):
     max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
 
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
-    max_queue_bytes: int = Field(
-        default=2048 * MIB,
-        ge=MIB,
-        description="Predicted memory of waiting calls; also all bodies and replies held.",
-    )
-    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls before it runs a batch.")
+    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
+    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
+    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
-    compress_replies: bool = Field(default=False, description="Compress for all who accept it, not only for those who accept one coding.")
+    compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
     drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
     shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
 
@@ -95,7 +90,7 @@ class Settings(BaseSettings):
     allowed_hosts: str = Field(
         default="",
         pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
-        description="Names allowed in Host, without ports, with commas, or *; if not set, localhost on loopback without keys, else any.",
+        description="Names allowed in Host without ports, with commas, or *; if not set, localhost on loopback without keys.",
     )
     cors_origins: str = Field(
         default="",
@@ -106,46 +101,21 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
     uds: Path | None = Field(default=None, description="Unix socket to listen on, instead of host and port.")
     root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Path prefix that a proxy removes, such as /attend.")
-    trusted_proxies: str = Field(
-        default="", description="Addresses or networks of proxies whose X-Forwarded-For and -Proto are used, separated by commas, or *."
-    )
+    trusted_proxies: str = Field(default="", description="Proxies whose X-Forwarded-… are used: addresses or networks, with commas, or *.")
     client_timeout: float = Field(default=20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
-    min_client_rate: int = Field(
-        default=32768, ge=1, description="Bytes per second, averaged over client_timeout, at which a body must arrive and a reply be read."
-    )
-    keepalive_timeout: float = Field(
-        default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway must close its idle connections earlier."
-    )
-    ready_timeout: float = Field(
-        default=2.0,
-        gt=0,
-        description="Seconds in which the device must answer for readiness, plus ten times the predicted time of a running call.",
-    )
+    min_client_rate: int = Field(default=32768, ge=1, description="Bytes per second at which bodies arrive and replies are read, at least.")
+    keepalive_timeout: float = Field(default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway needs less.")
+    ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which an idle device must answer a probe for readiness.")
     telemetry: bool = Field(default=False, description="Send traces and metrics by OTLP, configured by OTEL_… variables (extra `otel`).")
 
     replicas: int = Field(default=4, ge=1, description="With Ray Serve: largest number of replicas.")
     replica_cpus: float = Field(default=1.0, gt=0, description="With Ray Serve: cores of each replica; fractions are allowed.")
     replica_gpus: float = Field(default=0.0, ge=0, description="With Ray Serve: GPUs of each replica; fractions are allowed.")
-    shards: int = Field(
-        default=0, ge=0, description="With Ray Serve: actors that divide a call too large for one replica among them, by keys; none at 0."
-    )
+    shards: int = Field(default=0, ge=0, description="With Ray Serve: actors that share a call too large for one replica, by keys.")
 
     log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
     access_log: bool = Field(default=True, description="Log one line per request.")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = {name: text for name, text in env_settings.env_vars.items() if not (text and INJECTED.match(text))}
-        return init_settings, env_settings
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -189,54 +159,48 @@ class Settings(BaseSettings):
 
 def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings:
     """The settings of this process. Raises BadSettings, which names the setting and its source."""
-    known = set(Settings.model_fields)
-    for name in os.environ:
-        ours = name.startswith(PREFIX) and name not in injected_variables() and not KUBERNETES.match(name) and name not in CALLERS
-        if ours and name.removeprefix(PREFIX).lower() not in known:
-            raise BadSettings(f"the environment variable {name} is not a setting; see `attend serve --help`")
-    from_file, in_environment = _file(config, known) if config else {}, _in_environment()
-    flags = {name: value for name, value in flags.items() if value is not None}
+    given = _given(flags, config)
     try:
-        settings = Settings(**{k: v for k, v in from_file.items() if k not in in_environment} | flags)
+        settings = Settings(**{name: value for name, (_, value) in given.items()})
         layers = settings.all_layers()
     except ValidationError as error:
-        raise BadSettings("; ".join(_complaint(item, flags, in_environment, config) for item in error.errors())) from None
+        raise BadSettings("; ".join(_complaint(item, given) for item in error.errors())) from None
     _require_makeable(settings, layers)
     return settings
 
 
-def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
-    """Raises BadSettings if a configured layer exceeds a limit."""
-    together = 0
-    for name, spec in layers.items():
-        together += spec.num_parameters
-        if spec.init is None:
-            raise BadSettings(f'the layer "{name}": expected an initialization of the weights (init), got null')
-        if spec.num_parameters > settings.max_layer_parameters:
-            wanted = f"at most {settings.max_layer_parameters} parameters (max_layer_parameters)"
-            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.num_parameters}')
-        if spec.widest > settings.max_layer_width:
-            wanted = f"widths of at most {settings.max_layer_width} (max_layer_width)"
-            raise BadSettings(f'the layer "{name}": expected {wanted}, got {spec.widest}')
-    if len(layers) > settings.max_layers:
-        raise BadSettings(f"expected at most {settings.max_layers} layers (max_layers), got {len(layers)}")
-    if together > settings.max_total_parameters:
-        wanted = f"at most {settings.max_total_parameters} parameters in all layers (max_total_parameters)"
-        raise BadSettings(f"expected {wanted}, got {together}")
-
-
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
     """Setting -> source of its value: its flag, its variable, the file, or "default"."""
-    from_file, in_environment = _file(config, set(Settings.model_fields)) if config else {}, _in_environment()
-    origins = dict.fromkeys(Settings.model_fields, "default")
-    origins |= {name: str(config) for name in from_file}
-    origins |= {name: f"{PREFIX}{name.upper()}" for name in in_environment}
-    return origins | {name: f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None}
+    return dict.fromkeys(Settings.model_fields, "default") | {name: source for name, (source, _) in _given(flags, config).items()}
 
 
-def _in_environment() -> set[str]:
-    injected = set(injected_variables())
-    return {name for name in Settings.model_fields if f"{PREFIX}{name.upper()}" in os.environ.keys() - injected}
+def _given(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, Any]]:
+    """Setting -> (source, value), for the settings that do not have their defaults. Raises BadSettings for unknown names."""
+    given = {name: (str(config), value) for name, value in _file(config).items()} if config else {}
+    others = {*injected_variables(), *CALLERS}
+    for variable, text in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in others and not KUBERNETES.match(variable):
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in Settings.model_fields:
+                raise BadSettings(f"the environment variable {variable} is not a setting; see `attend serve --help`")
+            given[name] = variable, text
+    return given | {name: (f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None}
+
+
+def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
+    """Raises BadSettings if a configured layer exceeds a limit."""
+
+    def check(subject: str, count: int, limit: str, expected: str) -> None:
+        if count > (most := getattr(settings, limit)):
+            raise BadSettings(f"{subject}expected {expected.format(most)} ({limit}), got {count}")
+
+    for name, spec in layers.items():
+        if spec.init is None:
+            raise BadSettings(f'the layer "{name}": expected an initialization of the weights (init), got null')
+        check(f'the layer "{name}": ', spec.num_parameters, "max_layer_parameters", "at most {} parameters")
+        check(f'the layer "{name}": ', spec.widest, "max_layer_width", "widths of at most {}")
+    check("", len(layers), "max_layers", "at most {} layers")
+    check("", sum(spec.num_parameters for spec in layers.values()), "max_total_parameters", "at most {} parameters in all layers")
 
 
 def injected_variables() -> list[str]:
@@ -244,7 +208,7 @@ def injected_variables() -> list[str]:
     return [name for name, text in os.environ.items() if name.startswith(PREFIX) and INJECTED.match(text)]
 
 
-def _file(config: Path, known: set[str]) -> dict[str, Any]:
+def _file(config: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(config.read_text())
     except OSError as error:
@@ -252,34 +216,23 @@ def _file(config: Path, known: set[str]) -> dict[str, Any]:
     except ValueError as error:
         raise BadSettings(f"the settings file {config} is not TOML: {error}") from None
     for name in document:
-        if name not in known:
+        if name not in Settings.model_fields:
             raise BadSettings(f'"{name}" in {config} is not a setting; see `attend serve --help`')
     return document
 
 
-def _complaint(error: Any, flags: dict[str, Any], in_environment: set[str], config: Path | None) -> str:
+def _complaint(error: Any, given: dict[str, tuple[str, Any]]) -> str:
+    """One of Pydantic's errors as a sentence that begins with the source of the setting."""
     path = [str(part) for part in error["loc"] if part != "[key]"] or [error.get("ctx", {}).get("at", "").strip("/")]
-    name, within = path[0], f", at {'.'.join(path)}" if len(path) > 1 else ""
-    if name in flags:
-        source = f"--{name.replace('_', '-')}"
-    elif name in in_environment:
-        source = f"{PREFIX}{name.upper()}"
+    name, dotted = path[0], ".".join(path)
+    source, within = given[name][0] if name in given else "", ""
+    if source.startswith(("--", PREFIX)):
+        within = f", at {dotted}" if len(path) > 1 else ""
     else:
-        source, within = f"{'.'.join(path)} in {config}" if config else ".".join(path), ""
+        source = f"{dotted} in {source}" if source else dotted
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch" and len(path) == 1:  # the description is clearer than the pattern
         wanted = str(Settings.model_fields[name].description).rstrip(".")
         message = f"expected {wanted[0].lower()}{wanted[1:]}, got {json.dumps(error['input'])}"
     source = f"{source}: " if name else ""  # an error about several settings names no single one
     return f"{source}{message[0].lower()}{message[1:]}{within}"
-
-
-def settings_table() -> str:
-    """All settings as the Markdown table of docs/settings.md."""
-    rows = ["| flag | default | |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = (
-            "" if field.default in (None, {}) else f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
-        )
-        rows.append(f"| `--{name.replace('_', '-')}` | {default} | {field.description} |")
-    return "\n".join(rows)

@@ -235,37 +235,27 @@ class LayerSpec(BaseModel):
             raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
             raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+        init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
-            self._agree_without_projections()
-        if (self.init or "").startswith("numpy_"):
-            self._agree_for_numpy()
-        if self.init == "torch_mha":
-            self._agree_for_torch()
+            projected = self._projected_widths()
+            self._require_widths({f"{name}_dim": projected[name] for name in ("key", "value", "output")}, "since nothing is projected")
+        elif init.startswith("numpy_"):
+            self._require_widths(square, f"since init {init} draws square d_model matrices")
+        if init == "torch_mha":
+            self._require_widths(square | {"key_dim": self.key_dim, "value_dim": self.value_dim}, "as torch.nn.MultiheadAttention has")
+            if isinstance(self.bias, Biases):
+                expected = "true or false for all, as torch.nn.MultiheadAttention has"
+                raise disagreement("/bias", expected, "one for each projection")
+        if self.bias and not self.projections:
+            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+        if self.bias and init.startswith("numpy_"):
+            raise disagreement("/bias", f"false, since init {init} has no bias", "true")
         return self
 
-    def _agree_without_projections(self) -> None:
-        widths = self._projected_widths()
-        for name, got in (("key_dim", self.key_dim), ("value_dim", self.value_dim), ("output_dim", self.output_dim)):
-            if got != (wanted := widths[name.removesuffix("_dim")]):
-                raise disagreement(f"/{name}", f"{wanted}, since nothing is projected", str(got))
-        if self.bias:
-            raise disagreement("/bias", "false, since nothing is projected", "a bias")
-
-    def _agree_for_numpy(self) -> None:
-        for name, got in self._widths().items():
-            if got != self.d_model and self.projections:
-                wanted = f"{self.d_model}, since init {self.init} draws square d_model matrices"
-                raise disagreement(f"/{name}", wanted, str(got))
-        if self.bias:
-            raise disagreement("/bias", f"false, since init {self.init} has no bias", "true")
-
-    def _agree_for_torch(self) -> None:
-        widths = {name: got for name, got in self._widths().items() if name not in ("key_dim", "value_dim")}
-        for name, got in widths.items():
-            if got != self.d_model:
-                raise disagreement(f"/{name}", f"{self.d_model}, as torch.nn.MultiheadAttention has", str(got))
-        if isinstance(self.bias, Biases):
-            raise disagreement("/bias", "true or false for all, as torch.nn.MultiheadAttention has", "one for each projection")
+    def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
+        for name, width in self._widths().items():
+            if name in expected and width != expected[name]:
+                raise disagreement(f"/{name}", f"{expected[name]}, {reason}", str(width))
 
     def _widths(self) -> dict[str, int]:
         """Field -> the width that it determines, for all widths that may differ from d_model."""

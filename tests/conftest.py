@@ -17,6 +17,8 @@ from hypothesis import settings
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
+from service.wire.native import numbers
+
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=300, deadline=None)
@@ -24,7 +26,9 @@ settings.load_profile("quick")
 # Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]  # tests of an extra that is not installed
+# Tests of what is not installed here: an extra; the compiled extension.
+collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]
+collect_ignore_glob += [] if numbers.variants()[1:] else ["wire/native/test_numbers.py"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
@@ -37,9 +41,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_seed(request: pytest.FixtureRequest) -> None:
-    """Each test draws the same numbers from its module's generator, whichever tests ran before it."""
-    if isinstance(rng := getattr(request.module, "RNG", None), np.random.Generator):
-        rng.bit_generator.state = np.random.default_rng(zlib.crc32(request.node.name.encode())).bit_generator.state
+    """Each test draws the same numbers from its module's generator and from torch's, whichever tests ran before it."""
+    rng, seed = getattr(request.module, "RNG", None), zlib.crc32(request.node.name.encode())
+    if isinstance(rng, np.random.Generator):
+        rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    elif isinstance(rng, np.random.RandomState):
+        rng.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+@pytest.fixture(params=sorted({numbers.variants()[0], numbers.variants()[-1]}))
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Numbers in JSON are read and written by Python, and by the compiled extension if there is one."""
+    before = numbers.variant()
+    numbers.use(request.param)
+    yield
+    numbers.use(before)
 
 
 @pytest.fixture(scope="session")

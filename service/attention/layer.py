@@ -3,11 +3,11 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
 `_forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
-scores are requested; `eager` for everything else. Calls of one batch are projected by one matrix product and attended one by one.
+scores are requested; `eager` for everything else.
 `nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol, Self
 
@@ -19,7 +19,7 @@ from service.attention.eager import PER_HEAD, Eager, rows_per_block
 from service.attention.linear import set_precision
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
-from service.attention.selection import narrowed
+from service.attention.selection import select_heads_and_queries
 from service.attention.short import Short
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec
@@ -31,7 +31,7 @@ SELECTED = frozenset({"keys", "values"})  # the tensors of attention weights und
 
 
 class MultiHeadAttention:
-    """One layer on one device. Immutable except for `tune`; calls may run in any thread, but only one at a time."""
+    """One layer on one device. Immutable; calls may run in any thread, but only one at a time."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
@@ -45,41 +45,20 @@ class MultiHeadAttention:
         return self.projections.weights
 
     @torch.inference_mode()
-    def tune(self) -> None:
-        """Choose the matrix products for this layer's weights by measurement. Slow for new shapes; must not run during a call."""
-        self.projections.tune()
-
-    @torch.inference_mode()
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""
-        result = self._forward([call])[0]
+        result = self._forward(call)
         return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
-    @torch.inference_mode()
-    def forward_batch(self, calls: Sequence[Call]) -> list[Result]:
-        """Compute several calls, whose lengths, masks and outputs may differ.
-
-        All calls must agree in `key is query` and `value is key`, and none may be reproducible or request gradients.
-        """
-        return self._forward(calls)
-
-    def _forward(self, calls: Sequence[Call]) -> list[Result]:
+    def _forward(self, call: Call) -> Result:
         set_precision(self.spec.matmul_precision)
-        if self.short is not None and all(map(self.short.suits, calls)):
-            results = [result for call in calls if (result := self.short(call)) is not None]
-            if len(results) == len(calls):
-                return results
-        projected = self.projections.project(calls)
-        attended = [self._attend(call, *parts) for call, parts in zip(calls, projected, strict=True)]
-        merged = [tensors["concatenated"] for call, (tensors, _) in zip(calls, attended, strict=True) if "output" in call.outputs]
-        outputs = iter(self.projections.project_back(merged, calls[0].reproducible) if merged else ())
-        results = []
-        for call, (tensors, fully_masked) in zip(calls, attended, strict=True):
-            if "output" in call.outputs:
-                tensors["output"] = next(outputs)
-            wanted = call.outputs | SELECTED
-            results.append(Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked))
-        return results
+        if self.short is not None and self.short.suits(call) and (result := self.short(call)) is not None:
+            return result
+        tensors, fully_masked = self._attend(call, *self.projections.project(call))
+        if "output" in call.outputs:
+            tensors["output"] = self.projections.project_back(tensors["concatenated"])
+        wanted = call.outputs | SELECTED
+        return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked)
 
     def _attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """Compute all outputs but `output`, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …].
@@ -104,7 +83,7 @@ class MultiHeadAttention:
 
     def _selected_weights(self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> dict[str, Tensor]:
         """The attention weights of the selected heads and queries; the others are not computed."""
-        call, query, key, fully_masked = narrowed(call, query, key, fully_masked)
+        call, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked)
         return self.eager(call, query, key, value, fully_masked, {"attention_weights"})
 
     def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +101,7 @@ class MultiHeadAttention:
             inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
             query, key, value = inputs
             eager = replace(call, query=query, key=key, value=value, outputs=frozenset({"output"}), reproducible=True)
-            output = self._forward([eager])[0].tensors["output"]
+            output = self._forward(eager).tensors["output"]
             gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
         return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.outputs}
 
@@ -135,16 +114,16 @@ class MultiHeadAttention:
     def project(self, call: Call) -> Projected:
         """Project, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
         set_precision(self.spec.matmul_precision)
-        return self.projections.project([call])[0]
+        return self.projections.project(call)
 
-    def project_back(self, concatenated: Tensor, call: Call) -> Tensor:
+    def project_back(self, concatenated: Tensor) -> Tensor:
         """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]."""
-        return self.projections.project_back([concatenated], call.reproducible)[0]
+        return self.projections.project_back(concatenated)
 
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
         """`head_outputs`, `concatenated` and, if requested, `output`, from head outputs [b, h, q, d]."""
         tensors = self._merged(call, {"head_outputs": head_outputs})
-        return tensors | {"output": self.project_back(tensors["concatenated"], call)} if "output" in call.outputs else tensors
+        return tensors | {"output": self.project_back(tensors["concatenated"])} if "output" in call.outputs else tensors
 
     def attention_weights(
         self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
@@ -154,7 +133,7 @@ class MultiHeadAttention:
         `query` and `key` are from `project`, `fully_masked` from the method of that name, all for the same heads. `blocks` are the rows of
         each block. A caller that drops each block before the next needs memory for one block only.
         """
-        for block in self.eager.row_blocks(*narrowed(call, query, key, fully_masked), blocks):
+        for block in self.eager.row_blocks(*select_heads_and_queries(call, query, key, fully_masked), blocks):
             yield block.rows, block.attention_weights(), block.visible
 
 

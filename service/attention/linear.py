@@ -1,78 +1,52 @@
-"""The matrix product of a projection: chooses a fast implementation, and tests whether its rows may be shared between calls.
+"""The matrix product of a projection.
 
-The order in which a library sums the terms of a row depends on the number of rows and on the processor. Law 7 guarantees that a call in a
-batch has the same result as alone, within 1e-6 of the largest value in float32. So every product is tested: a weight is batch-invariant if
-the product of a row hardly depends on the number of rows. Calls to a layer with other weights run alone. Bitwise equality is guaranteed for
-reproducible calls only.
-
-torch's float32 `F.linear` uses MKL or OpenBLAS and is rarely batch-invariant for long sums. oneDNN's product with a reordered weight, which
-torch's compiler uses, mostly is, and on most processors it is faster. It is an internal operation of torch: if it is missing or slow,
-`F.linear` is used.
+torch's float32 `F.linear` uses MKL or OpenBLAS, which on AMD takes slow kernels. oneDNN's product with a reordered weight, which torch's
+compiler uses, is two to three times as fast there and about as fast elsewhere. It is an internal operation of torch: if it is missing, or
+the processor has no instructions that it is fast with, `F.linear` is used. The choice depends on the machine and the weight alone, so it is
+the same for every worker and every call.
 """
 
-import time
-from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-NARROW = 128  # inputs of a projection; `F.linear` is fast for so many or fewer
-FEW = 32  # inputs; the rounding of sums of so few terms hardly depends on their order
-TOLERANCE = 5e-7  # largest relative difference for a batch-invariant product; half of the 1e-6 that law 7 allows
-SHARED = 1 << 26  # most multiplications in a product that calls share; larger ones are not tested
-TRIED = (1, 2, 5, 8, 16, 33, 100, 256)  # numbers of rows that are tested
-HEAVY = 1 << 25  # most numbers (128 MB) of a weight that is reordered, which stores it twice
-WORK = 1 << 24  # multiplications in a timed product, so many that overhead does not matter
-ROWS = 8  # least rows in a tested or timed product
-PATIENCE = 4.0  # oneDNN is rejected only if it takes more than this many times as long, so that noise of a busy machine does not decide
-
-_taken: dict[torch.Size, bool] = {}  # weight's shape -> whether oneDNN's product is used
-_batch_invariant: dict[tuple[torch.Size, bool], bool] = {}  # (weight's shape, uses oneDNN) -> batch-invariant
+MIN_INPUTS = 129  # inputs of a projection from which oneDNN's product is used; for fewer, `F.linear` is fast
+MAX_REORDERED = 1 << 25  # most numbers (128 MB) of a weight that is reordered, which stores it twice
 
 
 class Linear:
     """x W^T + b for x [..., in] and one weight [out, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, onednn: bool | None = None) -> None:
-        """`onednn`: whether to use oneDNN's product; None: as measured."""
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self._laid_out = _lay_out(weight) if (takes_onednn(weight) if onednn is None else onednn) else None
+        self._reordered = _reorder(weight) if suits_onednn(weight) and has_onednn() else None
 
-    def __call__(self, x: Tensor, fixed: bool = False) -> Tensor:
-        """`fixed` uses `F.linear` whatever was measured, since another process may have measured otherwise."""
-        if fixed or self._laid_out is None or torch.is_grad_enabled() or not x.numel():
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._reordered is None or torch.is_grad_enabled() or not x.numel():
             return F.linear(x, self._weight, self._bias)
         rows = x.numel() // x.shape[-1]
         if not (missing := _round(rows) - rows):
-            return _onednn(x, self._laid_out, self._bias)
+            return _onednn(x, self._reordered, self._bias)
         filled = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
-        return _onednn(filled, self._laid_out, self._bias)[:rows].view(*x.shape[:-1], -1)
+        return _onednn(filled, self._reordered, self._bias)[:rows].view(*x.shape[:-1], -1)
 
 
-def takes_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN's product is used for this weight; False if it was not measured."""
-    return _is_long(weight) and _taken.get(weight.shape, False)
+def suits_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN's product is used for this weight, if there is one: float32 on a CPU with at least MIN_INPUTS inputs."""
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] >= MIN_INPUTS
 
 
-def is_batch_invariant(weight: Tensor) -> bool:
-    """Whether the product of a row with this weight depends so little on the number of rows that calls may share a product. The first
-    test of a shape takes milliseconds.
-    """
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] <= FEW:
-        return True
-    if _is_long(weight) and not takes_onednn(weight):
+@cache
+@torch.inference_mode()
+def has_onednn() -> bool:
+    """Whether torch has oneDNN's product, and the processor AVX2 or AVX-512."""
+    try:
+        product = _onednn(torch.ones(1, 1), _reorder(torch.ones(1, 1)), None)
+    except (AttributeError, NotImplementedError, RuntimeError):  # torch may lack this internal operation or reject its arguments
         return False
-    tried = weight.shape, takes_onednn(weight)
-    if tried not in _batch_invariant:
-        _batch_invariant[tried] = _difference(*tried) <= TOLERANCE
-    return _batch_invariant[tried]
-
-
-def measure(weight: Tensor) -> None:
-    """Choose the product for weights of this shape by measurement. A new shape takes milliseconds."""
-    if _is_long(weight) and weight.shape not in _taken:
-        _taken[weight.shape] = _is_fast(weight)
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and bool(product == 1)
 
 
 def set_precision(precision: str) -> None:
@@ -93,57 +67,14 @@ def _round(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _is_long(weight: Tensor) -> bool:
-    """Whether oneDNN's product is considered: float32 on a CPU with more than NARROW inputs."""
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[1] > NARROW
-
-
-def _lay_out(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's opaque format, optimised for tens of rows; a weight of more than HEAVY numbers unchanged."""
-    if weight.numel() > HEAVY:
+def _reorder(weight: Tensor) -> Tensor:
+    """The weight in oneDNN's opaque format, optimised for tens of rows; a weight of more than MAX_REORDERED numbers unchanged."""
+    if weight.numel() > MAX_REORDERED:
         return weight
-    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-    return laid_out
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+    return reordered
 
 
-def _onednn(x: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid_out, bias, "none", [], "")
+def _onednn(x: Tensor, reordered: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "none", [], "")
     return product
-
-
-@torch.inference_mode()
-def _difference(shape: torch.Size, onednn: bool) -> float:
-    """The largest difference between the product of a row among many rows and among few, relative to the largest value of the row, for
-    random rows and a random weight.
-    """
-    outputs, inputs = shape
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(min(outputs, inputs), inputs, generator=generator).repeat(-(-outputs // min(outputs, inputs)), 1)[:outputs]
-    counts = [rows for rows in TRIED if rows <= max(ROWS, SHARED // shape.numel())]
-    x = torch.randn(counts[-1], inputs, generator=generator)
-    product = Linear(weight, None, onednn)
-    among_many = product(x)
-    among_few = [product(x[:rows]) for rows in counts[:-1]]
-    if inputs <= NARROW:  # `short` computes single calls in NumPy
-        among_few += [torch.from_numpy(x[:rows].numpy() @ weight.numpy().T) for rows in (1, ROWS)]
-    largest = among_many.abs().amax(1)
-    return max(float(((few - among_many[: len(few)]).abs().amax(1) / largest[: len(few)]).max()) for few in among_few)
-
-
-def _is_fast(weight: Tensor) -> bool:
-    try:
-        laid_out = _lay_out(weight)
-        x = torch.full((max(ROWS, WORK // weight.numel()), weight.shape[1]), 0.5)
-        return _seconds(_onednn, x, laid_out) <= PATIENCE * _seconds(F.linear, x, weight)
-    except (AttributeError, NotImplementedError, RuntimeError):  # torch may lack this internal operation or reject its arguments
-        return False
-
-
-def _seconds(product: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor) -> float:
-    """The shortest of five runs, so that other load on the machine does not decide."""
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        product(x, weight, None)
-        times.append(time.perf_counter() - started)
-    return min(times)

@@ -1,7 +1,7 @@
 """Combines the masks of a call, for one block of query rows at a time. True means "may attend".
 
-Lengths, causality and windows restrict a row to an interval of keys, which needs no [q, k] memory. Attend masks, key masks and biases of
--inf restrict it to an arbitrary set of keys.
+Two kinds of masks are handled apart. Lengths, causality and windows restrict a row to an interval of keys, first to last, which needs no
+[q, k] memory. Attend masks, key masks and biases of -inf restrict it to an arbitrary set of keys. `visible` combines both.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,7 @@ class Masks:
 
     @property
     def has_any(self) -> bool:
+        """Whether anything restricts the keys of a row."""
         return self.has_intervals or self.has_sets
 
     def clamped_positions(self, rows: slice) -> Tensor:
@@ -46,18 +47,18 @@ class Masks:
         return self.positions[:, rows].clamp(0, max(0, self.num_keys - 1))
 
     @property
-    def plainly_causal(self) -> bool:
+    def only_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
         rest = self.has_sets or self.bias is not None or self.lengths is not None or self.left is not None
         return self.aligned and self.right == 0 and not rest
 
     @property
-    def _own_keys_seen(self) -> bool:
+    def _sees_own_key(self) -> bool:
         """Whether causality and windows, with no other mask, leave every query the key at its own position."""
         plain = self.aligned and self.lengths is None and not self.has_sets
         return plain and min(0 if self.left is None else self.left, 0 if self.right is None else self.right) >= 0
 
-    def same_keys(self) -> slice | None:
+    def shared_keys(self) -> slice | None:
         """The visible keys as a slice, if equal lengths in all rows are the only mask and there is no bias; else None."""
         if self.lengths is None or self.has_sets or self.bias is not None or self.left is not None or self.right is not None:
             return None
@@ -80,34 +81,29 @@ class Masks:
         seen = self._sets(rows, keys)
         if not self.has_intervals:
             return seen
-        j, at = torch.arange(keys.start, keys.stop, device=self.positions.device), self.positions[:, rows]
-        if self.right is not None:
-            seen = _both(seen, j <= (at + self.right)[:, None, :, None])
-        if self.left is not None:
-            seen = _both(seen, j >= (at - self.left)[:, None, :, None])
-        if self.lengths is not None:
-            n = self.lengths if self.lengths.shape[1] == 1 else self.lengths[:, rows]
-            seen = _both(seen, j < n[:, None, :, None])
-        return seen
+        first, last = (index[:, None, :, None] for index in self.interval(rows))
+        j = torch.arange(keys.start, keys.stop, device=self.positions.device)
+        seen = _and(seen, j <= last)
+        return seen if self.left is None else seen & (j >= first)
 
     def _sets(self, rows: slice, keys: slice) -> Tensor | None:
         parts: list[Tensor] = []
         if self.attend_mask is not None:
-            parts.append(_cut(self.attend_mask, rows, keys))
+            parts.append(_block(self.attend_mask, rows, keys))
         if self.attend_keys is not None:
             parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
         if self.bias is not None and self.bias_blocks:
-            parts.append(_cut(self.bias, rows, keys) != -torch.inf)
-        return reduce(_both, parts, None)
+            parts.append(_block(self.bias, rows, keys) != -torch.inf)
+        return reduce(_and, parts, None)
 
     def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
         """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
-        return None if self.bias is None else _cut(self.bias, rows, keys)
+        return None if self.bias is None else _block(self.bias, rows, keys)
 
     def fully_masked(self, block: int) -> Tensor | None:
         """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. Needs [block, k] memory at most."""
         q = self.positions.shape[1]
-        if self.num_keys and (not self.has_any or self._own_keys_seen):
+        if self.num_keys and (not self.has_any or self._sees_own_key):
             return None
         if not self.has_sets:
             first, last = self.interval(slice(0, q))
@@ -137,17 +133,17 @@ class Masks:
         )
 
 
-def _both(seen: Tensor | None, part: Tensor) -> Tensor:
+def _and(seen: Tensor | None, part: Tensor) -> Tensor:
     return part if seen is None else seen & part
 
 
-def _cut(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
+def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
     if tensor.shape[2] > 1:
         tensor = tensor[:, :, rows]
     return tensor[..., keys] if tensor.shape[3] > 1 else tensor
 
 
-def open_keys(masks: Masks, batch: int) -> Tensor:
+def real_keys(masks: Masks, batch: int) -> Tensor:
     """bool [b, k]: the keys that lengths and key masks do not block for every query. The others are padding."""
     real = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
     j = torch.arange(masks.num_keys, device=masks.positions.device)
@@ -161,4 +157,4 @@ def open_keys(masks: Masks, batch: int) -> Tensor:
 def last_keys(masks: Masks, batch: int) -> Tensor:
     """[b]: 1 + the index of the last key that is not padding, 0 if none. `query_offset: "end"` aligns the last query with that key."""
     j = torch.arange(masks.num_keys, device=masks.positions.device)
-    return torch.where(open_keys(masks, batch), j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)
+    return torch.where(real_keys(masks, batch), j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)

@@ -32,9 +32,9 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
     if not (spec.alibi or spec.relative_bias):
-        if masks.plainly_causal or not (masks.has_any or masks.bias is not None):
+        if masks.only_causal or not (masks.has_any or masks.bias is not None):
             return attend(query, key, value, is_causal=masks.has_any)
-        if (keys := masks.same_keys()) is not None:
+        if (keys := masks.shared_keys()) is not None:
             return attend(query, key[:, :, keys], value[:, :, keys])
     assembly = Assembly(num_queries)
     for rows in row_blocks(batch * heads * num_keys, num_queries):

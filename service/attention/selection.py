@@ -8,7 +8,9 @@ from torch import Tensor
 from service.attention.call import Call
 
 
-def narrowed(call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor | None]:
+def select_heads_and_queries(
+    call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None
+) -> tuple[Call, Tensor, Tensor, Tensor | None]:
     """Restrict a call, its query [b, h, q, d], key [b, kv heads, k, d] and fully masked rows [b, h, q] to its selected heads and queries.
 
     The new key has one head for each selected query head. Rows of the new masks are selected queries; `heads` and `queries` of the new call
@@ -28,7 +30,7 @@ def narrowed(call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
 
 
-def chosen(weights: Tensor, call: Call) -> Tensor:
+def select_weights(weights: Tensor, call: Call) -> Tensor:
     """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
     for axis, places in ((1, call.heads), (2, call.queries)):
         if places is not None:

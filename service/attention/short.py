@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.selection import chosen, selection
+from service.attention.selection import select_weights, selection
 from service.spec import PROJECTIONS, LayerSpec
 
 try:
@@ -69,5 +69,5 @@ class Short:
             return None
         tensors = {"output": output} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:
-            tensors |= selection(chosen(weights, call), call)
+            tensors |= selection(select_weights(weights, call), call)
         return Result(tensors)

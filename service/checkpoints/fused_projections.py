@@ -10,7 +10,7 @@ Both BLOOM and GPT-NeoX use the name `query_key_value`, so the caller must choos
 (rotary_pct x head_dim). Defaults: ALiBi for BLOOM, RoPE on halves for GPT-NeoX.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -27,12 +27,13 @@ def torch_packed(tensors: LayerTensors) -> Converted:
     packed = tensors.get("qkv.weight", "3*embed_dim", "embed_dim")
     if packed.shape[0] != 3 * packed.shape[1]:
         raise tensors.misfit("qkv.weight", f"shape [{3 * packed.shape[1]}, {packed.shape[1]}], three square matrices")
-    return Converted(_named(np.split(packed, 3), "weight") | _torch_biases(tensors, packed.shape[1]) | _output(tensors))
+    return Converted(_cut(tensors, packed, _thirds) | _output(tensors))
 
 
 def torch_separate(tensors: LayerTensors) -> Converted:
+    """The biases are packed, though the matrices are not."""
     matrices = [tensors.get(f"{name}.weight", "embed_dim", "in") for name in ("query", "key", "value")]
-    return Converted(_named(matrices, "weight") | _torch_biases(tensors, matrices[0].shape[0]) | _output(tensors))
+    return Converted(_named(matrices, "weight") | _cut_bias(tensors, 3 * len(matrices[0]), _thirds) | _output(tensors))
 
 
 def gpt2(tensors: LayerTensors) -> Converted:
@@ -40,18 +41,19 @@ def gpt2(tensors: LayerTensors) -> Converted:
     packed = tensors.get("qkv.weight", "in", "3*in")
     if packed.shape[1] != 3 * packed.shape[0]:
         raise tensors.misfit("qkv.weight", f"shape [{packed.shape[0]}, {3 * packed.shape[0]}], a Conv1D (a Linear is layout fused)")
-    weights = _named(np.split(packed.T, 3), "weight") | _named(_split_bias(tensors, "qkv.bias", 3), "bias")
-    return Converted(weights | _conv_output(tensors))
+    return Converted(_cut(tensors, packed.T, _thirds) | _conv_output(tensors))
 
 
 def gpt2_cross(tensors: LayerTensors) -> Converted:
     query, packed = tensors.get("query.weight", "in", "in"), tensors.get("kv.weight", "in", "2*in")
     if packed.shape[1] != 2 * query.shape[1]:
         raise tensors.misfit("kv.weight", f"shape [{packed.shape[0]}, {2 * query.shape[1]}], a Conv1D of keys and values")
-    key, value = np.split(packed.T, 2)
-    key_bias, value_bias = _split_bias(tensors, "kv.bias", 2)
-    weights = _named([query.T, key, value], "weight") | _named([tensors.get("query.bias", "n"), key_bias, value_bias], "bias")
-    return Converted(weights | _conv_output(tensors))
+    bias = tensors.get("kv.bias", "n")
+    if len(bias) != packed.shape[1]:
+        raise tensors.misfit("kv.bias", f"shape [{packed.shape[1]}]")
+    weights = _named([query.T, *np.split(packed.T, 2)], "weight")
+    biases = _named([tensors.get("query.bias", "n"), *np.split(bias, 2)], "bias")
+    return Converted(weights | biases | _conv_output(tensors))
 
 
 def stacked(tensors: LayerTensors) -> Converted:
@@ -69,12 +71,7 @@ def stacked(tensors: LayerTensors) -> Converted:
     if rest:
         raise tensors.misfit("qkv.weight", f"a multiple of {heads + 2 * kv_heads} rows, one head_dim for each head of q, k and v")
     cuts = [heads * width, (heads + kv_heads) * width]
-    weights = _named(np.split(packed, cuts), "weight") | _output(tensors)
-    if tensors.has("qkv.bias"):
-        if tensors.get("qkv.bias", "n").shape[0] != packed.shape[0]:
-            raise tensors.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
-        weights |= _named(np.split(tensors.arrays["qkv.bias"], cuts), "bias")
-    return Converted(weights, rope_dims(tensors))
+    return Converted(_cut(tensors, packed, lambda x: np.split(x, cuts)) | _output(tensors), rope_dims(tensors))
 
 
 def _per_head(tensors: LayerTensors) -> Weights:
@@ -85,12 +82,7 @@ def _per_head(tensors: LayerTensors) -> Weights:
         raise InvalidRequest.where(field_pointer("num_heads"), "the number of heads, which splits the rows", "nothing")
     if packed.shape[0] % (3 * heads):
         raise tensors.misfit("qkv.weight", f"a multiple of {3 * heads} rows, since num_heads is {heads}")
-    weights = _named(_heads_of(packed, heads), "weight") | _output(tensors)
-    if tensors.has("qkv.bias"):
-        if tensors.get("qkv.bias", "n").shape[0] != packed.shape[0]:
-            raise tensors.misfit("qkv.bias", f"shape [{packed.shape[0]}]")
-        weights |= _named(_heads_of(tensors.arrays["qkv.bias"], heads), "bias")
-    return weights
+    return _cut(tensors, packed, lambda x: _heads_of(x, heads)) | _output(tensors)
 
 
 def _heads_of(packed: Array, heads: int) -> list[Array]:
@@ -113,19 +105,22 @@ def _named(three: list[Array], kind: str) -> Weights:
     return {f"{name}.{kind}": array for name, array in zip(("query", "key", "value"), three, strict=True)}
 
 
-def _split_bias(tensors: LayerTensors, part: str, pieces: int) -> list[Array]:
-    bias = tensors.get(part, "n")
-    if bias.shape[0] % pieces:
-        raise tensors.misfit(part, f"a multiple of {pieces} numbers")
-    return np.split(bias, pieces)
+def _thirds(rows: Array) -> list[Array]:
+    return np.split(rows, 3)
 
 
-def _torch_biases(tensors: LayerTensors, width: int) -> Weights:
+def _cut(tensors: LayerTensors, packed: Array, cut: Callable[[Array], list[Array]]) -> Weights:
+    """Query, key and value: `cut` divides the rows of the packed weight [rows, in] and of its bias."""
+    return _named(cut(packed), "weight") | _cut_bias(tensors, len(packed), cut)
+
+
+def _cut_bias(tensors: LayerTensors, rows: int, cut: Callable[[Array], list[Array]]) -> Weights:
     if not tensors.has("qkv.bias"):
         return {}
-    if tensors.get("qkv.bias", "3*embed_dim").shape[0] != 3 * width:
-        raise tensors.misfit("qkv.bias", f"shape [{3 * width}], packed even where the weights are not")
-    return _named(np.split(tensors.arrays["qkv.bias"], 3), "bias")
+    bias = tensors.get("qkv.bias", "n")
+    if len(bias) != rows:
+        raise tensors.misfit("qkv.bias", f"shape [{rows}]")
+    return _named(cut(bias), "bias")
 
 
 def _output(tensors: LayerTensors) -> Weights:

@@ -8,7 +8,7 @@ Flax with normalize_qk has layer norms on queries and keys; the default eps is 1
 `rotary_sin` is of a model with RoPE: the spec must have `rope`.
 """
 
-from service.checkpoints.layout import ALL_BIASES, QKV_BIASES, Converted, LayerTensors, Layout, Weights
+from service.checkpoints.layout import ALL_BIASES, QKV_BIASES, Converted, LayerTensors, Layout, Weights, linear_names
 from service.checkpoints.refusals import field_pointer
 from service.checkpoints.separate_projections import ROPE
 from service.errors import InvalidRequest
@@ -66,12 +66,6 @@ def _rest(tensors: LayerTensors) -> Weights:
     return weights | {part: tensors.get(part, "n") for part in others if tensors.has(part)}
 
 
-def _names(query: str, key: str, value: str, output: str, weight: str, bias: str) -> dict[str, str]:
-    parts = (("query", query), ("key", key), ("value", value), ("output", output))
-    kinds = (("weight", weight), ("bias", bias))
-    return {f"{path}.{spelling}": f"{name}.{kind}" for name, path in parts for kind, spelling in kinds}
-
-
 def _lens_names(grouped: str) -> dict[str, str]:
     """Grouped attention stores `_W_K` and `_W_V`; `W_K` and `W_V` are computed from them."""
     letters = {"query": "Q", "key": "K", "value": "V", "output": "O"}
@@ -81,9 +75,9 @@ def _lens_names(grouped: str) -> dict[str, str]:
 
 
 FLAX_NORMS = {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"}
-KERAS_PATHS = _names("query", "key", "value", "attention_output", "kernel", "bias")
-KERAS_FILE = _names("query_dense", "key_dense", "value_dense", "output_dense", "vars.0", "vars.1")
-FLAX = _names("query", "key", "value", "out", "kernel", "bias") | FLAX_NORMS
+KERAS_PATHS = linear_names("query", "key", "value", "attention_output", weight="kernel", bias="bias")
+KERAS_FILE = linear_names("query_dense", "key_dense", "value_dense", "output_dense", weight="vars.0", bias="vars.1")
+FLAX = linear_names("query", "key", "value", "out", weight="kernel", bias="bias") | FLAX_NORMS
 SEEDS = {"*seed_generator*": None}  # the state of a layer with dropout
 LENS_OPTIONS = (QKV_BIASES, ("output.bias",), ("rotary",))
 LENS_BUFFERS = {"mask": 2, "IGNORE": 0, "rotary_cos": 2}

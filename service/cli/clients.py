@@ -27,6 +27,7 @@ IN_PROCESS: dict[str, Any] = {  # settings of an application with one caller, wh
     "workers": 1,
     "telemetry": False,
     "access_log": False,
+    "request_timeout": None,
     "max_queue_bytes": UNBOUNDED,
 }
 

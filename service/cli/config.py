@@ -13,6 +13,7 @@ from rich.table import Table
 from service.cli.flags import AsJson, Config, with_settings
 from service.cli.terminal import report_errors
 from service.settings import Settings, read_settings, sources
+from service.wire.native import numbers
 
 EPILOG = """Examples: attend config --config attend.toml
 
@@ -35,4 +36,6 @@ def config(config: Config = None, as_json: AsJson = False, **flags: Any) -> None
     for name, value in values.items():
         shown = "" if value in (None, {}) else value if isinstance(value, str) else json.dumps(value)
         table.add_row(name, shown, "" if origins[name] == "default" else origins[name])
-    Console(markup=False, highlight=False).print(table)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(f"numbers in JSON: {numbers.variant()} (not a setting: python, or the instructions that the compiled extension uses)")

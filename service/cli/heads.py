@@ -1,7 +1,7 @@
 """`attend heads`: metrics of each head for a request in a file, as tables that fit the terminal."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.infer import numbers
 from service.cli.terminal import fail, read_file, report_errors
 from service.client.operations import post
 from service.client.responses import read_analysis
@@ -29,8 +30,7 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
 NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
 MAX_COLUMN = 12  # characters of a metric's name
-CELL = 6  # characters of a column for a head
-MAX_ROWS = 40  # of a table by position
+AXES = {"h": "head", "q": "query", "k": "key"}
 MAX_ITEMS = 8  # of a batch
 
 
@@ -56,7 +56,7 @@ def heads(
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
     if result.fully_masked_rows:
         console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
-    for table in metric_tables(result.metrics, console.width, is_batched(result.metrics)):
+    for table in metric_tables(result.metrics, console.width):
         console.print(Text(table) if isinstance(table, str) else table)
 
 
@@ -74,53 +74,48 @@ def _with_metrics(body: bytes, names: str) -> bytes:
     return orjson.dumps({**document, "metrics": wanted})
 
 
-def metric_tables(metrics: Mapping[str, Any], width: int, batched: bool) -> Iterator[Table | str]:
-    """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
-    if not batched:
+def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
+    """The tables for the metrics of an `AnalysisResult`; text for those with more than one number per head."""
+    name = next(iter(metrics))
+    part, letters = next(iter(SHAPES[name].items()))
+    first = _part(metrics[name], part)
+    if first.ndim < len(letters):  # without a batch axis
         yield from _item(metrics, width)
         return
-    items = len(next(_parts(next(iter(metrics.values())))))
-    for b in range(min(items, MAX_ITEMS)):
+    for b in range(min(len(first), MAX_ITEMS)):
         yield f"item {b}"
-        yield from _item({name: _of_item(value, b) for name, value in metrics.items()}, width)
-    if items > MAX_ITEMS:
-        yield f"{items - MAX_ITEMS} more items; --json has them"
-
-
-def is_batched(metrics: Mapping[str, Any]) -> bool:
-    """Whether the metrics have a leading batch axis."""
-    name, value = next(iter(metrics.items()))
-    part = next(iter(SHAPES[name]))
-    return bool(np.ndim(value[part] if part else value) == len(SHAPES[name][part]))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    yield from value.values() if isinstance(value, dict) else [value]
-
-
-def _of_item(value: Any, b: int) -> Any:
-    return {part: x[b] for part, x in value.items()} if isinstance(value, dict) else value[b]
+        item = {name: {part: x[b] for part, x in value.items()} if isinstance(value, dict) else value[b] for name, value in metrics.items()}
+        yield from _item(item, width)
+    if len(first) > MAX_ITEMS:
+        yield f"{len(first) - MAX_ITEMS} more items; --json has them"
 
 
 def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables of one item of a batch: first metrics with one number per head, in columns, then those of other shapes."""
-    flat = [(name, part, letters, _part(metrics[name], part)) for name in metrics for part, letters in SHAPES[name].items()]
-    per_head = [(_title(name, part), array) for name, part, letters, array in flat if letters == "bh" and name != "pruning_order"]
+    flat = [
+        (f"{name} {part}".strip().replace("_", " "), letters, _part(metrics[name], part))
+        for name in metrics
+        for part, letters in SHAPES[name].items()
+        if name not in ("strongest_links", "pruning_order")
+    ]
+    per_head = [(title, array) for title, letters, array in flat if letters == "bh"]
     step = max(1, (width - 6) // (MAX_COLUMN + 1))
     for start in range(0, len(per_head), step):
-        yield _per_head(per_head[start : start + step])
-    if all_heads := [(_title(name, part), array) for name, part, letters, array in flat if letters == "b"]:
-        yield _all_heads(all_heads)
+        titles, arrays = zip(*per_head[start : start + step], strict=True)
+        yield _table("", ("head", *titles), ((str(h), *map(_number, row)) for h, row in enumerate(zip(*arrays, strict=True))))
+    if all_heads := [(title, _number(float(array))) for title, letters, array in flat if letters == "b"]:
+        yield _table("", ("all heads", ""), all_heads)
     if "strongest_links" in metrics:
         yield _strongest_links(metrics["strongest_links"])
     if "pruning_order" in metrics:
-        yield _pruning_order(metrics["pruning_order"])
-    for name, part, letters, array in flat:
-        grids = {"bhh": array, "bhq": array.T, "bhk": array.T, "bq": array[:, None] if letters == "bq" else array}
-        if letters in grids:
-            yield _grid(_title(name, part), grids[letters], width, "query" if "q" in letters else "head" if letters == "bhh" else "key")
-        elif letters == "bhqk":
-            yield f"{_title(name, part)}: {' x '.join(map(str, array.shape))} numbers; --json has them"
+        order = metrics["pruning_order"]
+        steps = enumerate(zip(order["heads"], order["errors"], strict=True), 1)
+        rows = ((str(n), str(int(head)) if head >= 0 else "-", _number(error)) for n, (head, error) in steps)
+        yield _table("pruning order", ("step", "removed head", "error after"), rows)
+    for title, letters, array in flat:
+        if letters not in ("b", "bh"):
+            axes = ", ".join(AXES[letter] for letter in letters[1:])
+            yield f"{title} {list(array.shape)}: {axes}\n{numbers(array, width)}\n"
 
 
 def _part(value: Any, part: str) -> Array:
@@ -128,32 +123,16 @@ def _part(value: Any, part: str) -> Array:
     return array
 
 
-def _title(name: str, part: str) -> str:
-    return f"{name} {part}".strip().replace("_", " ")
-
-
 def _number(number: float) -> str:
     return "-" if np.isnan(number) else f"{number:.3f}" if abs(number) < 1000 else f"{number:.3g}"
 
 
-def _table(*columns: str, title: str = "") -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title or None, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", max_width=MAX_COLUMN if i else None)
-    return table
-
-
-def _per_head(columns: Sequence[tuple[str, Array]]) -> Table:
-    table = _table("head", *(title for title, _ in columns))
-    for h in range(len(columns[0][1])):
-        table.add_row(str(h), *(_number(array[h]) for _, array in columns))
-    return table
-
-
-def _all_heads(rows: Sequence[tuple[str, Array]]) -> Table:
-    table = _table("all heads", "")
-    for title, array in rows:
-        table.add_row(title, _number(float(array)))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -171,27 +150,8 @@ def _strongest_links(links: Mapping[str, Any]) -> Table:
 
 
 def _position(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
-    from service.attention.figures.labels import printable  # loads torch
+    from service.attention.figures.layout import printable  # loads torch
 
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")
     return f"{printable(words[h][n] or '')}({at})" if words else str(at)
-
-
-def _pruning_order(order: Mapping[str, Array]) -> Table:
-    table = _table("step", "removed head", "error after", title="pruning order")
-    for step, (head, error) in enumerate(zip(order["heads"], order["errors"], strict=True), 1):
-        table.add_row(str(step), str(int(head)) if head >= 0 else "-", _number(error))
-    return table
-
-
-def _grid(title: str, rows: Array, width: int, corner: str) -> Table | str:
-    """Numbers by position and head; only the shape if the table would be wider than the terminal."""
-    if 8 + rows.shape[1] * (CELL + 1) > width:
-        return f"{title}: {' x '.join(map(str, rows.shape))} numbers; --json has them"
-    table = _table(corner, *(str(h) for h in range(rows.shape[1])) if rows.shape[1] > 1 else [""], title=title)
-    for i, row in enumerate(rows[:MAX_ROWS]):
-        table.add_row(str(i), *map(_number, row))
-    if len(rows) > MAX_ROWS:
-        table.caption = f"{len(rows) - MAX_ROWS} more rows; --json has them"
-    return table

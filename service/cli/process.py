@@ -19,15 +19,22 @@ from service.settings import Settings
 from service.web.app import is_local
 from service.web.connections import Connection
 from service.web.keys import read_keys
+from service.wire.native import numbers
 
 log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
+WITHOUT_EXTENSION = (
+    "no compiled extension is installed: Python reads and writes numbers in JSON, which takes 5 to 10 times as long and more memory, "
+    "and delays other requests meanwhile (install a C compiler, then attend again)"
+)
 
 
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
-    """Serves on the socket until a signal ends it. Raises typer.Exit(1) if no worker can start."""
+    """Serves on the socket until a signal ends it. Raises typer.Exit(1) if the layers cannot be loaded."""
     configure_logs(settings.log_format, settings.log_level)
-    log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads)
+    log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads, json_numbers=numbers.variant())
+    if numbers.variant() == numbers.PYTHON:
+        log.warning(WITHOUT_EXTENSION)
     _warn_about_keys(settings)
     allow_many_connections()
     config = uvicorn.Config(
@@ -50,7 +57,11 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         timeout_worker_healthcheck=ANSWER_SECONDS,
     )
     if settings.workers == 1:
-        Server(config).run([listening])
+        server = Server(config)
+        server.run([listening])
+        if server.failed:
+            log.error("stopping", reason="the layers cannot be loaded; the lines before this one say why")
+            raise typer.Exit(1)
         return
     try:
         folder = tempfile.TemporaryDirectory(prefix="attend-metrics-", dir=shared_folder())

@@ -1,14 +1,25 @@
-"""The server of one process, which is uvicorn's with another shutdown, and the application that it serves."""
+"""The server of one process: the application that it serves, what signals do to it, and its shutdown.
+
+SIGTERM starts a drain: /health/ready returns 503, so that load balancers stop sending calls, but calls are still accepted. After the drain
+the port closes, accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP acts as SIGTERM
+on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM.
+`docs/operations.md` has the table for operators.
+"""
 
 import asyncio
 import ctypes
+import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from multiprocessing import parent_process
 from types import FrameType
+from typing import Any
 
 import structlog
 import torch
@@ -16,11 +27,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.cli.logs import configure_logs
-from service.cli.signals import exit_with_supervisor, handle_signals, ignore_hangup
+from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.web.watch import Watch
+from service.web.slow_peers import SlowPeerTimer
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
@@ -36,6 +47,16 @@ class Server(uvicorn.Server):
     When the port closes, it still accepts the connections in the backlog, which closing the socket would reset, and waits FIRST_REQUEST
     seconds for the first request of connections that have sent none.
     """
+
+    @property
+    def failed(self) -> bool:
+        """Whether the configured layers could not be loaded."""
+        service = self.lifespan.state.get("service")
+        return service is not None and service.failed
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server should exit."""
+        return self.failed or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
@@ -71,6 +92,74 @@ def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
             yield listening.accept()[0]
 
 
+class SignalHandlers:
+    """Handlers of signals that call uvicorn's handlers after the drain. Must be made on the event loop of the server."""
+
+    def __init__(self, service: Service, drain_seconds: float, is_worker: bool) -> None:
+        self.service, self.drain_seconds, self.is_worker = service, drain_seconds, is_worker
+        self.loop = asyncio.get_running_loop()
+        self.uvicorns: Any = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def install(self) -> None:
+        """Installs the handlers. SIGHUP stays ignored if it was ignored before (nohup)."""
+        signal.signal(signal.SIGTERM, self.drain)
+        signal.signal(signal.SIGINT, self.stop)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.retire if self.is_worker else self.drain_once)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Refuse new calls, and let uvicorn close the port and exit."""
+        self.loop.call_soon_threadsafe(self.service.stop_admitting)
+        self.uvicorns[number](number, frame)
+
+    def drain(self, number: int, frame: FrameType | None) -> None:
+        """Stop after the drain; at once if it has begun already."""
+        if self.service.draining or not self.drain_seconds:
+            self._stop_after_drain()
+        else:
+            self.service.draining = True
+            self._later("draining", self._stop_after_drain)
+
+    def drain_once(self, number: int, frame: FrameType | None) -> None:
+        """As `drain`, but only the first time: a terminal that closes may send SIGHUP twice."""
+        if not self.service.draining:
+            self.drain(number, frame)
+
+    def retire(self, number: int, frame: FrameType | None) -> None:
+        """Close connections as in a drain, but stay ready: the load balancer must keep sending calls to the other workers."""
+        if not self.service.draining and not self.service.retiring:
+            self.service.retiring = True
+            self._later("retiring", self._stop_unless_draining)
+
+    def _later(self, event: str, action: Callable[[], object]) -> None:
+        self.loop.call_soon_threadsafe(partial(log.info, event, seconds=self.drain_seconds))
+        self.loop.call_soon_threadsafe(self.loop.call_later, self.drain_seconds, action)
+
+    def _stop_unless_draining(self) -> None:
+        if not self.service.draining:
+            self._stop_after_drain()
+
+    def _stop_after_drain(self) -> None:
+        self.loop.call_soon_threadsafe(partial(log.info, "stopping"))
+        self.stop(signal.SIGTERM, None)
+
+
+def exit_with_supervisor(patience: float) -> None:
+    """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `patience` seconds."""
+    supervisor = parent_process()
+    if supervisor is None:  # this is the only process
+        return
+
+    def wait() -> None:
+        supervisor.join()
+        log.error("supervisor died", pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="supervisor", daemon=True).start()
+
+
 def application(settings: Settings, threads: int) -> FastAPI:
     """Sets up this process (threads, memory, logs, signals) and returns its application."""
     exit_with_supervisor(exit_patience(settings))
@@ -80,7 +169,7 @@ def application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     service, inner = app.state.service, app.router.lifespan_context
-    Connection.watch = Watch(
+    Connection.timer = SlowPeerTimer(
         settings.client_timeout,
         service.metrics.failed,
         settings.access_log,
@@ -89,11 +178,12 @@ def application(settings: Settings, threads: int) -> FastAPI:
     )
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        handle_signals(service, settings.drain_seconds, is_worker=settings.workers > 1)
-        async with inner(app):
-            yield
-        ignore_hangup()
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+        SignalHandlers(service, settings.drain_seconds, is_worker=settings.workers > 1).install()
+        async with inner(app) as state:
+            yield state or {}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its handler uses the event loop, which is about to end
         log.info("stopped")
 
     app.router.lifespan_context = lifespan

@@ -2,8 +2,8 @@
 
 import json
 import secrets
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -44,42 +44,28 @@ class OutputError:
         return 0.0 if self.error == 0 else np.inf if self.tolerance == 0 else self.error / self.tolerance
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedCase:
-    """A random case, its number (which with the seed draws it again), and the errors of its outputs."""
-
-    number: int
-    case: Case
-    errors: list[OutputError]
-
-    def describe(self, error: OutputError) -> str:
-        """One line: what is wrong, the layer, the request."""
-        spec = self.case.spec
-        problem = error.problem or f"off by {error.error:.3g}, tolerance {error.tolerance:.3g}"
-        fields = (f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in self.case.request.items())
-        layer = f"d_model {spec.d_model}, {spec.num_heads} heads, {spec.init}, {spec.dtype}"
-        return f"{error.output} {problem}, in case {self.number} ({layer}): {', '.join(fields)}"
-
-
 @dataclass(slots=True)
 class ServerReport:
-    """The case with the largest error / tolerance for every output. `command` repeats the check, without --seed and --case."""
+    """`worst`: output -> the number of the case with the largest error / tolerance, the case, and the error.
+
+    `command` repeats the check, without --seed and --case.
+    """
 
     command: str
     seed: int
     count: int = 0
-    worst: dict[str, tuple[CheckedCase, OutputError]] = field(default_factory=dict)
+    worst: dict[str, tuple[int, Case, OutputError]] = field(default_factory=dict)
 
-    def add(self, case: CheckedCase) -> None:
+    def add(self, number: int, case: Case, errors: Iterable[OutputError]) -> None:
         self.count += 1
-        for error in case.errors:
+        for error in errors:
             before = self.worst.get(error.output)
-            if before is None or error.ratio > before[1].ratio:
-                self.worst[error.output] = case, error
+            if before is None or error.ratio > before[2].ratio:
+                self.worst[error.output] = number, case, error
 
     @property
     def agrees(self) -> bool:
-        return all(error.agrees for _, error in self.worst.values())
+        return all(error.agrees for _, _, error in self.worst.values())
 
     def document(self) -> dict[str, Any]:
         """For --json. An error that is not finite is null."""
@@ -90,18 +76,18 @@ class ServerReport:
                 "error": error.error if np.isfinite(error.error) else None,
                 "allowed": error.tolerance,
                 "about": error.problem,
-                "case": case.number,
+                "case": number,
             }
-            for name, (case, error) in self.worst.items()
+            for name, (number, _, error) in self.worst.items()
         ]
         document = {"agrees": self.agrees, "cases": self.count, "seed": self.seed, "outputs": outputs}
         return document if self.agrees else {**document, **self._disagreement()}
 
     def show(self, console: Console) -> None:
         table = Table("output", "largest error", "tolerance", "case", "")
-        for name, (case, error) in self.worst.items():
+        for name, (number, _, error) in self.worst.items():
             largest = error.problem or f"{error.error:.2g}"
-            table.add_row(name, largest, f"{error.tolerance:.2g}", str(case.number), "agrees" if error.agrees else "[bold red]WRONG")
+            table.add_row(name, largest, f"{error.tolerance:.2g}", str(number), "agrees" if error.agrees else "[bold red]WRONG")
         console.print(table)
         if self.agrees:
             console.print(f"{self.count} cases agree with the reference", highlight=False)
@@ -110,33 +96,34 @@ class ServerReport:
                 console.print(f"{title}: {text}", soft_wrap=True, highlight=False, markup=False)
 
     def _disagreement(self) -> dict[str, str]:
-        case, error = max(self.worst.values(), key=lambda entry: entry[1].ratio)
-        return {"wrong": case.describe(error), "again": f"{self.command} --seed {self.seed} --case {case.number}"}
+        number, case, error = max(self.worst.values(), key=lambda entry: entry[2].ratio)
+        problem = error.problem or f"off by {error.error:.3g}, tolerance {error.tolerance:.3g}"
+        layer = f"d_model {case.spec.d_model}, {case.spec.num_heads} heads, {case.spec.init}, {case.spec.dtype}"
+        fields = ", ".join(f"{name} {list(x.shape) if isinstance(x, np.ndarray) else json.dumps(x)}" for name, x in case.request.items())
+        return {
+            "wrong": f"{error.output} {problem}, in case {number} ({layer}): {fields}",
+            "again": f"{self.command} --seed {self.seed} --case {number}",
+        }
 
 
-def check_server(client: Client, report: ServerReport, numbers: range | list[int]) -> None:
-    """Runs the cases with these numbers and adds them to the report. Raises AttendError if the service cannot answer."""
-    progress = Console(stderr=True)
-    with closing(check_cases(client, report.seed, numbers)) as cases:
-        for case in track(cases, "checking", len(numbers), console=progress, transient=True, disable=not progress.is_terminal):
-            report.add(case)
+def check_server(client: Client, report: ServerReport, numbers: Sequence[int]) -> None:
+    """Runs the cases with these numbers and adds them to the report. Raises AttendError if the service cannot answer.
+
+    All use one layer with a unique name, which is removed at the end.
+    """
+    console, name = Console(stderr=True), f"check-{secrets.token_hex(6)}"
+    try:
+        for number in track(numbers, "checking", console=console, transient=True, disable=not console.is_terminal):
+            case = draw_case(report.seed, number)
+            report.add(number, case, _check(client, name, case))
+    finally:
+        with suppress(LayerNotFound):
+            client.delete_layer(name)
 
 
 def draw_case(seed: int, number: int) -> Case:
     """The case with that number. It depends only on the seed and the number."""
     return random_case(np.random.default_rng([seed, number]))
-
-
-def check_cases(client: Client, seed: int, numbers: Iterable[int]) -> Generator[CheckedCase]:
-    """Yields the checked cases. All use one layer with a unique name, which is removed at the end."""
-    name = f"check-{secrets.token_hex(6)}"
-    try:
-        for number in numbers:
-            case = draw_case(seed, number)
-            yield CheckedCase(number, case, _check(client, name, case))
-    finally:
-        with suppress(LayerNotFound):
-            client.delete_layer(name)
 
 
 def _check(client: Client, name: str, case: Case) -> list[OutputError]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast, get_args
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
 import httpx
 
@@ -21,6 +21,7 @@ from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
 
 def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Client", P], T]:
@@ -54,7 +55,39 @@ def _signed(method: F) -> F:
     return method
 
 
-class Client:
+class _Connections(Generic[Transport]):
+    """The arguments of both clients."""
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        timeout: float | None = 60.0,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retries: Retries | int | None = None,
+        verify: Verify = True,
+        transport: Transport | None = None,
+    ) -> None:
+        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`.
+
+        `api_key` is sent as a Bearer token, `headers` with every request. `Retries(times=0)` repeats nothing. `verify` is httpx's, or the
+        file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
+        """
+        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
+        self._options = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify)
+        self._transport: Transport | None = transport
+        self._binary = True  # until a server or proxy accepts only JSON
+        try:
+            self._open()
+        except httpx.InvalidURL as error:
+            raise connection_error(error, base_url) from None
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+
+class Client(_Connections[httpx.BaseTransport]):
     """One server, over connections that stay open. Threads and forked processes may share a client.
 
     A pickle has no API key: an unpickled client takes it from ATTEND_API_KEY. A deep copy is the client itself.
@@ -77,32 +110,8 @@ class Client:
     layer_weights = _method(operations.layer_weights)
     delete_layer = _method(operations.delete_layer)
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        *,
-        timeout: float | None = 60.0,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        retries: Retries | int | None = None,
-        verify: Verify = True,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`.
-
-        `api_key` is sent as a Bearer token, `headers` with every request. `Retries(times=0)` repeats nothing. `verify` is httpx's, or the
-        file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
-        """
-        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._options, self._transport = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify), transport
-        self._open()
-
     def _open(self) -> None:
-        self._binary = True  # until a server or proxy accepts only JSON
-        try:
-            self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
-        except httpx.InvalidURL as error:
-            raise connection_error(error, self.base_url) from None
+        self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
 
     @property
     def _http(self) -> httpx.Client:
@@ -152,7 +161,7 @@ class Client:
         return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _transport=None)
+        self.__dict__.update(state, _transport=None, _binary=True)
         self._open()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -165,7 +174,7 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     """The methods of `Client` with `await`, for one event loop. Raises and retries as `Client` does.
 
     Arrays are encoded and decoded on the event loop: copying megabytes takes less time than a switch of threads.
@@ -184,25 +193,8 @@ class AsyncClient:
     layer_weights = _async_method(operations.layer_weights)
     delete_layer = _async_method(operations.delete_layer)
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        *,
-        timeout: float | None = 60.0,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        retries: Retries | int | None = None,
-        verify: Verify = True,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """The arguments of `Client`."""
-        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._binary = True
-        options = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify)
-        try:
-            self._http = httpx.AsyncClient(**options.for_httpx(), transport=transport)
-        except httpx.InvalidURL as error:
-            raise connection_error(error, base_url) from None
+    def _open(self) -> None:
+        self._http = httpx.AsyncClient(**self._options.for_httpx(), transport=self._transport)
 
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""

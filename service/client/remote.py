@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from service.checkpoints import read_layer
 from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
 from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
 from service.wire.schemas.attend import LayerDocument
 
+BFLOAT16 = DATATYPES["BF16"].numpy
 SEEDS = 2**32  # number of seeds of dropout
 WHERE = "the weights of a RemoteMultiheadAttention are in its service; use client.layer_weights(name)"
 
@@ -79,7 +81,8 @@ class RemoteMultiheadAttention(nn.Module):
             raise TypeError(f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
             raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one with add_bias_kv or add_zero_attn")
-        spec, weights = _spec_and_weights(module)
+        tensors = {name: _array(tensor) for name, tensor in module.state_dict().items()}
+        spec, weights = read_layer(tensors, layout="torch_mha", spec={"num_heads": module.num_heads})
         client.put_layer(layer, spec, weights)
         remote = cls(client, layer, batch_first=module.batch_first, dropout=module.dropout)
         return remote.train(module.training)
@@ -220,40 +223,19 @@ def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int 
             fields[block] = mask
         else:
             keyed = name == "key_padding_mask"
-            added.append(_array(mask[..., None, :] if keyed and batch is None else mask[:, None, None, :] if keyed else mask))
+            added.append(_array((mask[..., None, :] if keyed and batch is None else mask[:, None, None, :] if keyed else mask).double()))
     if added:
         fields["bias"] = added[0] if len(added) == 1 else sum(added[1:], added[0])
     return fields
 
 
-def _spec_and_weights(module: nn.MultiheadAttention) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The spec and the canonical weights of a local module."""
-    names = ("query", "key", "value")
-    if module.in_proj_weight is not None:
-        matrices = dict(zip(names, module.in_proj_weight.chunk(3), strict=True))
-    else:
-        matrices = dict(zip(names, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), strict=True))
-    weights = {f"{name}.weight": matrix for name, matrix in matrices.items()} | {"output.weight": module.out_proj.weight}
-    if module.in_proj_bias is not None:
-        weights |= {f"{name}.bias": bias for name, bias in zip(names, module.in_proj_bias.chunk(3), strict=True)}
-        weights["output.bias"] = module.out_proj.bias
-    spec = {
-        "d_model": module.embed_dim,
-        "num_heads": module.num_heads,
-        "key_dim": module.kdim,
-        "value_dim": module.vdim,
-        "bias": module.in_proj_bias is not None,
-        "dtype": str(module.out_proj.weight.dtype).removeprefix("torch."),
-    }
-    return spec, weights
-
-
 def _array(tensor: Tensor) -> Array:
-    array: Array = tensor.detach().cpu().double().numpy()
+    tensor = tensor.detach().cpu()
+    array: Array = tensor.view(torch.int16).numpy().view(BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return array
 
 
 def _tensor(array: Array) -> Tensor:
-    if array.dtype == DATATYPES["BF16"].numpy:
+    if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -26,6 +26,7 @@ from service.tensors import Array
 from service.wire.client_codec import decode_binary_reply, decode_document, decode_metrics, decode_reply
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
+from service.wire.reply import Reply
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
 
 Model = TypeVar("Model", bound=Document)
@@ -91,35 +92,30 @@ class AnalysisResult(Mapping[str, Any]):
         return len(self.metrics)
 
 
-def read_attend_result(body: bytes, headers: Mapping[str, str]) -> AttendResult:
-    """Decodes a reply to POST /attend, by its Content-Type; `headers` have lower-case names. Raises BadReply if it cannot be read."""
+def read_attend(response: httpx.Response) -> AttendResult:
+    """Decodes a reply to POST /attend, by its Content-Type. Raises BadReply if it cannot be read."""
+    headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
-        reply = decode_binary_reply(body) if binary else decode_reply(body)
+        reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
         tensors = {name: TopWeights(**tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
-        layer = LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
-        return AttendResult(tensors, layer, reply.fully_masked_rows, headers.get("x-request-id", ""), timing)
+        return AttendResult(tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing)
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
 
 
-def read_analysis_result(body: bytes) -> AnalysisResult:
+def read_analysis(response: httpx.Response) -> AnalysisResult:
     """Decodes a reply to POST /attend/analysis. Raises BadReply if it cannot be read."""
     try:
-        reply = decode_metrics(body)
-        layer = LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
-        return AnalysisResult(reply.metrics or {}, layer, reply.fully_masked_rows)
+        reply = decode_metrics(response.content)
+        return AnalysisResult(reply.metrics or {}, _layer(reply), reply.fully_masked_rows)
     except (MalformedBody, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
 
 
-def read_attend(response: httpx.Response) -> AttendResult:
-    return read_attend_result(response.content, response.headers)
-
-
-def read_analysis(response: httpx.Response) -> AnalysisResult:
-    return read_analysis_result(response.content)
+def _layer(reply: Reply) -> LayerReference:
+    return LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
 
 
 def read_document(model: type[Model], response: httpx.Response) -> Model:

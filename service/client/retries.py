@@ -17,9 +17,9 @@ import httpx
 
 from service.client.connection import USE_CLIENT_DEFAULT, certificate_error
 from service.client.operations import Operation
+from service.wire.negotiation import PROBLEM_JSON
 
 Outcome = httpx.Response | Exception
-PROBLEM_JSON = "application/problem+json"
 LOST_CONNECTION = (httpx.NetworkError, httpx.RemoteProtocolError)  # during a request; `may_repeat` checks ConnectError first
 
 

@@ -21,7 +21,7 @@ from service.attention.call import Call, Result
 from service.cli.logs import configure_logs
 from service.errors import AttendError, CapacityError, NotReady
 from service.serving.cost import Cost
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.shards import ShardLayers
 from service.settings import Settings, read_settings
 from service.web.app import create_app, create_service
@@ -77,12 +77,13 @@ class RayShards:
     def __init__(self, handle: DeploymentHandle, count: int) -> None:
         self.handle, self.count = handle, count
 
-    async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
+    async def compute(self, layer: LoadedLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
         """The result of each part. Raises what a shard raised, or CapacityError if all attempts fail."""
-        return await asyncio.gather(*(self._one(layer, part, cost) for part in parts))
+        return await asyncio.gather(*(self._compute_part(layer, part, cost) for part in parts))
 
-    async def _one(self, layer: HeldLayer, part: Call, cost: Cost) -> Result:
-        for attempt in range(1, ATTEMPTS + 1):
+    async def _compute_part(self, layer: LoadedLayer, part: Call, cost: Cost) -> Result:
+        failed = 0
+        while True:
             try:
                 result: Result = await self.handle.compute.remote(layer.name, layer.fingerprint, part, cost)
                 return result
@@ -90,9 +91,10 @@ class RayShards:
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, AttendError):
                     raise cause from None
-                last = error
-                await asyncio.sleep(PAUSE * attempt)
-        raise CapacityError("the shards for this call have failed; others are being started") from last
+                failed += 1
+                if failed == ATTEMPTS:
+                    raise CapacityError("the shards for this call have failed; others are being started") from error
+                await asyncio.sleep(PAUSE * failed)
 
 
 class _Pickled:

@@ -32,9 +32,9 @@ class ByteBudget:
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity, self.held, self.clock = capacity, 0, clock
+        self.capacity, self.used, self.clock = capacity, 0, clock
         self.largest_request = capacity // 2  # most bytes that one request counts as
-        self._counted = 0  # like `held`, but at most `largest_request` for each request
+        self._counted = 0  # like `used`, but at most `largest_request` for each request
         self._released, self._at = 0.0, clock()  # decaying sum of released counted bytes, and the time of its last update
         self._callers: dict[str, int] = {}  # caller -> its counted bytes
 
@@ -44,14 +44,14 @@ class ByteBudget:
 
     def check_room(self, caller: str, size: int) -> None:
         """Raises Overloaded if the caller may not use `size` more counted bytes. Does not take them."""
-        owned, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
+        taken, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
             expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
             raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
-        if owned > SHARE * free:
+        if taken > SHARE * free:
             expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
-            missing = (owned - SHARE * free) / (1 + SHARE)  # bytes that this caller must release; released bytes become free
-            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{owned} bytes beside {free} free ones")])
+            missing = (taken - SHARE * free) / (1 + SHARE)  # bytes that this caller must release; released bytes become free
+            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken} bytes beside {free} free ones")])
 
     def _wait(self, missing: float) -> int:
         """Whole seconds until `missing` bytes are released at the recent rate; at most LONGEST_WAIT."""
@@ -61,18 +61,18 @@ class ByteBudget:
     def _fading(self) -> float:
         return math.exp((self._at - self.clock()) / MEMORY)
 
-    def change(self, caller: str, held: int, counted: int) -> None:
+    def change(self, caller: str, used: int, counted: int) -> None:
         """Add to the bytes of a caller; negative numbers release them."""
-        self.held += held
+        self.used += used
         if not counted:
             return
         self._counted += counted
         if counted < 0:
             self._released = self._released * self._fading() - counted
             self._at = self.clock()
-        owned = self._callers.get(caller, 0) + counted
-        if owned:
-            self._callers[caller] = owned
+        taken = self._callers.get(caller, 0) + counted
+        if taken:
+            self._callers[caller] = taken
         else:
             del self._callers[caller]
 
@@ -80,35 +80,35 @@ class ByteBudget:
 class Lease:
     """The bytes of a ByteBudget that one request uses, from the arrival of its body until its reply is sent."""
 
-    __slots__ = ("_counted", "budget", "caller", "held")
+    __slots__ = ("_counted", "budget", "caller", "used")
 
     def __init__(self, budget: ByteBudget, caller: str) -> None:
-        self.budget, self.caller, self.held, self._counted = budget, caller, 0, 0
+        self.budget, self.caller, self.used, self._counted = budget, caller, 0, 0
 
     def check_room(self, size: int) -> None:
         """Raises Overloaded if there is no room for `size` more bytes. Does not take them."""
-        if growth := min(self.held + size, self.budget.largest_request) - self._counted:
+        if growth := min(self.used + size, self.budget.largest_request) - self._counted:
             self.budget.check_room(self.caller, growth)
 
     def add(self, size: int) -> None:
         """Take `size` more bytes. Raises Overloaded if there is no room."""
-        held, largest = self.held + size, self.budget.largest_request
-        counted = held if held < largest else largest
+        used, largest = self.used + size, self.budget.largest_request
+        counted = used if used < largest else largest
         if growth := counted - self._counted:
             self.budget.check_room(self.caller, growth)
         self.budget.change(self.caller, size, growth)
-        self.held, self._counted = held, counted
+        self.used, self._counted = used, counted
 
     def resize(self, size: int) -> None:
         """Set the lease to `size` bytes without a check, since they are in memory already."""
         largest = self.budget.largest_request
         counted = size if size < largest else largest
-        self.budget.change(self.caller, size - self.held, counted - self._counted)
-        self.held, self._counted = size, counted
+        self.budget.change(self.caller, size - self.used, counted - self._counted)
+        self.used, self._counted = size, counted
 
     def release(self) -> None:
         """Release all bytes. Idempotent."""
-        if self.held:
+        if self.used:
             self.resize(0)
 
     def __enter__(self) -> "Lease":

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from service.attention.call import Call, Result
-from service.attention.masks import open_keys
+from service.attention.masks import real_keys
 from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
 from service.serving.casting import cast
-from service.serving.cost import Cost, ServingLimits, check, reply_bytes
+from service.serving.cost import Cost, ServingLimits, check, reply_sizes
 from service.serving.cost import predict as predict_call
-from service.serving.layers.registry import HeldLayer, numpy_of
+from service.serving.layers.registry import LoadedLayer, numpy_of
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
@@ -31,7 +31,7 @@ OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zer
 BLOCK = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-def bind_analysis(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
     """The bound call of a request for metrics. `shards` is ignored, since metrics need all keys of a row at once.
 
     Raises InvalidRequest, or TooLarge for a cost beyond the limits.
@@ -54,7 +54,7 @@ def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
     metrics = request.wanted(bool(spec.positional))
     for name in metrics:
         if name in (*POSITIONAL, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
-            expected = f'an offset (0, "end", …), since {name} needs to know where among the keys a query stands'
+            expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
             raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.direction is not None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
@@ -72,7 +72,9 @@ def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
     for name in ("attend_mask", "block_mask", "bias"):
         array = getattr(request, name)
         if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] > 1:
-            raise InvalidRequest.where(f"/{name}", "the same for all heads, since single_head is asked for", f"{array.shape[-3]} heads")
+            raise InvalidRequest.where(
+                f"/{name}", "the same for all heads, since single_head is among the metrics", f"{array.shape[-3]} heads"
+            )
 
 
 def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:
@@ -84,7 +86,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     words: dict[str, Any] = {}
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         words = _numbered(request.tokens.query, request.tokens.key)
-        words["key"] = torch.where(open_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
+        words["key"] = torch.where(real_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
     direction = None
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
@@ -109,7 +111,7 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
     if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
         return None
-    return open_keys(call.masks, call.query.shape[0])
+    return real_keys(call.masks, call.query.shape[0])
 
 
 def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
@@ -143,12 +145,12 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     products = 4 * b * q * wide**2 + 2 * spec.output_dim * wide**2 if OF_OUTPUTS & set(metrics) else 0
     scores = weights * ("value_norm_weights" in metrics)
     block = max(min(weights, BLOCK), b * h * k)
-    held = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
-    held += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
+    memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
+    memory += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
     operations = passes * plain.operations + elements + products
-    size = reply_bytes(request.reply.form, request.reply.decimals, shapes, lambda name: datatype_of(name, request, spec))
-    raw = sum(math.prod(shape) * DATATYPES[datatype_of(name, request, spec)].size for name, shape in shapes.items())
-    return Cost(shapes, operations, scores, plain.memory_bytes + held, size, plain.items, plain.pairs, raw)
+    datatypes = {name: datatype_of(name, request, spec) for name in shapes}
+    reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
+    return Cost(shapes, operations, scores, plain.memory_bytes + memory, reply, plain.items, plain.pairs, tensors)
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
@@ -158,7 +160,7 @@ def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
     return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
 
-def build_reply(request: AnalysisRequest, layer: HeldLayer, result: Result) -> Reply:
+def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) -> Reply:
     """The metrics under the names and in the order of the request, without the batch axis if the request has none.
 
     Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.

@@ -1,15 +1,16 @@
-"""Forms batches of waiting calls, stacks calls into one, and splits its result. Uses no clock, event loop or thread.
+"""Forms batches of waiting calls, stacks calls into one, and splits its result. Needs no clock, event loop or thread.
 
 Calls are stacked along the batch axis if layer, other axes, options and kinds of masks are equal. A stacked call is an ordinary call.
-Short calls to one layer that differ in shapes, options or masks may share a batch as several stacks: the rows of all stacks are projected
-by one matrix product, and each stack is attended separately.
+
+Only GPUs compute batches. On a CPU every call runs alone: batches of mixed lengths gained less than a third (docs/performance.md).
 """
 
+import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,69 +18,54 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.layer import Operation
 from service.serving.cost import Cost
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.occupancy import INTERNAL, Flow
 
-SPREAD = 8.0  # largest score, as estimated, of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
-ADDED = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
-WIDTH = 256  # numbers in the rows in which `Entry.rows` counts; a layer with a larger d_model counts proportionally more rows
+MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
+MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
 STACKED_MASKS = ("positions", "attend_mask", "attend_keys", "lengths", "bias")
 
-
-class BatchKey(NamedTuple):
-    """Calls with equal batch keys may share a batch."""
-
-    stacked: Any  # equal for calls that can be stacked into one; None if this call cannot be stacked
-    packed: Any  # equal for calls whose rows can share a matrix product; None if it cannot share one
+BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
 
 
-ALONE = BatchKey(None, None)
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Entry:
-    """A bound call in the queue.
+    """A bound call on its way through the scheduler. `arrived` and `deadline` are times of the scheduler's clock."""
 
-    `gone()`: its caller has disconnected. `done()`: it is already settled, for example at its deadline. `arrived` and `deadline` are
-    times of the scheduler's clock.
-    """
-
-    layer: HeldLayer
+    layer: LoadedLayer
     call: Call
     cost: Cost
     arrived: float
     deadline: float | None = None
-    gone: Callable[[], bool] = lambda: False
-    done: Callable[[], bool] = lambda: False
-    settle: Callable[[Any], None] = lambda _: None
+    gone: Callable[[], bool] = lambda: False  # whether the caller has disconnected
     flow: Flow = INTERNAL
     operation: Operation | None = None  # runs in place of the layer's forward pass
-    _batch_key: BatchKey | None = field(init=False, default=None)
+    future: "asyncio.Future[Any] | None" = None  # the caller waits for it
 
-    @property
-    def batch_key(self) -> BatchKey:
-        """Computed on first use: most calls are alone in the queue and never need it."""
-        if self._batch_key is None:
-            self._batch_key = ALONE if self.operation is not None else batch_key_of(self.layer, self.call)
-        return self._batch_key
+    def is_settled(self) -> bool:
+        """Whether the caller has an answer, for example that the deadline passed."""
+        return self.future is not None and self.future.done() and not self.future.cancelled()
 
-    @property
-    def may_share(self) -> bool:
-        """Whether the call may share a batch with any other."""
-        return self.batch_key != ALONE
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return (self.future is not None and self.future.cancelled()) or self.gone()
 
-    @property
-    def rows(self) -> int:
-        """Batch items times the larger of queries and keys; for d_model > WIDTH, in rows of WIDTH numbers."""
-        rows = self.call.query.shape[0] * max(self.call.query.shape[1], self.call.key.shape[1])
-        return rows * max(WIDTH, self.layer.spec.d_model) // WIDTH
+    def settle(self, outcome: Any) -> None:
+        """Give the caller an outcome or an exception, unless it has one already or was cancelled."""
+        if self.future is None or self.future.done():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
 
-    def can_share_batch(self, other: "Entry", rows: int) -> bool:
-        """Whether both may be in one batch: they stack, or their packed keys are equal and neither has more than `rows` rows."""
-        one, two = self.batch_key, other.batch_key
-        if one.stacked is not None and one.stacked == two.stacked:
-            return True
-        return one.packed is not None and one.packed == two.packed and max(self.rows, other.rows) <= rows
+    @cached_property
+    def batch_key(self) -> BatchKey | None:
+        """None if the call must run alone."""
+        return None if self.operation is not None else batch_key_of(self.layer, self.call)
+
+    def can_share_batch(self, other: "Entry") -> bool:
+        return self.batch_key is not None and self.batch_key == other.batch_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +75,25 @@ class BatchLimits:
     calls: int = 64
     operations: int = 4_000_000_000
     memory_bytes: int = 1 << 29
-    rows: int = 1024  # of a call that shares a batch without being stacked
 
 
 def limits_on(device: torch.device, calls: int) -> BatchLimits:
-    """The limits for a device and at most `calls` calls.
-
-    On a CPU a batch saves overhead per call, not arithmetic. Calls of a millisecond and more would only overflow its caches and wait for
-    each other. From 128 rows of 256 numbers on, the time of a product is that of its rows, not that of reading its weights.
-    """
-    return BatchLimits(calls, 1 << 28, rows=128) if device.type == "cpu" else BatchLimits(calls)
+    """The limits for a device: at most `calls` calls on a GPU, one on a CPU."""
+    return BatchLimits(1 if device.type == "cpu" else calls)
 
 
-def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """(batch, expired, abandoned), all removed from `waiting`.
+def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """(batch, expired, abandoned): the first live call with every later one that may join it, and the calls that need not be computed.
 
-    The batch is the first live call and every later one that may join it within the limits. Other calls stay in `waiting`, in order.
+    Calls that are settled are in none of them.
     """
     batch: list[Entry] = []
-    expired, abandoned, left = [], [], []
+    expired, abandoned = [], []
     operations = memory = 0
     for entry in waiting:
-        if entry.done():
+        if entry.is_settled():
             continue
-        if entry.gone():
+        if entry.is_abandoned():
             abandoned.append(entry)
         elif entry.deadline is not None and entry.deadline <= now:
             expired.append(entry)
@@ -120,35 +101,27 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
             len(batch) < limits.calls
             and operations + entry.cost.operations <= limits.operations
             and memory + entry.cost.memory_bytes <= limits.memory_bytes
-            and entry.can_share_batch(batch[0], limits.rows)
+            and entry.can_share_batch(batch[0])
         ):
             batch.append(entry)
             operations += entry.cost.operations
             memory += entry.cost.memory_bytes
-        else:
-            left.append(entry)
-    waiting.clear()
-    waiting.extend(left)
     return batch, expired, abandoned
 
 
-def batch_key_of(layer: HeldLayer, call: Call) -> BatchKey:
-    """The batch key of a call.
+def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
+    """All properties that must be equal in calls that are stacked; None if the call must run alone.
 
-    A call with dropout is not stacked, since its random stream has the shape of the single call. A call runs alone if its scores are so
-    large that softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (law 7).
+    A call with dropout runs alone, since its random stream has the shape of the single call; and a call whose scores are so large that
+    softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (law 7).
     """
-    alone = call.reproducible or call.output_gradient is not None
-    if alone or not layer.attention.projections.are_batch_invariant or _magnifies(layer, call):
-        return ALONE
-    inputs = (id(layer), call.key is call.query, call.value is call.key)
-    return BatchKey(None if call.dropout is not None else (*inputs, *_form(call)), inputs)
-
-
-def _form(call: Call) -> tuple[Any, ...]:
-    """All properties that must be equal in calls that are stacked, besides layer and sharing of inputs."""
+    if call.reproducible or call.output_gradient is not None or call.dropout is not None or _may_amplify_rounding(layer, call):
+        return None
     masks = call.masks
     return (
+        id(layer),
+        call.key is call.query,
+        call.value is call.key,
         call.query.shape[1:],
         call.key.shape[1:],
         call.scale,
@@ -167,16 +140,16 @@ def _form(call: Call) -> tuple[Any, ...]:
     )
 
 
-def _magnifies(layer: HeldLayer, call: Call) -> bool:
+def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
     """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of law 7."""
     if layer.spec.dtype == "float64":
         return False
-    spread = layer.gain * abs(call.scale)
-    if spread <= SPREAD and layer.spec.qk_norm is None:
+    score = layer.gain * abs(call.scale)
+    if score <= MAX_SCORE and layer.spec.qk_norm is None:
         query = _size(call.query)
-        spread *= query * (query if call.key is call.query else _size(call.key))
+        score *= query * (query if call.key is call.query else _size(call.key))
     bias = call.masks.bias
-    return spread > SPREAD or (bias is not None and bool((bias.isfinite() & (bias.abs() > ADDED)).any()))
+    return score > MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
 
 
 def _size(rows: Tensor) -> float:
@@ -186,18 +159,8 @@ def _size(rows: Tensor) -> float:
     return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
-def stacks(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
-    """The calls of a batch grouped into stacks, in order of arrival."""
-    if len(batch) == 1:
-        return [batch]
-    found: dict[Any, list[Entry]] = {}
-    for entry in batch:
-        found.setdefault(entry.batch_key.stacked or id(entry), []).append(entry)
-    return found.values()
-
-
 def stack(calls: Sequence[Call]) -> Call:
-    """Concatenate calls with equal `stacked` keys along the batch axis. A single call is returned as it is."""
+    """Concatenate calls with equal batch keys along the batch axis. A single call is returned as it is."""
     if len(calls) == 1:
         return calls[0]
     first, sizes = calls[0], [call.query.shape[0] for call in calls]
@@ -236,9 +199,3 @@ def split(result: Result, sizes: Sequence[int]) -> list[Result]:
         results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, fully_masked))
         start += size
     return results
-
-
-def halves(batch: Sequence[Entry]) -> Iterable[Sequence[Entry]]:
-    """Both halves of a batch, in order."""
-    middle = len(batch) // 2
-    return batch[:middle], batch[middle:]

@@ -16,7 +16,7 @@ from service.attention.masks import Masks, last_keys
 from service.errors import InvalidRequest, Problem, TooLarge
 from service.serving.casting import cast
 from service.serving.cost import ServingLimits, predict, refusals
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
@@ -26,7 +26,7 @@ from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
 
-def bind_attend(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
     """The bound call of a request to POST /attend. The validation result of an earlier request with the same cache key is reused.
 
     Raises InvalidRequest, or TooLarge for a cost beyond the limits, even when divided among `shards`.

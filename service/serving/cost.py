@@ -5,7 +5,7 @@ The same prediction decides admission and answers POST /attend/plan. The values 
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,23 +17,24 @@ from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+REPLY_BYTES = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 LARGEST_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Bounds on layers and calls. A refusal names the exceeded one by its setting."""
+    """Bounds on layers and calls, each named like its setting."""
 
-    layer_parameters: int = 1 << 28
-    total_parameters: int = 1 << 30
-    layers: int = 1000
-    layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
-    scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
-    memory_bytes: int = 4096 * MIB
-    operations: int = 10**13
-    items: int = 65536
-    pairs: int = 1 << 36  # heads * queries * keys of one item
-    reply_bytes: int = 2048 * MIB
+    max_layer_parameters: int = 1 << 28
+    max_total_parameters: int = 1 << 30
+    max_layers: int = 1000
+    max_layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
+    max_scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
+    max_memory_bytes: int = 4096 * MIB
+    max_operations: int = 10**13
+    max_batch_items: int = 65536
+    max_pairs: int = 1 << 36  # heads * queries * keys of one item
+    max_reply_bytes: int = 2048 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,45 +95,39 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
 @lru_cache(1024)  # shapes recur, and without a cache this would be a tenth of a small request's time
 def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     b, q, k, h = inputs.batch if inputs.batch is not None else 1, inputs.num_queries, inputs.num_keys, spec.num_heads
-    size = BY_TORCH[spec.dtype].size
+    size, pairs = BY_TORCH[spec.dtype].size, h * q * k
     shapes = _shapes(inputs, spec, b)
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
-    wide, narrow, joined = h * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.concatenated_dim  # queries, keys, heads' outputs
-    values = spec.num_kv_heads * spec.value_head_dim
-    products = q * spec.d_model * wide + k * (spec.key_dim * narrow + spec.value_dim * values) + q * joined * spec.output_dim
-    elements = h * q * k * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
+    projections = q * (spec.d_model * query_width + joined_width * spec.output_dim)
+    projections += k * (spec.key_dim * key_width + spec.value_dim * value_width)
     # softmax, dropout and sorting take time per score, beyond the matrix products
-    operations = b * (2 * (products * spec.projections + q * k * (wide + joined)) + elements) * (3 if inputs.gradients else 1)
-    rows = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
-    weighed = rows * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
-    scores = b * k * weighed
-    held = b * (q * (spec.query_dim + wide + 2 * joined) + k * (spec.key_dim + spec.value_dim + narrow + values))
-    wire = sum(math.prod(shape) for shape in outputs.values())
-    memory = held * size + max(4, size) * (2 * scores + min(b * h * q * k, 1 << 21)) + wire * size
-    size_of = reply_bytes(inputs.form, inputs.decimals, outputs, lambda name: wire_datatype(name, inputs.datatype, spec))
-    raw = sum(math.prod(shape) * DATATYPES[wire_datatype(name, inputs.datatype, spec)].size for name, shape in outputs.items())
-    return Cost(outputs, operations, scores, memory, size_of, b, h * q * k, raw)
+    per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    products = 2 * (projections * spec.projections + q * k * (query_width + joined_width))
+    operations = b * (products + per_score) * (3 if inputs.gradients else 1)
+    selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
+    rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
+    scores = b * k * rows
+    sequences = b * (q * (spec.query_dim + query_width + 2 * joined_width) + k * (spec.key_dim + spec.value_dim + key_width + value_width))
+    elements = sum(math.prod(shape) for shape in outputs.values())
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
+    datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
+    reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
+    return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
 
 
 def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
     """The limits that a call of this cost exceeds; empty if it is admitted."""
-    problems = []
-    if cost.scores > limits.scores:
-        wanted = f"at most {limits.scores} weights and scores (max_scores); select fewer heads or queries"
-        problems.append(Problem("", wanted, str(cost.scores)))
-    if cost.memory_bytes > limits.memory_bytes:
-        wanted = f"at most {limits.memory_bytes} bytes of predicted memory (max_memory_bytes)"
-        problems.append(Problem("", wanted, str(cost.memory_bytes)))
-    if cost.operations > limits.operations:
-        problems.append(Problem("", f"at most {limits.operations} predicted operations (max_operations)", str(cost.operations)))
-    if cost.items > limits.items:
-        problems.append(Problem("/query", f"a batch of at most {limits.items} items (max_batch_items)", str(cost.items)))
-    if cost.pairs > limits.pairs:
-        problems.append(Problem("", f"at most {limits.pairs} heads x queries x keys (max_pairs)", str(cost.pairs)))
-    if cost.reply_bytes > limits.reply_bytes:
-        wanted = f"a reply of at most {limits.reply_bytes} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
-        problems.append(Problem("", wanted, str(cost.reply_bytes)))
-    return problems
+    table = (
+        (cost.scores, limits.max_scores, "", "at most {} weights and scores (max_scores); select fewer heads or queries"),
+        (cost.memory_bytes, limits.max_memory_bytes, "", "at most {} bytes of predicted memory (max_memory_bytes)"),
+        (cost.operations, limits.max_operations, "", "at most {} predicted operations (max_operations)"),
+        (cost.items, limits.max_batch_items, "/query", "a batch of at most {} items (max_batch_items)"),
+        (cost.pairs, limits.max_pairs, "", "at most {} heads x queries x keys (max_pairs)"),
+        (cost.reply_bytes, limits.max_reply_bytes, "", REPLY_BYTES),
+    )
+    return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
 
 
 def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
@@ -156,7 +151,7 @@ def share(cost: Cost, shards: int) -> Cost:
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
     inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
-    batches = range(2, min(limits.items, LARGEST_BATCH) + 1)
+    batches = range(2, min(limits.max_batch_items, LARGEST_BATCH) + 1)
     return bisect_left(batches, True, key=lambda b: bool(admit(_predict(inputs._replace(batch=b), spec), limits))) + 1
 
 
@@ -166,11 +161,12 @@ def check(cost: Cost, limits: ServingLimits) -> None:
         raise TooLarge(problems=problems)
 
 
-def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
-    """Output name -> shape, with b, in the order of the request."""
-    q, k, h, joined, kv = inputs.num_queries, inputs.num_keys, spec.num_heads, spec.concatenated_dim, spec.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
+def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, for b items of q queries and k keys, without a selection."""
+    h, kv, joined = spec.num_heads, spec.num_kv_heads, spec.concatenated_dim
+    return {
         "output": (b, q, spec.output_dim if spec.projections else joined),
+        "attention_weights": (b, h, q, k),
         "scores": (b, h, q, k),
         "log_sum_exp": (b, h, q),
         "query_projection": (b, h, q, spec.head_dim),
@@ -182,10 +178,15 @@ def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int,
         "key_gradient": (b, k, spec.key_dim),
         "value_gradient": (b, k, spec.value_dim),
     }
+
+
+def _shapes(inputs: CostInputs, spec: LayerSpec, b: int) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, with b, in the order of the request."""
+    shapes = output_shapes(spec, b, inputs.num_queries, inputs.num_keys)
     made: dict[str, tuple[int, ...]] = {}
     for name in inputs.outputs:
         if name == "attention_weights":
-            made |= _weights(inputs, b, h)
+            made |= _weights(inputs, b, spec.num_heads)
         else:
             made[name] = shapes[name]
     return made
@@ -206,16 +207,14 @@ def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
 
 
-def reply_bytes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatype: Callable[[str], str]) -> int:
-    """Bytes of a reply with tensors of these shapes; `form` is nested or base64, `datatype` maps an output's name to its V2 datatype."""
-    total = 200
+def reply_sizes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:
+    """(bytes of a reply with tensors of these shapes and V2 datatypes, bytes of the tensors as binary). `form` is nested or base64."""
+    reply, binary = 200, 0
     for name, shape in outputs.items():
-        size = DATATYPES[datatype(name)].size
-        count = math.prod(shape)
+        count, size = math.prod(shape), DATATYPES[datatypes[name]].size
+        binary += count * size
         if form == "base64":
-            total += 80 + 4 * math.ceil(count * size / 3)
-        elif decimals is not None:
-            total += count * min(decimals + 4, TEXT_BYTES[size])
+            reply += 80 + 4 * math.ceil(count * size / 3)
         else:
-            total += count * TEXT_BYTES[size]
-    return total
+            reply += count * (TEXT_BYTES[size] if decimals is None else min(decimals + 4, TEXT_BYTES[size]))
+    return reply, binary

@@ -18,7 +18,7 @@ from service.serving.codec_pool import CodecPool
 from service.serving.cost import ServingLimits
 from service.serving.executor import Outcome
 from service.serving.figures import FigureRenderer, bind_figure, draw_figure, media_type_of
-from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics, Phases
 from service.serving.replies import build_reply, plan_of, refuse_fully_masked
 from service.serving.requests import BoundCall, EncodedReply, RawRequest, Waiting
@@ -43,7 +43,7 @@ class Endpoint(NamedTuple):
     """A kind of call: the model of its body, and the function that binds a decoded body to its layer."""
 
     document: type[AttendRequest]
-    bind: Callable[[Decoded, HeldLayer, ServingLimits, int], BoundCall]
+    bind: Callable[[Decoded, LoadedLayer, ServingLimits, int], BoundCall]
 
 
 ATTEND = Endpoint(AttendRequest, bind_attend)
@@ -123,7 +123,7 @@ class Engine:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
         return raw.codec.decode(body, raw.parameters, document.tensors, self.wire_limits, shapes_alone)
 
-    def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> HeldLayer:
+    def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
         name = members.get("layer", DEFAULT_LAYER)
         layer = self.registry.get(name) if isinstance(name, str) else None

@@ -14,8 +14,8 @@ import torch
 from service.attention.call import Call, Result
 from service.attention.layer import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
-from service.serving.batching import Entry, halves, split, stack, stacks
-from service.serving.layers.registry import HeldLayer
+from service.serving.batching import Entry, split, stack
+from service.serving.layers.registry import LoadedLayer
 
 NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # messages of torch, Python and the linker
 
@@ -43,10 +43,10 @@ class Outcome:
 Settled = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
-def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Callable[[], None] = lambda: None) -> Settled:
+def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Settled:
     """Return every entry with its outcome or error; never raise.
 
-    `splitting` is called each time a batch runs out of memory and is split in halves.
+    `on_split` is called each time a batch runs out of memory and is split in halves.
     """
     started = clock()
     try:
@@ -54,36 +54,35 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], splitting: Calla
     except Exception as error:
         failed, results = failure(error), None
     if results is not None:
-        took, together = clock() - started, len(batch)
+        seconds = clock() - started
         execution = Execution(sum(entry.call.query.shape[0] for entry in batch), sum(entry.cost.operations for entry in batch))
-        return [(entry, Outcome(result, started - entry.arrived, took, together, execution)) for entry, result in results]
+        outcomes = (
+            Outcome(result, started - entry.arrived, seconds, len(batch), execution) for entry, result in zip(batch, results, strict=True)
+        )
+        return list(zip(batch, outcomes, strict=True))
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
-        splitting()
-        return [pair for half in halves(batch) for pair in compute(half, clock, splitting)]
+        on_split()
+        middle = len(batch) // 2
+        return [pair for half in (batch[:middle], batch[middle:]) for pair in compute(half, clock, on_split)]
     return [(entry, failed) for entry in batch]
 
 
-def _results(batch: Sequence[Entry]) -> list[tuple[Entry, Result]]:
-    """Every entry with its result, grouped by stack."""
-    stacked = list(stacks(batch))
-    results = run(batch[0].layer, [stack([entry.call for entry in entries]) for entries in stacked], batch[0].operation)
-    pairs: list[tuple[Entry, Result]] = []
-    for entries, result in zip(stacked, results, strict=True):
-        pairs += zip(entries, split(_on_cpu(result), [entry.call.query.shape[0] for entry in entries]), strict=True)
-    return pairs
+def _results(batch: Sequence[Entry]) -> list[Result]:
+    """The result of every entry."""
+    stacked = stack([entry.call for entry in batch])
+    result = _on_cpu(run(batch[0].layer, stacked, batch[0].operation))
+    return split(result, [entry.call.query.shape[0] for entry in batch])
 
 
-def run(layer: HeldLayer, calls: Sequence[Call], operation: Operation | None = None) -> Sequence[Result]:
-    """Compute the calls on the layer's device. A call with an operation, or a reproducible one, must be the only one.
+def run(layer: LoadedLayer, call: Call, operation: Operation | None = None) -> Result:
+    """Compute the call, or an operation on it, on the layer's device.
 
     A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
     attention = layer.attention
-    calls = [call.to(attention.device) for call in calls]
-    if len(calls) > 1:
-        return attention.forward_batch(calls)
+    call = call.to(attention.device)
     forward = attention.forward if operation is None else partial(operation.to(attention.device), attention)
-    return [one_core().submit(forward, calls[0]).result() if calls[0].reproducible else forward(calls[0])]
+    return one_core().submit(forward, call).result() if call.reproducible else forward(call)
 
 
 @cache
@@ -96,12 +95,12 @@ def one_core() -> ThreadPoolExecutor:
     """
     default = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
-    thread.submit(_take_one_core).result()
+    thread.submit(_use_one_core).result()
     torch.set_num_threads(default)
     return thread
 
 
-def _take_one_core() -> None:
+def _use_one_core() -> None:
     torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
     torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from service.attention.figures import FigureSpec, Format, compose, draw, operati
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.binding import bind, fit
 from service.serving.cost import ServingLimits, check, predict
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, Waiting
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
@@ -34,25 +34,25 @@ LONGEST = 30.0  # most seconds for waiting and drawing, if the caller sets no ea
 WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-def bind_figure(decoded: Decoded, layer: HeldLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
     """The bound call of a request for a figure. `decoded.reply_format` is the accepted media type, "" if no picture type is accepted.
 
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
     """
     request = validate(FigureRequest, decoded.members)
     fit(request, layer.spec)
-    wanted, num_heads = request.figure, layer.spec.num_heads
-    for i, head in enumerate(wanted.heads or ()):
+    options, num_heads = request.figure, layer.spec.num_heads
+    for i, head in enumerate(options.heads or ()):
         if head >= num_heads:
             raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
-    many = len(wanted.heads or range(num_heads))
-    if many > HEADS and wanted.kind in ("heads", "similarity"):
+    many = len(options.heads or range(num_heads))
+    if many > HEADS and options.kind in ("heads", "similarity"):
         raise TooLarge.where("/figure/heads", f"at most {HEADS} heads in one picture", str(many))
-    form = wanted.format or PICTURES.get(decoded.reply_format or "")
+    form = options.format or PICTURES.get(decoded.reply_format or "")
     if form is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
     spec = _spec(request, num_heads, form)
-    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if wanted.kind == "concatenation" else []
+    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     cost = predict(shown, layer.spec)
     check(cost, limits)
@@ -74,26 +74,26 @@ def media_type_of(spec: FigureSpec) -> str:
 
 
 def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
-    wanted = request.figure
+    options = request.figure
     key = request.query if request.key is None else request.key
-    heads = wanted.heads or ([0] if wanted.kind == "head" else range(num_heads))
+    heads = options.heads or ([0] if options.kind == "head" else range(num_heads))
     return FigureSpec(
-        kind=wanted.kind,
-        item=wanted.item,
+        kind=options.kind,
+        item=options.item,
         queries=request.query.shape[-2],
         keys=key.shape[-2],
         heads=tuple(heads),
         query_labels=request.item_tokens("query"),
         key_labels=request.item_tokens("key"),
-        pool=wanted.pool or "mean",
-        title=wanted.title,
-        maximum=wanted.maximum,
-        logarithmic=wanted.scale == "log",
-        theme=wanted.theme,
-        colours=wanted.colours,
-        width=wanted.width,
-        dpi=wanted.dpi,
-        values=wanted.values,
+        pool=options.pool or "mean",
+        title=options.title,
+        maximum=options.maximum,
+        logarithmic=options.scale == "log",
+        theme=options.theme,
+        colours=options.colours,
+        width=options.width,
+        dpi=options.dpi,
+        values=options.values,
         format=form,
     )
 
@@ -110,8 +110,8 @@ class FigureRenderer:
     async def draw(self, drawing: Drawing, waiting: Waiting) -> bytes:
         """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= WAITING:
-            wanted = f"at most {WAITING} pictures that wait to be drawn"
-            raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", wanted, str(self._waiting + 1))])
+            options = f"at most {WAITING} pictures that wait to be drawn"
+            raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", options, str(self._waiting + 1))])
         latest = self.clock() + LONGEST
         latest = latest if waiting.deadline is None else min(latest, waiting.deadline)
         self._waiting += 1

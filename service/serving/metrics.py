@@ -58,9 +58,11 @@ class Metrics:
         self._phases = [phases.labels(name) for name in PHASES]
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
-        self._abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry)
-        self._batch = Histogram("attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
-        self._splits = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry)
+        self.abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry).inc
+        self.batched = Histogram(
+            "attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry
+        ).observe
+        self.split = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry).inc
         self.layers = self._gauge("attend_layers", "Layers in memory.", "livemax")
         names = {"calls": "Waiting calls.", "operations": "Their predicted operations.", "bytes": "Their predicted memory."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
@@ -107,18 +109,6 @@ class Metrics:
         for phases in computed:
             for name, histogram in zip(PHASES, self._phases, strict=True):
                 histogram.observe(getattr(phases, name))
-
-    def abandoned(self, count: int) -> None:
-        """Count calls dropped because their callers disconnected."""
-        self._abandoned.inc(count)
-
-    def batched(self, calls: int) -> None:
-        """Record the number of calls in a batch."""
-        self._batch.observe(calls)
-
-    def split(self) -> None:
-        """Count a batch that ran out of memory and was split in halves."""
-        self._splits.inc()
 
     def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
         """Record what is pending, and set the gauges. `queue`: calls, operations and bytes waiting; `held`, `memory`: bytes."""

@@ -9,7 +9,7 @@ from service.errors import AttendError
 from service.serving import cost
 from service.serving.binding import bind
 from service.serving.executor import Outcome
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.scheduler import Scheduler
 from service.wire.schemas.attend import AttendRequest
 
@@ -24,16 +24,15 @@ class Probe:
         self.scheduler = scheduler
         self.timeout = 2.0  # a working device must finish something within so many seconds
 
-    async def warm(self, layer: HeldLayer, limits: cost.ServingLimits) -> None:
-        """Choose the layer's matrix products and compute one tiny call, so that the first real call is not slow.
+    async def warm(self, layer: LoadedLayer, limits: cost.ServingLimits) -> None:
+        """Compute one tiny call, so that the first real call is not slow.
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
         cost.check(cost.predict(_zeros(layer, 1), layer.spec), limits)
-        await self.scheduler.aside(layer.attention.tune)
         await self._submit_zeros(layer, 1)
 
-    async def measure(self, layer: HeldLayer) -> None:
+    async def measure(self, layer: LoadedLayer) -> None:
         """Measure the device's speed with one call large enough to be reliable: the first Retry-After values depend on it."""
         length = SHORTEST
         while length < LONGEST and cost.predict(_zeros(layer, length), layer.spec).operations < TELLING:
@@ -41,7 +40,7 @@ class Probe:
         operations = cost.predict(_zeros(layer, length), layer.spec).operations
         self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
 
-    async def responds(self, layer: HeldLayer) -> bool:
+    async def responds(self, layer: LoadedLayer) -> bool:
         """Whether the device finished something within the last `timeout` seconds, or does so now.
 
         A busy device counts as working until its batch is overdue by `timeout`; then it must finish something within `timeout`. An idle
@@ -52,17 +51,17 @@ class Probe:
         if self.scheduler.clock() - self.scheduler.finished_at <= self.timeout:
             return True
         if self.scheduler.busy:
-            return self.scheduler.overdue <= self.timeout or await self.scheduler.moves(self.timeout)
+            return self.scheduler.overdue <= self.timeout or await self.scheduler.wait_for_progress(self.timeout)
         return await self._computes(layer)
 
-    async def recover(self, layers: Callable[[], Sequence[HeldLayer]]) -> None:
+    async def recover(self, layers: Callable[[], Sequence[LoadedLayer]]) -> None:
         """Probe the device at intervals while it is unhealthy: an unready server may get no calls that show its recovery. Never ends."""
         while True:
             await asyncio.sleep(RECOVERY)
             if not self.scheduler.healthy and (present := layers()):
                 await self._computes(present[0])
 
-    async def _computes(self, layer: HeldLayer) -> bool:
+    async def _computes(self, layer: LoadedLayer) -> bool:
         """Whether a tiny call is answered within `timeout`. Success makes the scheduler healthy."""
         try:
             await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)
@@ -70,12 +69,12 @@ class Probe:
             return False
         return True
 
-    async def _submit_zeros(self, layer: HeldLayer, length: int) -> Outcome:
+    async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = _zeros(layer, length)
         return await self.scheduler.submit(layer, bind(request, layer.spec), cost.predict(request, layer.spec))
 
 
-def _zeros(layer: HeldLayer, length: int) -> AttendRequest:
+def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:
     """A request of zeros with `length` queries and keys."""
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
     return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 from service.attention.call import Result
 from service.serving import analysis, cost
 from service.serving.binding import fit, masked_rows
-from service.serving.layers.registry import HeldLayer, numpy_of
+from service.serving.layers.registry import LoadedLayer, numpy_of
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
@@ -38,7 +38,7 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 
-def plan_of(request: AttendRequest, layer: HeldLayer, limits: cost.ServingLimits, shards: int) -> Plan:
+def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimits, shards: int) -> Plan:
     """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
     fit(request, layer.spec)
     if isinstance(request, AnalysisRequest):

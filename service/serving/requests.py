@@ -10,7 +10,7 @@ from service.attention.layer import Operation
 from service.errors import CallerGone, DeadlinePassed
 from service.serving.admission import Lease
 from service.serving.cost import Cost
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.metrics import Phases
 from service.wire.codec import CODECS, Codec, Headers
 from service.wire.negotiation import JSON
@@ -74,7 +74,7 @@ class BoundCall(NamedTuple):
     """A validated request and its layer: shapes fit, the cost is admitted, arrays are cast to the layer's dtype."""
 
     request: AttendRequest
-    layer: HeldLayer
+    layer: LoadedLayer
     call: Call
     cost: Cost
     in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards

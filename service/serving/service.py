@@ -18,7 +18,7 @@ from service.serving.engine import Engine
 from service.serving.executor import one_core
 from service.serving.layers.files import Source, write_layer_file
 from service.serving.layers.loader import LayerLoader
-from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.layers.store import LayerStore
 from service.serving.lifecycle import ShutdownGate
 from service.serving.metrics import Metrics
@@ -52,6 +52,7 @@ class Service:
         self.budget = ByteBudget(scheduler.limits.memory_bytes)
         self.gate = ShutdownGate()
         self.started = self.draining = False
+        self.failed = False  # whether the configured layers could not be loaded
         self.retiring = False  # another process takes over: connections are closed, but the server as a whole stays ready
         self.compress = False  # whether replies are compressed for clients that accept it
         self.timeout: float | None = None  # seconds for requests that set no deadline
@@ -93,6 +94,7 @@ class Service:
         try:
             await self.start(specs)
         except Exception as error:
+            self.failed = True
             log.error("not ready", error=str(error))
         else:
             log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)
@@ -115,7 +117,7 @@ class Service:
 
     def sample(self) -> None:
         """Update the gauges."""
-        self.metrics.sample(self.scheduler.load, self.budget.held, memory_in_use(self.registry.device), self.ready)
+        self.metrics.sample(self.scheduler.load, self.budget.used, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:
         """Sample once a second if another process may report this one's metrics; otherwise GET /metrics samples."""
@@ -131,7 +133,7 @@ class Service:
         """Concatenate the pieces of a body in another thread, so that copying does not block the event loop."""
         return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
 
-    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[HeldLayer, bool]:
+    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[LoadedLayer, bool]:
         """PUT /layers/{name}: load the layer. Returns it, and whether its name is new, once calls to it are answered."""
         read = partial(self.engine.unless_abandoned, raw.waiting, read_layer, raw, source or Source(), self.wire_limits)
         return await self.loader.put(name, read, raw.deadline)

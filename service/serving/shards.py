@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.layer import MultiHeadAttention
+from service.attention.layer import PROJECTED, MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import selection
 from service.errors import DeadlinePassed, LayerConflict
 from service.serving.codec_pool import CodecPool
 from service.serving.cost import Cost, share
 from service.serving.executor import Execution, Outcome
-from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import TOO_LATE, BoundCall
 from service.spec import PROJECTIONS
 
 MERGED = {"output", "concatenated", "head_outputs"}
-PROJECTED = {f"{name}_projection" for name in PROJECTIONS[:3]}
 
 
 class Shards(Protocol):
@@ -36,7 +35,7 @@ class Shards(Protocol):
 
     count: int
 
-    async def compute(self, layer: HeldLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
+    async def compute(self, layer: LoadedLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
         """Compute the parts; `cost` is the predicted cost of one. Raises AttendError."""
         ...
 
@@ -86,9 +85,9 @@ class ShardLayers:
 
     def __init__(self, registry: LayerRegistry) -> None:
         self._registry = registry
-        self._without_sinks: WeakKeyDictionary[MultiHeadAttention, HeldLayer] = WeakKeyDictionary()
+        self._without_sinks: WeakKeyDictionary[MultiHeadAttention, LoadedLayer] = WeakKeyDictionary()
 
-    def find(self, name: str, fingerprint: str) -> HeldLayer:
+    def find(self, name: str, fingerprint: str) -> LoadedLayer:
         """The layer without sinks. Raises LayerNotFound, or LayerConflict if its fingerprint differs here."""
         held = self._registry.find(name)
         if held.fingerprint != fingerprint:
@@ -97,7 +96,7 @@ class ShardLayers:
             return held
         if (layer := self._without_sinks.get(held.attention)) is None:
             attention = without_sinks(held.attention)
-            layer = HeldLayer(held.name, attention.spec, fingerprint, attention, held.gain)
+            layer = LoadedLayer(held.name, attention.spec, fingerprint, attention, held.gain)
             self._without_sinks[held.attention] = layer
         return layer
 
@@ -120,7 +119,7 @@ def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Res
         made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     on = call.to(attention.device)
     if call.outputs & PROJECTED:  # computed here: parts would rotate them by their own positions, and they cost little compared with [q, k]
-        made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.projections.project([on])[0], strict=False)}
+        made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.projections.project(on), strict=False)}
     if "attention_weights" in call.outputs:
         made |= _weights(call, parts, shares)
     if call.outputs & MERGED:

@@ -7,7 +7,7 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.spec import fingerprint
@@ -41,7 +41,7 @@ class TextEncoder:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)
                 read = await asyncio.to_thread(read_minilm, request.text, number)
-                layer = await self._held(request.layer, read)
+                layer = await self._layer_of(request.layer, read)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
                     return await asyncio.to_thread(_words, layer, read, True, TRAINED.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
@@ -52,10 +52,10 @@ class TextEncoder:
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
 
-    async def _held(self, name: str, read: Sentence) -> HeldLayer:
+    async def _layer_of(self, name: str, read: Sentence) -> LoadedLayer:
         """The layer of that name; loaded from `read` if the registry has none."""
-        held = {layer.name: layer for layer in self.service.registry.all()}
-        return held[name] if name in held else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
+        loaded = {layer.name: layer for layer in self.service.registry.all()}
+        return loaded[name] if name in loaded else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
 
 
 def _installed() -> Vocabulary:
@@ -69,6 +69,6 @@ def _installed() -> Vocabulary:
         return Vocabulary(layers=[], note=str(error))
 
 
-def _words(layer: HeldLayer, read: Sentence, meaningful: bool, note: str) -> Words:
+def _words(layer: LoadedLayer, read: Sentence, meaningful: bool, note: str) -> Words:
     reference = LayerReference(name=layer.name, fingerprint=layer.fingerprint)
     return Words(layer=reference, tokens=read.tokens, vectors=base64_tensor(read.vectors), meaningful=meaningful, note=note)

@@ -3,14 +3,16 @@
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service import __version__
 from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
 from service.serving.scheduler import QueueLimits
@@ -18,35 +20,40 @@ from service.serving.service import Service, open_service
 from service.settings import Settings
 from service.web import errors
 from service.web.keys import Keyring
-from service.web.middleware.access import Access, Endpoint, Traces
+from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
 from service.web.openapi import document
-from service.web.routes import attend, figure, health, layers, page, text
-from service.web.v2 import infer, repository, routes
+from service.web.routes import attend, health, layers, page, text
+from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
+from service.wire.native import numbers
 
 
 class Application(FastAPI):
     """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
-    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Traces | None = None) -> None:
+    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
         own: dict[str, Endpoint] = {
             "/attend": attend.Attend(service, service.engine.attend),
             "/attend/analysis": attend.Attend(service, service.engine.analyse),
         }
-        v2 = infer.Infer(service)
+        v2 = routes.Infer(service)
 
         def hot(method: str, path: str) -> Endpoint | None:
             if method != "POST":
                 return None
-            return own.get(path) or (v2 if path.startswith(infer.MODELS) and infer.PATH.fullmatch(path) else None)
+            return own.get(path) or (v2 if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
 
         self._access: ASGIApp = Access(self._unslashed, service, settings.access_log, hot, guard, traces)
         if origins := _listed(settings.cors_origins):
             shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
+        return AsyncExitStackMiddleware(self.router)
 
     async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
@@ -55,7 +62,10 @@ class Application(FastAPI):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
             await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:
+            await errors.unrouted(error, self.router.routes, scope)(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._access(scope, receive, send)
@@ -68,23 +78,28 @@ def create_app(settings: Settings) -> FastAPI:
     extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with _grpc(settings, service, extensions, keyring, traces):
             if settings.workers > 1:  # load before accepting connections: after a restart, the other workers answer
                 await service.begin(settings.all_layers())
-                if not service.started:  # the log says why
+                if service.failed:  # the log says why
                     raise NotReady("the layers could not be loaded")
             else:
                 service.begin(settings.all_layers())
-            yield
+            yield {"service": service}
         service.close()
         if traces is not None:
             traces.close()
 
     traces = open_telemetry(service) if settings.telemetry else None
-    app = Application(title="attend", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Application(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=document.operation_id,
+    )
     attend.install(app, service)
-    figure.install(app, service)
     layers.install(app, service, extensions.why_not_writable)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
@@ -93,31 +108,14 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     document.install(app)
-    errors.install(app)
     app.surround(service, settings, _guard(settings, keyring), traces)
     return app
 
 
 def create_service(settings: Settings) -> Service:
     """The service with these settings; it has no layers yet."""
-    wire = WireLimits(
-        body_bytes=settings.max_body_bytes,
-        layer_bytes=settings.max_layer_bytes,
-        depth=settings.max_depth,
-        tensors=settings.max_tensors,
-    )
-    limits = ServingLimits(
-        layer_parameters=settings.max_layer_parameters,
-        layer_width=settings.max_layer_width,
-        total_parameters=settings.max_total_parameters,
-        layers=settings.max_layers,
-        scores=settings.max_scores,
-        memory_bytes=settings.max_memory_bytes,
-        operations=settings.max_operations,
-        items=settings.max_batch_items,
-        pairs=settings.max_pairs,
-        reply_bytes=settings.max_reply_bytes,
-    )
+    wire = WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors)
+    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
@@ -131,14 +129,14 @@ def _grpc(
     """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
         return nullcontext()
-    from service.web.grpc.calls import CallContext  # needs the extra `grpc`
-    from service.web.grpc.server import GrpcLimits, serving
+    from service.web.grpc.calls import GrpcOptions  # needs the extra `grpc`
+    from service.web.grpc.server import serving
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    limits = GrpcLimits(min(settings.max_grpc_bytes, settings.max_body_bytes), settings.client_timeout, settings.shutdown_seconds, tls)
-    context = CallContext(settings.access_log, keyring, traces)
-    return serving(service, extensions, address, limits, context)
+    largest = min(settings.max_grpc_bytes, settings.max_body_bytes)
+    options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, traces)
+    return serving(service, extensions, address, options)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:
@@ -179,4 +177,5 @@ def is_local(settings: Settings) -> bool:
 
 def _about(settings: Settings, service: Service) -> dict[str, Any]:
     limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
-    return {"workers": settings.workers, "threads": service.threads, "device": service.device, "limits": limits}
+    about = {"workers": settings.workers, "threads": service.threads, "device": service.device}
+    return {**about, "json_numbers": numbers.variant(), "limits": limits}

@@ -1,8 +1,17 @@
 """uvicorn protocol class for one TCP connection: disconnects slow peers, and answers invalid HTTP with a problem document.
 
-An ASGI application sees a request only when its headers are complete, and cannot see whether the peer reads the reply. A peer that sends
-one byte per second, or never reads, is visible only here. One timer per process (`watch.py`) checks all connections; a request only pays
-for counting its bytes. A peer that closes its sending half counts as disconnected: until the server writes, a full close looks the same.
+An ASGI application sees a request only when its headers are complete, and cannot see whether the peer reads the reply. So slow peers are
+visible only here. One timer per process (`slow_peers.py`) checks the state of every connection:
+
+| state | the peer has to | if it does not do so in time |
+|---|---|---|
+| NOTHING | wait: the server acts, or no request has begun | uvicorn closes an idle connection |
+| HEADERS | send the headers of a request | 408; before the first request, the connection is closed |
+| BODY | send the body of a request | 408 |
+| REPLY | read a reply | aborted |
+| TLS_CLOSE | answer the TLS close | aborted |
+
+A peer that closes its sending half counts as disconnected: until the server writes, a full close looks the same.
 
 `connection_of(scope)` gives the application the connection of a request: `lost` says whether the peer has disconnected; `send` passes a
 long reply to the transport in pieces. Only one piece at a time waits in the transport, because progress inside it is not visible.
@@ -21,9 +30,10 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
-from service.web.errors import PROBLEM_JSON, problem
+from service.web.errors import problem
 from service.web.http_parser import Parser
-from service.web.watch import Watch
+from service.web.slow_peers import SlowPeerTimer
+from service.wire.negotiation import PROBLEM_JSON
 
 log = structlog.get_logger("attend")
 STATE = "attend.connection"  # the key of a connection in `state` of an ASGI scope
@@ -38,14 +48,7 @@ LINGER = 5.0  # seconds for which bytes after a refused request are read and dis
 TLS_CLOSE_SECONDS = 5.0  # when the server stops, the peer must answer the TLS close within this time
 
 
-class Awaited(Enum):
-    """What the peer has to do next."""
-
-    NOTHING = 0  # the server has to act, or the connection is idle between requests, for which uvicorn has a timeout
-    HEADERS = 1  # send the headers of a request
-    BODY = 2  # send the body of a request
-    REPLY = 3  # read a reply
-    TLS_CLOSE = 4  # answer the TLS close
+PeerState = Enum("PeerState", "NOTHING HEADERS BODY REPLY TLS_CLOSE")  # what the peer has to do next: see the table above
 
 
 class Refused(Exception):
@@ -66,9 +69,9 @@ LONG_CHUNK_HEADERS = (
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. uvicorn creates the instances; all share `watch`, which is set before the server starts."""
+    """One connection. uvicorn creates the instances; all share `timer`, which is set before the server starts."""
 
-    watch: ClassVar[Watch] = Watch()
+    timer: ClassVar[SlowPeerTimer] = SlowPeerTimer()
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -82,13 +85,13 @@ class Connection(HttpToolsProtocol):
         self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers
         self._in_body = False  # whether the headers of the current request are complete
         self._boundary = False  # whether the last bytes received contained the end of a head or of a request
-        self._state: tuple[Awaited, Any] = (Awaited.NOTHING, None)
-        self._since, self._progress = self.watch.now, 0
+        self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
+        self._since, self._progress = self.timer.now, 0
         self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
         self._refusal_reply = b""
         if self.scheme == "https":
             self.transport.set_write_buffer_limits(BUFFERED)
-        self.watch.start(self.loop, self.connections)
+        self.timer.start(self.loop, self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -180,39 +183,39 @@ class Connection(HttpToolsProtocol):
     # Slow peers
 
     def check_progress(self, now: float) -> None:
-        """Disconnects a peer that has made too little progress for longer than `watch.patience` seconds."""
-        state, progress = self._awaited()
-        if state != self._state or progress - self._progress >= self.watch.least or state[0] is Awaited.NOTHING:
+        """Disconnects a peer that has made too little progress for longer than `timer.timeout` seconds."""
+        state, progress = self._peer_state()
+        if state != self._state or progress - self._progress >= self.timer.min_bytes or state[0] is PeerState.NOTHING:
             self._state, self._progress, self._since = state, progress, now
-        elif now - self._since > self.watch.patience:
+        elif now - self._since > self.timer.timeout:
             self._cut_off(state[0])
 
-    def _awaited(self) -> tuple[tuple[Awaited, Any], int]:
+    def _peer_state(self) -> tuple[tuple[PeerState, Any], int]:
         """((what the peer has to do next, for which request), bytes transferred)."""
         cycle = self.cycle
         if unsent := self.transport.get_write_buffer_size():
-            return (Awaited.REPLY, cycle), self._sent - unsent
+            return (PeerState.REPLY, cycle), self._sent - unsent
         if self.transport.is_closing():
-            return (Awaited.TLS_CLOSE, cycle), 0
+            return (PeerState.TLS_CLOSE, cycle), 0
         if cycle is None or cycle.response_complete:
             idle = self.timeout_keep_alive_task is not None
-            return (Awaited.NOTHING if idle else Awaited.HEADERS, cycle), 0
-        return (Awaited.BODY if cycle.more_body and not self.flow.read_paused else Awaited.NOTHING, cycle), self._received
+            return (PeerState.NOTHING if idle else PeerState.HEADERS, cycle), 0
+        return (PeerState.BODY if cycle.more_body and not self.flow.read_paused else PeerState.NOTHING, cycle), self._received
 
-    def _cut_off(self, awaited: Awaited) -> None:
-        watch, patience = self.watch, f"{self.watch.patience:g} seconds (client_timeout)"
-        expected = f"the headers of a request within {patience}"
-        if awaited is Awaited.REPLY:
-            watch.refused("slow_reply")
+    def _cut_off(self, state: PeerState) -> None:
+        timer, timeout = self.timer, f"{self.timer.timeout:g} seconds (client_timeout)"
+        expected = f"the headers of a request within {timeout}"
+        if state is PeerState.REPLY:
+            timer.refused("slow_reply")
             self.transport.abort()
-        elif awaited is Awaited.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
+        elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()
-        elif awaited is Awaited.HEADERS and not self._received:  # opened in advance, without a request yet
+        elif state is PeerState.HEADERS and not self._received:  # opened in advance, without a request yet
             self.transport.close()
         else:
-            if awaited is Awaited.BODY:
-                expected = f"the body of a request at {watch.rate:g} bytes per second (min_client_rate), on average over {patience}"
-            self._refuse(Refused(f"slow_{awaited.name.lower()}", 408, "request timeout", expected, "less of it"))
+            if state is PeerState.BODY:
+                expected = f"the body of a request at {timer.rate:g} bytes per second (min_client_rate), on average over {timeout}"
+            self._refuse(Refused(f"slow_{state.name.lower()}", 408, "request timeout", expected, "fewer bytes"))
 
     # Refusals
 
@@ -229,10 +232,10 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refusal: Refused) -> None:
         """Replies with a problem document and closes the connection, after the replies to earlier complete requests."""
-        self.watch.refused(refusal.reason)
+        self.timer.refused(refusal.reason)
         request_id, problems = os.urandom(8).hex(), (Problem("", refusal.expected, refusal.got),)
         detail, status = f"expected {refusal.expected}, got {refusal.got}", refusal.status
-        if self.watch.log_requests:
+        if self.timer.log_requests:
             client = self.client[0] if self.client else ""
             log.info(
                 "request", request_id=request_id, method="", path="", client=client, status=status, reason=refusal.reason, detail=detail
@@ -271,7 +274,7 @@ class Connection(HttpToolsProtocol):
         """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
         scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
         if (record := scope.get("attend")) is None:
-            self.watch.answered(status)
+            self.timer.answered(status)
         else:
             record.status = status
 

@@ -7,16 +7,16 @@ import json
 import math
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request, Response
+from fastapi import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from service import errors
-from service.serving.executor import is_out_of_memory
+from service.wire.negotiation import PROBLEM_JSON
 
 STATUSES: dict[type[errors.AttendError], int] = {
     errors.AttendError: 500,
@@ -42,7 +42,6 @@ STATUSES: dict[type[errors.AttendError], int] = {
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
-PROBLEM_JSON = "application/problem+json"
 V2 = "/v2"
 UNEXPECTED = "unexpected error; the server's log has the cause"
 
@@ -98,50 +97,15 @@ def internal_error(scope: Any) -> Response:
     return Response(body, status, media_type=media_type)
 
 
-def install(app: FastAPI) -> None:
-    """Registers handlers for all exceptions, and for the framework's 404 and 405.
-
-    For an exception without a handler, Starlette sends plain text and raises the exception again.
-    """
-
-    async def refused(request: Request, error: Exception) -> Response | None:
-        assert isinstance(error, errors.AttendError)
-        if isinstance(error, errors.CallerGone):
-            request.scope["attend"].reason = type(error).__name__
-            return None  # the client has disconnected
-        return respond(error, request.scope)
-
-    async def memory_error(request: Request, error: Exception) -> Response:
-        if not is_out_of_memory(error):
-            raise error
-        return out_of_memory(error, request.scope)
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return internal_error(request.scope)
-
-    async def unrouted(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        record = request.scope["attend"]
-        record.reason, status = f"status_{error.status_code}", error.status_code
-        headers, detail = {}, error.detail
-        if status == 405:
-            allowed = _allowed(app, request)
-            headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {request.method}"
-        elif status == 404:
-            detail = f"nothing is served at {request.url.path}; see /docs"
-        status, media_type, body = refusal(request.scope, status, TITLES.get(status, "error"), detail)
-        return Response(body, status, headers, media_type=media_type)
-
-    app.add_exception_handler(errors.AttendError, refused)  # type: ignore[arg-type]  # Starlette accepts None, against its annotations
-    for kind in (MemoryError, RuntimeError, ImportError, OSError):  # the types that `is_out_of_memory` recognizes
-        app.add_exception_handler(kind, memory_error)
-    app.add_exception_handler(Exception, unexpected)
-    app.add_exception_handler(HTTPException, unrouted)
-
-
-def _allowed(app: FastAPI, request: Request) -> list[str]:
-    methods: set[str] = set()
-    for route in app.router.routes:
-        if route.matches(request.scope)[0] != Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
-    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+def unrouted(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> Response:
+    """The response to the framework's 404 and 405."""
+    scope["attend"].reason, status, headers, detail = f"status_{error.status_code}", error.status_code, {}, error.detail
+    if status == 405:
+        matching = [route for route in routes if route.matches(scope)[0] != Match.NONE]
+        methods = {method for route in matching for method in getattr(route, "methods", None) or {"GET"}}  # static files have none
+        allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+        headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {scope['method']}"
+    elif status == 404:
+        detail = f"nothing is served at {scope['path']}; see /docs"
+    status, media_type, body = refusal(scope, status, TITLES.get(status, "error"), detail)
+    return Response(body, status, headers, media_type=media_type)

@@ -18,7 +18,7 @@ from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 SMALL = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
-JOINED_ASIDE = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
+JOIN_IN_THREAD = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
 
 
 async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
@@ -48,7 +48,7 @@ async def read_as(
     """As `read`, with known codecs."""
     deadline, lease = deadline_of(record, service), lease_of(record, service)
     limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
-    pieces = _pieces(record.headers.get(b"content-length"), receive, limit, lease)
+    pieces = _pieces(record, receive, limit, lease)
     if deadline is None:
         body = await pieces
     else:
@@ -57,12 +57,12 @@ async def read_as(
                 body = await pieces
         except TimeoutError:
             raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
-    whole = body[0] if len(body) == 1 else await service.join(body) if lease.held > JOINED_ASIDE else b"".join(body)
-    record.received, record.whole = len(whole), True
+    record.received = sum(map(len, body))
+    whole = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
-    return RawRequest(whole, codec, coding, reply_codec, reply_coding, parameters, deadline, _hung_up(record), lease.caller, lease)
+    return RawRequest(whole, codec, coding, reply_codec, reply_coding, parameters, deadline, _is_gone(record), lease.caller, lease)
 
 
 def lease_of(record: Record, service: Service) -> Lease:
@@ -97,7 +97,7 @@ def deadline_of(record: Record, service: Service) -> float | None:
     return service.clock() + seconds
 
 
-def _hung_up(record: Record) -> Callable[[], bool]:
+def _is_gone(record: Record) -> Callable[[], bool]:
     """A function that returns whether the client has disconnected; always False under another ASGI server."""
     connection = record.connection
     return _never if connection is None else lambda: connection.lost
@@ -107,27 +107,27 @@ def _never() -> bool:
     return False
 
 
-async def _pieces(content_length: bytes | None, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
+async def _pieces(record: Record, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
     """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent take no memory budget."""
-    if content_length is not None:
+    if (content_length := record.headers.get(b"content-length")) is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
         if (declared := int(content_length)) > limit[1]:
             raise _too_large(limit, str(declared))
         if declared > SMALL:
             lease.check_room(declared)
-    pieces, size, more = [], 0, True
-    while more:
+    pieces, size = [], 0
+    while not record.whole:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
+        record.whole = not message.get("more_body", False)
         if piece := message.get("body", b""):
             size += len(piece)
             if size > limit[1]:
                 raise _too_large(limit, f"more than {limit[1]}")
             lease.add(len(piece))
             pieces.append(piece)
-        more = message.get("more_body", False)
     return pieces
 
 

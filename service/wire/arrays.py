@@ -16,11 +16,11 @@ MAX_RANK = 4
 EXACT = 2**53  # float64 represents every integer up to here
 
 
-def array_over(piece: memoryview | bytes, row: Datatype, shape: Sequence[int], at: str) -> Array:
+def array_over(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
     """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
-    if row.kind == "bool":
+    if datatype.kind == "bool":
         _require_flags(piece, at)
-    array: Array = np.frombuffer(piece, row.numpy).reshape(shape)
+    array: Array = np.frombuffer(piece, datatype.numpy).reshape(shape)
     return array if array.flags.aligned else array.copy()
 
 
@@ -79,23 +79,23 @@ def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
     return array
 
 
-def require_exact(array: Array, numbers: Array, row: Datatype, at: str) -> None:
+def require_exact(array: Array, numbers: Array, datatype: Datatype, at: str) -> None:
     """Raises InvalidRequest at the first of `numbers` that `array`, their conversion, changes. Floats may be rounded to finite ones."""
-    wrong = ~np.isfinite(array) if row.kind == "float" else array != numbers
+    wrong = ~np.isfinite(array) if datatype.kind == "float" else array != numbers
     if not wrong.any():
         return
-    if row.kind == "float":
+    if datatype.kind == "float":
         wrong &= np.isfinite(numbers)  # a bias may be -inf
     if wrong.any():
         value = numbers[np.unravel_index(int(np.argmax(wrong)), wrong.shape)].item()
-        raise InvalidRequest.where(at + first_index(wrong), range_text(row), _number_text(value))
+        raise InvalidRequest.where(at + first_index(wrong), range_text(datatype), _number_text(value))
 
 
-def range_text(row: Datatype) -> str:
+def range_text(datatype: Datatype) -> str:
     """A description of the numbers that a datatype can represent."""
-    if row.kind == "int":
-        return f"a whole number from {np.iinfo(row.numpy).min} to {np.iinfo(row.numpy).max} for {row.name}"
-    return "0 or 1 for BOOL" if row.kind == "bool" else f"a number that is finite in {row.name}"
+    if datatype.kind == "int":
+        return f"a whole number from {np.iinfo(datatype.numpy).min} to {np.iinfo(datatype.numpy).max} for {datatype.name}"
+    return "0 or 1 for BOOL" if datatype.kind == "bool" else f"a number that is finite in {datatype.name}"
 
 
 def _number_text(value: float) -> str:

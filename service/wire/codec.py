@@ -6,7 +6,7 @@ sent as bytes). `CODECS` has the codecs of the service's own endpoints by media 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -80,33 +80,23 @@ class Codec(ABC):
         """Encodes a reply. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
 
 
-class JsonCodec(Codec):
-    """Requests and replies as JSON documents."""
+class NativeCodec(Codec):
+    """The service's own format of that media type, which `parse` reads and `write` writes."""
 
-    headers: Headers = ((b"content-type", JSON.encode()),)
-
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        return Decoded(json_reader.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
-
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
-        return Encoded(self.headers, encode_json(reply, options))
-
-
-class SafetensorsCodec(Codec):
-    """Tensors as safetensors, the other members as JSON in the metadata."""
-
-    writes_text = False
-    headers: Headers = ((b"content-type", SAFETENSORS.encode()),)
+    def __init__(self, media_type: str, parse: Callable[..., dict[str, Any]], write: Callable[[Reply, ReplyOptions], list[Buffer]]) -> None:
+        self.parse, self.write, self.writes_text = parse, write, media_type == JSON
+        self.headers: Headers = ((b"content-type", media_type.encode()),)
 
     def decode(
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
-        return Decoded(safetensors.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
+        return Decoded(self.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
-        return Encoded(self.headers, safetensors.encode(reply, options))
+        return Encoded(self.headers, self.write(reply, options))
 
 
-CODECS: dict[str, Codec] = {JSON: JsonCodec(), SAFETENSORS: SafetensorsCodec()}
+CODECS: dict[str, Codec] = {
+    JSON: NativeCodec(JSON, json_reader.parse, encode_json),
+    SAFETENSORS: NativeCodec(SAFETENSORS, safetensors.parse, safetensors.encode),
+}

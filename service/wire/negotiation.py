@@ -8,6 +8,7 @@ from service.errors import NotAcceptable, UnsupportedMediaType
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 HTML = "text/html"
+PROBLEM_JSON = "application/problem+json"  # of refusals (RFC 9457)
 SUPPORTED = (JSON, SAFETENSORS)  # in order of preference
 # media type -> `figure.format`, in order of preference
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}

@@ -4,7 +4,7 @@ b batch, h heads, q queries, k keys. An unbatched request has no b in any field.
 layer (h and the widths).
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from service.spec import disagreement
 from service.tensors import Array
@@ -13,26 +13,8 @@ from service.wire.arrays import element_text, first_index, without_broadcast
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
-class Fields(Protocol):
-    """The fields of an AttendRequest, each valid by itself."""
-
-    query: Array
-    key: Array | None
-    value: Array | None
-    valid_lens: Array | None
-    query_offset: Any
-    causal: bool
-    window: Any
-    head_scale: Array | None
-    outputs: Any
-    output_gradient: Array | None
-    select: Any
-    reply: Any
-    tokens: Any
-
-
-def check(request: Fields) -> None:
-    """Raises PydanticCustomError at the first field that does not fit the others."""
+def check(request: Any) -> None:
+    """Raises PydanticCustomError at the first field of an AttendRequest that does not fit the others."""
     b, q, k = _sequences(request)
     for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
@@ -53,7 +35,7 @@ def check(request: Fields) -> None:
     _tokens(request, b, q, k)
 
 
-def _sequences(request: Fields) -> tuple[int | None, int, int]:
+def _sequences(request: Any) -> tuple[int | None, int, int]:
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
         raise disagreement("/value", "a key beside the value", "a value alone")
@@ -81,7 +63,7 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
 
 
-def _lengths(request: Fields, b: int | None, q: int, k: int) -> None:
+def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
     lens = request.valid_lens
     if lens is None:
         return
@@ -95,7 +77,7 @@ def _lengths(request: Fields, b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(real, at))
 
 
-def _positions(request: Fields, b: int | None, q: int, k: int) -> None:
+def _positions(request: Any, b: int | None, q: int, k: int) -> None:
     offset = request.query_offset
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
@@ -106,34 +88,26 @@ def _positions(request: Fields, b: int | None, q: int, k: int) -> None:
         raise disagreement("/query_offset", expected, "nothing")
 
 
-def _head_scale(request: Fields, b: int | None) -> None:
+def _head_scale(request: Any, b: int | None) -> None:
     array = request.head_scale
     if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
         wanted = "shape [heads]" if b is None else f"shape [heads] or [{b}, heads]"
         raise disagreement("/head_scale", wanted, f"shape {list(array.shape)}")
 
 
-def _selection(request: Fields, q: int) -> None:
-    for i, output in enumerate(request.outputs):
-        if output in request.outputs[:i]:
-            raise disagreement(f"/outputs/{i}", "each output once", f'"{output}" twice')
+def _selection(request: Any, q: int) -> None:
     if request.reply.decimals is not None and request.reply.form == "base64":
         raise disagreement("/reply/decimals", "numbers in text to round", "form base64")
     if (select := request.select) is None:
         return
     if "attention_weights" not in request.outputs:
         raise disagreement("/select", "attention_weights among the outputs", "a selection without them")
-    for name, chosen in (("heads", select.heads), ("queries", select.queries)):
-        seen: set[int] = set()
-        for i, index in enumerate(chosen or ()):
-            if index in seen:
-                raise disagreement(f"/select/{name}/{i}", "each index once", f"{index} twice")
-            if name == "queries" and index >= q:
-                raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
-            seen.add(index)
+    for i, index in enumerate(select.queries or ()):
+        if index >= q:
+            raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
 
 
-def _gradients(request: Fields) -> None:
+def _gradients(request: Any) -> None:
     raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
     if raw and request.output_gradient is None:
         raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is among the outputs", "nothing")
@@ -141,7 +115,7 @@ def _gradients(request: Fields) -> None:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
-def _tokens(request: Fields, b: int | None, q: int, k: int) -> None:
+def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):

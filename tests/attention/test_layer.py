@@ -19,7 +19,10 @@ from support.layers import json_body
 from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
-from service.cli.server_check import largest_score
+from service.attention.reference.gradients import gradients
+from service.attention.weights import draw_weights, in_dtype
+from service.cli.server_check import compare_reply, largest_score
+from service.client import Client
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
@@ -28,6 +31,9 @@ OUTPUTS = (*FIRST, "head_outputs", "concatenated")
 NUMPY = {"FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
 SEEDS = st.integers(0, 2**32 - 1)
 Weights = dict[str, np.ndarray[Any, Any]]
+OFFSETS = [100, -100, 10_000, -10_000, 10_000_000, -10_000_000, 2**31 - 1, 1 - 2**31]
+MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "softcap", "dropout")
+GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
 
 
 def draw(spec: LayerSpec) -> Weights:
@@ -245,10 +251,6 @@ def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope
         assert np.abs(reply[name] - wanted).max() <= 1e-6 * np.abs(wanted).max(), name
 
 
-OFFSETS = [100, -100, 10_000, -10_000, 10_000_000, -10_000_000, 2**31 - 1, 1 - 2**31]
-MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "softcap", "dropout")
-
-
 @given(seed=SEEDS, offset=st.sampled_from(OFFSETS), windowed=st.booleans())
 def test_alibi_is_as_exact_far_away_as_near(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
     """In float32: what all keys of a query have in common takes no digits from the weights, and is in the scores all the same."""
@@ -281,3 +283,42 @@ def test_alibi_far_away_in_several_blocks(http: httpx.Client, offset: int) -> No
 
     for outputs in (("output",), ("output", "log_sum_exp")):
         np.testing.assert_allclose(ask(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Any:
+    with Client(server.url) as one:
+        yield one
+
+
+def weights_of(case: Case) -> dict[str, Any]:
+    return draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
+
+
+@given(seed=SEEDS)
+def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
+    """Every output of a random call to a random layer."""
+    case = random_case(np.random.default_rng(seed), rate=0.4)
+    client.put_layer("operator", case.spec, case.weights)
+    exact = forward.attend(case.spec, weights_of(case), **case.request)
+
+    result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
+
+    wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
+    assert wrong == [], case.spec
+
+
+@given(seed=SEEDS)
+def test_gradients_agree_with_the_formulas(client: Client, seed: int) -> None:
+    """Of a random direction in the output, by each of the three inputs, for float64 layers."""
+    case = random_case(np.random.default_rng(seed), dtype="float64")
+    layer = client.put_layer("operator", case.spec, case.weights).spec
+    width = layer.output_dim if layer.projections else layer.concatenated_dim
+    direction = np.random.default_rng(seed).standard_normal((*np.shape(case.request["query"])[:-1], width))
+    exact = gradients(case.spec, weights_of(case), direction, **case.request)
+
+    result = client.attend(**case.request, layer="operator", outputs=GRADIENTS, output_gradient=direction)
+
+    for name in GRADIENTS:
+        scale = max(1.0, np.abs(exact[name]).max(initial=0.0))
+        np.testing.assert_allclose(result[name], exact[name], rtol=0, atol=1e-10 * scale, err_msg=name)

@@ -1,17 +1,27 @@
-"""Layers that people's frameworks made and ran: read from their own checkpoints, they compute what they computed at home.
+"""Layers that frameworks saved and ran: their checkpoints are read by name, and the layers compute what they computed there.
 
-Cases stand in tests/golden/frameworks, each file written by the generator it names; `tests/golden/casefile.py` says what is in them.
+Cases are in tests/golden/frameworks, each file written by the generator that it names; `tests/golden/casefile.py` says what is in them.
+The real MiniLM is compared layer by layer with transformers as it runs.
 """
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
-from support import plain_attention
-from support.framework_cases import CASES, FILES, array
+from safetensors.numpy import save
+from support import framework_cases, plain_attention
+from support.framework_cases import CASES, FILES, LAYERS, SOURCES, array
 
 from service.checkpoints import detect, layers_in, read_layer
+from service.client import Client
 from service.spec import LayerSpec
+
+FUSED = {"query_key_value.weight": np.ones((45, 15), np.float32), "dense.weight": np.ones((15, 15), np.float32)}
+TORCH = {"in_proj_weight": np.ones((45, 15), np.float32), "out_proj.weight": np.ones((15, 15), np.float32)}
 
 
 def load(path, index):
@@ -47,3 +57,68 @@ def test_names_tell_the_layout_wherever_it_was_left_out(path):
         assert detect(weights) in {name for name, _ in listed}
     else:
         assert layout in {name for name, _ in listed}
+
+
+@pytest.fixture
+def layers(http: httpx.Client) -> Iterator[httpx.Client]:
+    """The shared server, left with the layers that it had."""
+    yield http
+    http.delete("/layers/original")
+
+
+@pytest.mark.parametrize(("path", "index"), CASES, ids=[f"{path.stem}-{index}" for path, index in CASES])
+def test_a_server_answers_what_it_computed_at_home(layers: httpx.Client, path: Path, index: int) -> None:
+    """Output, and attention weights where the framework shows them."""
+    differences, tolerance = framework_cases.replay(layers, path, index)
+
+    assert differences and max(differences.values()) <= tolerance, differences
+
+
+def test_every_framework_has_cases_and_a_row_in_the_documentation() -> None:
+    """An empty folder would pass silently, and a row of the table without cases would be a lie."""
+    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text()
+
+    assert {path.stem.partition("_")[0] for path in FILES} == set(SOURCES)
+    for key, source in SOURCES.items():
+        count = sum(path.stem.partition("_")[0] == key for path, _ in CASES)
+        assert f"| {source} | {count} |" in page
+    assert f"| {framework_cases.MINILM} | {len(LAYERS)} |" in page
+    assert sum(path.stat().st_size for path in FILES) < 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("weights", "spec", "at"),
+    [
+        (FUSED, {"num_heads": 3}, "/layout"),  # BLOOM's rows, NeoX's or [q; k; v]: never guessed
+        (
+            TORCH | {"bias_k": np.ones((1, 1, 15), np.float32), "bias_v": np.ones((1, 1, 15), np.float32)},
+            {"num_heads": 3},
+            "/weights/bias_k",
+        ),
+        (TORCH, {"num_heads": 3, "add_zero_attn": True}, "/spec/add_zero_attn"),
+    ],
+    ids=["fused", "add_bias_kv", "add_zero_attn"],
+)
+def test_what_cannot_be_held_is_refused_by_name(layers: httpx.Client, weights: Any, spec: Any, at: str) -> None:
+    query = {"spec": json.dumps(spec)}
+    refused = layers.put("/layers/original", params=query, content=save(weights), headers=framework_cases.SAFETENSORS)
+
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"] == at
+
+
+@pytest.mark.checkpoint
+def test_every_layer_of_a_real_model_answers_as_in_transformers(start: Any) -> None:
+    """Sentences of unequal length in one batch, so that most of them are padded."""
+    server = start()
+    mask, seen = framework_cases.run_transformers()
+    assert 0 < mask.mean() < 0.8
+    assert all(not layer.attention_weights.transpose(0, 3, 1, 2)[mask == 0].any() for layer in seen)  # transformers does mask
+
+    with httpx.Client(base_url=server.url, timeout=60) as http, Client(server.url) as client:
+        compared = list(framework_cases.compare_minilm(http, client, mask, seen))
+
+    assert len(compared) == len(LAYERS)
+    for number, differences in enumerate(compared):
+        assert set(differences) == {"output", "attention_weights"}
+        assert max(differences.values()) <= 1e-5, f"layer {number}: {differences}"

@@ -244,7 +244,7 @@ def test_what_is_told_reaches_the_comparison(package):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--module", "theirs:Nothing"], "got nothing called 'Nothing'"),
+        (["--module", "theirs:Nothing"], "has no attribute 'Nothing'"),
         (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
         (["--module", "theirs"], "expected my_package.my_module:MyAttention, got 'theirs'"),
         (["--module", "theirs:Broken"], "could not be constructed: OSError: no weights here"),

@@ -8,13 +8,15 @@ import sys
 import textwrap
 
 import httpx
+import numpy as np
 import pytest
 import trustme
 from support.command import run_attend
-from support.server import fork_server
+from support.server import fork_server, start_server
 
 from service import __version__
 from service.settings import Settings
+from service.wire.native import numbers
 
 COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
 BELOW = ["layers list", "layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
@@ -54,8 +56,7 @@ def test_a_shell_is_offered_what_there_is(shell):
     for line, offered in (("attend lay", "layers"), ("attend heads --metr", "--metrics")):
         asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
         asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        done = subprocess.run([sys.executable, "-m", "service"], env={**WIDE, **asked}, capture_output=True, text=True, check=False)
-        assert offered in done.stdout, done
+        assert offered in run_attend(env={**WIDE, **asked}).stdout.decode()
 
 
 def test_version():
@@ -174,6 +175,7 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
     assert told["workers"] == {"value": 1, "source": "default"}
     shown = run_attend(*arguments, env=env).stdout.decode()
     assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
+    assert f"numbers in JSON: {numbers.variant()} " in shown
 
 
 def test_settings_that_belong_together_are_named():
@@ -217,6 +219,19 @@ def test_layers_as_json(start):
     assert json.loads(run_attend("config", "--json", "--layers", text).stdout)["layers"]["value"]["more"]["d_model"] == 4
     server = start("--layers", text)
     assert httpx.get(f"{server.url}/layers/more").json()["spec"]["num_heads"] == 2
+
+
+def test_a_server_without_the_compiled_extension_says_so_once(tmp_path):
+    """And what it costs; everything works."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['service.wire.native._numbers'] = None")
+    server = start_server(env={"PYTHONPATH": str(tmp_path)})
+    index = httpx.get(f"{server.url}/", headers={"accept": "application/json"}).json()
+    (warning,) = [event for event in server.events if "extension" in str(event["event"])]
+    assert index["json_numbers"] == "python"
+    assert warning["level"] == "warning" and "5 to 10 times as long" in warning["event"]
+    query = [[[0.5] * 64] * 3]
+    assert np.shape(httpx.post(f"{server.url}/attend", json={"query": query}).json()["output"]) == (1, 3, 64)
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cpu:1", "mps"])

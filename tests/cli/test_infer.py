@@ -37,6 +37,14 @@ def test_flags_and_environment_say_the_same(file, here):
     assert run_attend("infer", file, "--json", env=env).stdout == here
 
 
+def test_what_a_server_demands_of_callers_does_not_concern_the_user_of_this_process(file, here):
+    """Keys, addresses, hosts and deadlines are for requests over a network."""
+    env = {"ATTEND_KEYS_FILE": "/nowhere", "ATTEND_HOST": "0.0.0.0", "ATTEND_ALLOWED_HOSTS": "a.example", "ATTEND_WORKERS": "2"}
+    env |= {"ATTEND_REQUEST_TIMEOUT": "0.000001", "ATTEND_COMPRESS_REPLIES": "true", "ATTEND_MAX_BODY_BYTES": "1024"}
+    done = run_attend("infer", file, "--json", *LAYER, env={**os.environ, **env})
+    assert done.returncode == 0 and done.stdout == here, done.stderr
+
+
 def test_people_get_shapes_and_numbers(file, here):
     done = run_attend("infer", file, *LAYER)
     shown, reply = done.stdout.decode(), json.loads(here)

@@ -1,4 +1,4 @@
-"""Real processes under real signals: law 10 (what SIGTERM does), SIGHUP, and several workers behind one port.
+"""Several workers behind one port under real signals: what SIGTERM, SIGHUP and SIGKILL do, and workers that cannot start.
 
 Nothing here waits for time to pass: a drain is set so long that it never ends by itself, a worker is kept from answering by
 SIGSTOP, and a request is held open by not sending the rest of it.
@@ -6,15 +6,13 @@ SIGSTOP, and a request is held open by not sending the rest of it.
 
 import ast
 import itertools
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -25,17 +23,18 @@ from support.processes import (
     ATTENDED,
     LONG,
     PATIENCE,
-    QUERY,
     HalfSent,
     Start,
     ask,
     attend,
+    connects,
     counted,
     events,
     kill_one,
     only,
     several_workers,
     state,
+    terminate_under_load,
     until,
     workers_of,
 )
@@ -43,83 +42,6 @@ from support.server import Server, start_server
 
 from service.cli.supervisor import Worker
 from service.serving.threads import usable_cores
-
-LATE = 10  # calls that are still sent after readiness has said no
-
-
-def connects(url: str) -> bool:
-    """Whether the door is open, without going in."""
-    host, port = url.removeprefix("http://").split(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed in that moment
-        return False
-    return True
-
-
-# 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
-
-
-def test_law_10_sigterm_is_answered_in_its_order(start: Start) -> None:
-    """Ready says no while /attend still says yes; live stays alive; then the door is shut, what was begun is answered; then the end."""
-    server = start("--drain-seconds", LONG)
-    assert ask(server.url).status_code == 200
-    begun_before = HalfSent(server.url)
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as kept:
-        assert kept.get("/health/live").status_code == 200
-
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: ask(server.url).status_code == 503, "not ready after SIGTERM")
-        assert ask(server.url).json() == {"ready": False}
-        assert ask(server.url, path="/health/live").status_code == 200
-        assert ask(server.url, path="/health/startup").status_code == 200
-        assert attend(server.url).status_code == 200
-        assert kept.post("/attend", json=QUERY).status_code == 200
-        begun_while_draining = HalfSent(server.url)
-        assert ask(server.url).status_code == 503
-
-    server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
-    until(lambda: not connects(server.url), "the door closes")
-    assert server.process.poll() is None
-    answers = [begun.finish() for begun in (begun_before, begun_while_draining)]
-    assert [status for status, _ in answers] == [200, 200]
-    assert answers[0] == answers[1]
-    assert json.loads(answers[0][1])["fully_masked_rows"] == 0
-    assert server.process.wait(PATIENCE) == 0
-    log = "".join(server.log)
-    assert "Traceback" not in log
-    assert "exceeded" not in log
-
-
-def test_law_10_without_a_drain_the_door_closes_at_once(start: Start) -> None:
-    """Drain 0: the first SIGTERM closes the door; what was begun is answered all the same."""
-    server = start("--drain-seconds", "0")
-    begun = HalfSent(server.url)
-    server.process.send_signal(signal.SIGTERM)
-    until(lambda: not connects(server.url), "the door closes")
-    assert begun.finish()[0] == 200
-    assert server.process.wait(PATIENCE) == 0
-
-
-def test_law_10_sigint_does_not_wait(start: Start) -> None:
-    """Ctrl-C in a terminal is somebody waiting: no drain, but what was begun is answered."""
-    server = start("--drain-seconds", LONG)
-    begun = HalfSent(server.url)
-    server.process.send_signal(signal.SIGINT)
-    until(lambda: not connects(server.url), "the door closes")
-    assert begun.finish()[0] == 200
-    assert server.process.wait(PATIENCE) == 130
-    assert "Traceback" not in "".join(server.log)
-
-
-def test_law_10_work_that_never_ends_is_left_behind(start: Start) -> None:
-    """A request whose rest never comes does not keep the server for ever: `shutdown_seconds` after the door closed it goes."""
-    server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
-    begun = HalfSent(server.url)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(PATIENCE) == 0
-    begun.connection.close()
-
 
 # Workers
 
@@ -317,55 +239,6 @@ def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> N
     assert not done.stdout
 
 
-def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
-    """Every reply after SIGTERM says that its connection is the last: nobody is cut off between two requests."""
-    server = start("--drain-seconds", LONG)
-    with httpx.Client(base_url=server.url) as client:
-        assert "connection" not in client.get("/health/ready").headers
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: client.get("/health/ready").status_code == 503, "not ready after SIGTERM")
-        assert client.get("/health/live").headers["connection"] == "close"
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(PATIENCE)
-
-
-def terminate_under_load(server: Server, call: Callable[[], None], busy: threading.Barrier) -> None:
-    """Sends SIGTERM once every caller has reached the barrier, and waits until the callers and the server have ended."""
-    threads = [threading.Thread(target=call) for _ in range(busy.parties - 1)]
-    for thread in threads:
-        thread.start()
-    busy.wait()
-    server.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-    assert server.process.wait(PATIENCE) == 0
-
-
-def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
-    """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
-    server, callers = start("--drain-seconds", "2"), 6
-    answered: list[int] = []
-    busy = threading.Barrier(callers + 1)
-
-    def call() -> None:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-            for number in itertools.count():
-                leaving = client.get("/health/ready").status_code == 503
-                for _ in range(LATE if leaving else 1):
-                    answered.append(client.post("/attend", json=QUERY).status_code)
-                if leaving:
-                    return
-                if number == 5:
-                    busy.wait()
-
-    terminate_under_load(server, call, busy)
-    assert set(answered) == {200}
-    assert len(answered) >= (6 + LATE) * callers
-    steps = ["draining", "stopping", "stopped"]
-    assert [event["event"] for event in server.events if event["event"] in steps] == steps
-    assert sum(event.get("path") == "/attend" and event["status"] == 200 for event in events(server, "request")) == len(answered)
-
-
 @several_workers
 def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
     """Callers open a connection for each call, without pause, and ignore readiness: each is answered, or finds the port closed."""
@@ -395,6 +268,17 @@ def break_folder(path: Path) -> Path:
     broken = path / ".broken.part"  # the name of an unfinished file
     broken.mkdir()
     return broken
+
+
+def test_a_server_that_cannot_load_its_layers_ends(tmp_path: Path) -> None:
+    """With the reason and an exit status, as with several workers."""
+    break_folder(tmp_path)
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
+    found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
+    assert done.returncode == 1
+    assert "Is a directory" in events(found, "not ready")[0]["error"]
+    assert [event["reason"] for event in events(found, "stopping")] == ["the layers cannot be loaded; the lines before this one say why"]
 
 
 @several_workers
@@ -458,20 +342,6 @@ def hangups() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
-
-
-def test_one_process_drains_on_sighup(start: Start, hangups: None) -> None:
-    """As on SIGTERM: not ready first, then what was begun is answered, and exit status 0. A terminal may say it twice."""
-    server = start("--drain-seconds", LONG)
-    begun = HalfSent(server.url)
-    server.process.send_signal(signal.SIGHUP)
-    until(lambda: ask(server.url).status_code == 503, "not ready after SIGHUP")
-    server.process.send_signal(signal.SIGHUP)
-    assert attend(server.url).status_code == 200
-    server.process.send_signal(signal.SIGTERM)
-    assert begun.finish()[0] == 200
-    assert server.process.wait(PATIENCE) == 0
-    assert "Traceback" not in "".join(server.log)
 
 
 @several_workers

@@ -414,9 +414,9 @@ def test_a_model_is_copied_pickled_and_saved(client):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # which is what is tested
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_in_the_workers_of_a_data_loader(client, start):
+@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
+def test_in_the_workers_of_a_data_loader(client, start, workers):
     items = Attended(RemoteMultiheadAttention(client, "float64"), WIDTH)
     expected = torch.stack([items[i] for i in range(6)])  # over a connection that is open when workers begin
-    loader = torch.utils.data.DataLoader(items, batch_size=3, num_workers=2, multiprocessing_context=start)
+    loader = torch.utils.data.DataLoader(items, batch_size=3, num_workers=workers, multiprocessing_context=start)
     torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=1e-12, atol=1e-12)

@@ -1,11 +1,13 @@
 """The application on a real Ray cluster of several nodes on this machine: the same answers, and nothing lost when parts of it leave."""
 
+import asyncio
 import os
 import secrets
 import socket
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -21,7 +23,7 @@ with warnings.catch_warnings():  # Ray's warnings are Ray's
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from service.deploy.ray import build
+    from service.deploy.ray import RayShards, build
 
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -166,3 +168,28 @@ def test_replicas_and_shards_that_are_killed_lose_nothing(client, embedded):
 def test_a_node_that_leaves_is_survived(client, embedded, cluster):
     under_load(client, embedded, lambda: cluster.remove_node(cluster.leaver))
     assert client.ready()
+
+
+class FailingHandle:
+    """Shards that fail each time."""
+
+    def __init__(self):
+        self.compute, self.calls = self, 0
+
+    async def remote(self, *_):
+        self.calls += 1
+        raise ray.exceptions.RayError("gone")
+
+
+def test_after_the_last_attempt_there_is_no_pause(monkeypatch):
+    """The caller hears of it at once."""
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr("service.deploy.ray.asyncio.sleep", sleep)
+    handle = FailingHandle()
+    with pytest.raises(errors.CapacityError, match="the shards for this call have failed"):
+        asyncio.run(RayShards(handle, 1).compute(SimpleNamespace(name="default", fingerprint=""), [None], None))
+    assert handle.calls == 5 and len(pauses) == 4

@@ -16,7 +16,10 @@ from service.settings import Settings
 from service.web.app import create_app
 from service.web.errors import retry_after
 from service.web.request_reader import network_of
-from service.wire.codec import Encoded, JsonCodec
+from service.wire.codec import Encoded, NativeCodec
+from service.wire.json.reader import parse
+from service.wire.json.writer import encode_json
+from service.wire.negotiation import JSON
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096
@@ -49,7 +52,7 @@ def test_however_many_take_what_they_can_another_finds_room(greedy: int) -> None
     for i in range(greedy):
         assert fill(budget, f"greedy {i}") > 0
     assert fill(budget, "another") > 0
-    assert budget.held < CAPACITY
+    assert budget.used < CAPACITY
 
 
 def test_the_largest_request_goes_beside_others() -> None:
@@ -58,7 +61,7 @@ def test_the_largest_request_goes_beside_others() -> None:
     budget.lease("others").add(CAPACITY // 5)
     largest = budget.lease("a")
     largest.add(3 * CAPACITY)
-    assert budget.held == CAPACITY // 5 + 3 * CAPACITY
+    assert budget.used == CAPACITY // 5 + 3 * CAPACITY
     with pytest.raises(Overloaded):
         budget.lease("b").add(3 * CAPACITY)
     budget.lease("b").add(PIECE)
@@ -80,12 +83,12 @@ def test_a_check_takes_nothing_and_a_release_gives_all_back() -> None:
     budget = ByteBudget(CAPACITY)
     with budget.lease("a") as lease:
         lease.check_room(CAPACITY // 2)
-        assert budget.held == 0
+        assert budget.used == 0
         lease.resize(10 * CAPACITY)
-        assert budget.held == lease.held == 10 * CAPACITY
+        assert budget.used == lease.used == 10 * CAPACITY
         lease.resize(PIECE)
-        assert budget.held == PIECE
-    assert budget.held == lease.held == 0
+        assert budget.used == PIECE
+    assert budget.used == lease.used == 0
     lease.release()
     assert fill(budget, "a") > CAPACITY // 2
 
@@ -184,9 +187,9 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             await turns()
             assert await ask() == 200  # nothing of the first has come
             first.push(body[:-1], more=True)
-            while not app.state.service.budget.held:
+            while not app.state.service.budget.used:
                 await turns()
-            assert app.state.service.budget.held == size - 1
+            assert app.state.service.budget.used == size - 1
             assert await ask() == 429
             small = Exchange(app, 25, "192.0.2.2")
             small.push(body[:25])
@@ -197,7 +200,7 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
             assert first.status == 200
             for _ in range(3):
                 assert await ask() == 200
-            assert app.state.service.budget.held == 0
+            assert app.state.service.budget.used == 0
 
     run(test())
 
@@ -228,7 +231,7 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
                 await asyncio.sleep(0.001)
             assert slow.status == 200
             await turns()
-            size = budget.held
+            size = budget.used
             if path in ("/attend", "/v2/models/default/infer"):
                 computed = _computed(app)
                 again = Exchange(app, len(body), "192.0.2.1", path)
@@ -240,7 +243,7 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
             slow.taking.set()
             await slow.answered
             assert size == len(slow.reply)
-            assert budget.held == 0
+            assert budget.used == 0
 
     run(test())
 
@@ -255,7 +258,7 @@ def test_a_deadline_covers_the_body() -> None:
             await exchange.answered
             assert exchange.status == 504
             assert "body" in json.loads(exchange.reply)["detail"]
-            assert app.state.service.budget.held == 0
+            assert app.state.service.budget.used == 0
 
     run(test())
 
@@ -283,7 +286,7 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
     """The caller goes while its call is computed."""
     encoded: list[Any] = []
 
-    class Watched(JsonCodec):
+    class Watched(NativeCodec):
         def encode(self, *args: Any) -> Encoded:
             encoded.append(args)
             return super().encode(*args)
@@ -292,9 +295,9 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched()))).pieces
+            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)))).pieces
             computed = service.scheduler.finished_at
-            raw = RawRequest(body, reply_codec=Watched(), gone=lambda: service.scheduler.finished_at > computed)
+            raw = RawRequest(body, reply_codec=Watched(JSON, parse, encode_json), gone=lambda: service.scheduler.finished_at > computed)
             with pytest.raises(CallerGone):
                 await service.engine.attend(raw)
             assert len(encoded) == 1

@@ -25,7 +25,7 @@ from service.attention.reference.forward import Reference
 from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
-from service.client.responses import read_analysis_result
+from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
 from service.serving.requests import RawRequest
@@ -357,14 +357,14 @@ def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
     others = [http.post("/attend/analysis", json=body | {"reply": {"form": form}}) for form in ("flat", "base64")]
     binary = http.post("/attend/analysis", json=body, headers={"Accept": "application/vnd.safetensors"})
 
-    expected = read_analysis_result(nested.content)
+    expected = read_analysis(nested)
     links = expected["strongest_links"]
     assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
     assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
     assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
     assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
     for reply in others:
-        same(read_analysis_result(reply.content), expected)
+        same(read_analysis(reply), expected)
     tensors = load(binary.content)
     head = json.loads(json.loads(binary.content[8 : 8 + int.from_bytes(binary.content[:8], "little")])["__metadata__"]["reply"])
     assert head["metrics"] == {"strongest_links": {part: links[part] for part in ("query_words", "key_words")}}

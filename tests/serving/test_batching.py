@@ -8,25 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from service.attention import linear
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, random_case
-from service.serving.batching import BatchLimits, Entry, batch_key_of, halves, split, stack, stacks, take
+from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, split, stack
 from service.serving.binding import bind, fit
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.executor import Outcome, compute
-from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LAYER = REGISTRY.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
-UNLIMITED = BatchLimits(calls=10**6, operations=10**18, memory_bytes=10**18, rows=10**6)
-STACKED = replace(UNLIMITED, rows=0)  # nothing is put beside what it cannot be stacked with
+UNLIMITED = BatchLimits(calls=10**6, operations=10**18, memory_bytes=10**18)
 OUTPUTS = [
     "output",
     "attention_weights",
@@ -50,20 +48,30 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def bound(layer: HeldLayer, **fields: Any) -> tuple[Call, Cost]:
+def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     """The request as it comes out of decoding and binding, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
     fit(request, layer.spec)
     return bind(request, layer.spec), predict(request, layer.spec)
 
 
-def entry(kind: int = 2, layer: HeldLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:
+def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:
     """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
     call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
     return Entry(layer, call, replace(cost, operations=operations, memory_bytes=memory), knobs.pop("arrived", 0.0), **knobs)
 
 
-def took(waiting: deque[Entry], limits: BatchLimits = STACKED, now: float = 0.0) -> list[Entry]:
+def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """The batch, the expired and the abandoned calls, all removed from the queue."""
+    batch, expired, abandoned = form_batch(waiting, limits, now)
+    leaving = {*batch, *expired, *abandoned}
+    left = [one for one in waiting if one not in leaving]
+    waiting.clear()
+    waiting.extend(left)
+    return batch, expired, abandoned
+
+
+def took(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Entry]:
     """The batch alone, where nothing has expired and nobody has gone."""
     batch, expired, abandoned = take(waiting, limits, now)
     assert not expired
@@ -91,29 +99,10 @@ def test_the_oldest_chooses_and_kin_join_it_in_order() -> None:
     assert not waiting
 
 
-def test_short_calls_of_any_length_join_it_and_long_ones_only_their_like() -> None:
-    """Up to so many rows a call; one that has more is put beside nobody, but stacked with those of its shape all the same."""
-    calls = [entry(2), entry(3), entry(5), entry(4), entry(5), entry(2)]
-    a, b, c, d, e, f = calls
-    waiting = deque(calls)
-
-    assert took(waiting, replace(UNLIMITED, rows=4)) == [a, b, d, f]
-    assert took(waiting, replace(UNLIMITED, rows=4)) == [c, e]
-    assert took(deque([c, a, e, d]), replace(UNLIMITED, rows=4)) == [c, e]
-    assert took(deque(calls), UNLIMITED) == calls
-    assert [len(entries) for entries in stacks(calls)] == [2, 1, 2, 1]
-    assert [one for entries in stacks(calls) for one in entries] == [a, f, b, c, e, d]
-
-
-@pytest.mark.parametrize(
-    ("fields", "rows"),
-    [({"query": np.ones((3, 5, 6))}, 15), ({"query": np.ones((5, 6)), "key": np.ones((7, 6))}, 7), ({"query": np.ones((0, 5, 6))}, 0)],
-)
-def test_rows_are_those_of_all_items(fields: dict[str, Any], rows: int) -> None:
-    """Of queries or of keys, whichever are more: that is what a product of theirs takes."""
-    assert Entry(LAYER, *bound(LAYER, **fields), 0.0).rows == rows
-    wide = HeldLayer("wide", LayerSpec(d_model=768, num_heads=3), "", LAYER.attention)
-    assert replace(Entry(LAYER, *bound(LAYER, **fields), 0.0), layer=wide).rows == 3 * rows
+def test_batches_are_for_gpus() -> None:
+    """A CPU computes one call after the other."""
+    assert limits_on(torch.device("cpu"), 64).calls == 1
+    assert limits_on(torch.device("cuda:0"), 64).calls == 64
 
 
 @pytest.mark.parametrize(
@@ -174,10 +163,10 @@ queued = st.tuples(
 )
 
 
-@given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8), st.sampled_from([0, 3, 4]))
-def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]], rows: int) -> None:
+@given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8))
+def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]]) -> None:
     """Any queue, with calls arriving between batches: each call comes out once, in one of three ways, and none is overtaken by all."""
-    limits = BatchLimits(calls=3, operations=100, memory_bytes=100, rows=rows)
+    limits = BatchLimits(calls=3, operations=100, memory_bytes=100)
     waiting: deque[Entry] = deque()
     fates: dict[int, str] = {}
     ahead: dict[int, int] = {}
@@ -202,8 +191,7 @@ def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tupl
             and sum(one.cost.operations for one in batch) <= limits.operations
             and sum(one.cost.memory_bytes for one in batch) <= limits.memory_bytes
         )
-        kinds = {one.call.query.shape[1] for one in batch}
-        assert len(kinds) <= 1 or max(kinds) <= rows
+        assert len({one.call.query.shape[1] for one in batch}) <= 1
         for name, group in (("waits", batch), ("late", expired), ("gone", abandoned)):
             for one in group:
                 assert id(one) not in fates
@@ -234,7 +222,7 @@ def test_expired_and_abandoned_are_taken_out_wherever_they_stand() -> None:
     )
     waiting = deque([head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other])
 
-    batch, expired, abandoned = take(waiting, BatchLimits(calls=2, rows=0), 5.0)
+    batch, expired, abandoned = take(waiting, BatchLimits(calls=2), 5.0)
 
     assert batch == [first, batch_key]
     assert expired == [head_late, other_late, behind_late]
@@ -319,7 +307,7 @@ STRANGERS: dict[str, dict[str, Any]] = {
 
 def batch_key(**fields: Any) -> Any:
     """What the call may be stacked by."""
-    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0]).stacked
+    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0])
 
 
 def test_batch_keys_tell_apart_all_that_must_not_be_stacked() -> None:
@@ -336,9 +324,7 @@ def test_another_layer_is_no_kin() -> None:
     """Not even one of the same name, spec and weights: the calls bound to a layer that was replaced are computed by it."""
     call, _ = bound(LAYER, **base())
     again = REGISTRY.make("layer", LAYER.spec)
-    one, other = batch_key_of(LAYER, call), batch_key_of(again, call)
-    assert one.stacked != other.stacked
-    assert one.packed != other.packed
+    assert batch_key_of(LAYER, call) != batch_key_of(again, call)
 
 
 @pytest.mark.parametrize(
@@ -372,11 +358,11 @@ def test_what_may_differ_between_kin(one: dict[str, Any], other: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("fields", "limits"),
-    [({"dropout": {"p": 0.5, "seed": 1}}, STACKED), ({"reproducible": True}, UNLIMITED), ({"scale": 100.0}, UNLIMITED)],
+    "fields",
+    [{"dropout": {"p": 0.5, "seed": 1}}, {"reproducible": True}, {"scale": 100.0}],
     ids=["dropout", "reproducible", "large scores"],
 )
-def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any], limits: BatchLimits) -> None:
+def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any]) -> None:
     """The dropout's stream has the call's own shape, and bit for bit the same means no company at all; large scores bear none either."""
     call, cost = bound(LAYER, **{**base(), **fields})
     twins = [Entry(LAYER, call, cost, 0.0) for _ in range(2)]
@@ -384,58 +370,8 @@ def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any]
 
     for first, second in (twins, (twins[0], plain), (plain, twins[0])):
         waiting = deque([first, second])
-        assert took(waiting, limits) == [first]
-        assert took(waiting, limits) == [second]
-
-
-def packs(**fields: Any) -> Any:
-    """What the call may be put beside others by."""
-    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0]).packed
-
-
-def test_calls_of_all_kinds_go_side_by_side() -> None:
-    """But for where their rows come from: a query that is its own key and value is one row of the product, others are three."""
-    shared, value, none = (
-        {name for name, fields in STRANGERS.items() if test(fields)}
-        for test in (
-            lambda fields: "key" not in fields,
-            lambda fields: "key" in fields and "value" not in fields,
-            lambda fields: "value" in fields,
-        )
-    )
-    assert len(shared) > 25
-    assert value == {"key", "longer key"}
-    assert none == {"key and value"}
-    for names in (shared, value, none):
-        assert len({packs(**STRANGERS[name]) for name in names}) == 1
-    assert len({packs(**STRANGERS[next(iter(names))]) for names in (shared, value, none)}) == 3
-    assert packs(dropout={"p": 0.5, "seed": 1}) == packs() is not None
-
-
-@pytest.mark.parametrize("difference", [0.0, 1.0])
-def test_a_layer_whose_rows_depend_on_those_beside_them_keeps_its_calls_apart(difference: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where long sums cannot be had alike for few rows and for many, no two calls go together."""
-    spec = LayerSpec(d_model=160, num_heads=2)
-    monkeypatch.setattr(linear, "_lay_out", lambda weight: weight)
-    monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
-    monkeypatch.setattr(linear, "_difference", lambda *_: difference)
-    for fast in (True, False):
-        monkeypatch.setattr(linear, "_taken", {})
-        monkeypatch.setattr(linear, "_batch_invariant", {})
-        monkeypatch.setattr(linear, "_is_fast", lambda weight, fast=fast: fast)
-        layer = REGISTRY.make("wide", spec)
-        for tuned in (False, True):
-            if tuned:
-                layer.attention.tune()
-            batch_key = batch_key_of(layer, bound(layer, query=numbers(1, 2, 160))[0])
-            assert (batch_key != (None, None)) is (fast and tuned and not difference)
-
-
-def test_calls_to_a_layer_without_projections_go_together_as_well() -> None:
-    """They share nothing but the way."""
-    layer = REGISTRY.make("bare", LayerSpec(d_model=6, num_heads=3, projections=False))
-    calls = [bound(layer, **{name: numbers(1, n, 6) for name in ("query", "key", "value")})[0] for n in (2, 5, 3)]
-    assert assert_law_7(layer, calls, "bare", UNLIMITED) == [3]
+        assert took(waiting) == [first]
+        assert took(waiting) == [second]
 
 
 # Stacking and splitting
@@ -473,16 +409,6 @@ def test_what_all_share_is_held_once() -> None:
     differing = stack([*calls, bound(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
     assert differing.masks.attend_mask is not None
     assert differing.masks.attend_mask[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
-
-
-@pytest.mark.parametrize("n", [2, 3, 7, 64])
-def test_halves_are_two_and_lose_nobody(n: int) -> None:
-    """Both have someone, so that halving ends, and together they are the batch in its order."""
-    batch = [entry() for _ in range(n)]
-    first, second = halves(batch)
-    assert [*first, *second] == batch
-    assert abs(len(first) - len(second)) <= 1
-    assert len(first) * len(second) > 0
 
 
 # Together as alone
@@ -525,7 +451,7 @@ def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def selection(rng: np.random.Generator, layer: HeldLayer, queries: int) -> dict[str, Any]:
+def selection(rng: np.random.Generator, layer: LoadedLayer, queries: int) -> dict[str, Any]:
     """What is asked for: all outputs, or few, or few of the weights."""
     choice = rng.integers(5)
     if choice < 2:
@@ -557,7 +483,7 @@ def assert_same(got: Result, alone: Result, dtype: str, note: str) -> None:
         assert error <= {"float32": 1e-6, "float64": 1e-12}[dtype] * largest, f"{note} {name}: {error / largest:.2g} of the largest"
 
 
-def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | None = None) -> tuple[HeldLayer, list[Call]]:
+def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | None = None) -> tuple[LoadedLayer, list[Call]]:
     """A random layer and calls to it that can be stacked."""
     rng = np.random.default_rng(seed)
     init = init or TAME[seed % len(TAME)]
@@ -568,7 +494,7 @@ def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | No
     return layer, calls
 
 
-def assert_law_7(layer: HeldLayer, calls: list[Call], note: str, limits: BatchLimits = STACKED) -> list[int]:
+def assert_law_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
     """Taken from a queue and computed, the calls get what each gets by itself. Returns the sizes of the batches they came in."""
     alone = {id(call): layer.attention.forward(call) for call in calls}
     waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
@@ -605,73 +531,6 @@ def test_law_7_stacked_equals_alone(init: str) -> None:
     assert apart < 5
 
 
-def shortened(fields: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """The request for its first so many queries and keys; without some of its masks."""
-    batched, (queries, keys) = (
-        fields["query"].ndim == 3,
-        (fields[name].shape[-2] for name in ("query", "key" if "key" in fields else "query")),
-    )
-    q = int(rng.integers(1, queries + 1))
-    k = q if keys == queries else int(rng.integers(1, keys + 1))
-    cut: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name in ("attend_mask", "block_mask", "bias", "attend_keys", "block_keys", "valid_lens", "head_scale") and rng.random() < 0.3:
-            continue
-        if name in ("query", "key", "value"):
-            cut[name] = value[..., : q if name == "query" else k, :]
-        elif name in ("attend_mask", "block_mask", "bias"):
-            cut[name] = value[..., : q if value.shape[-2] == queries else 1, : k if value.shape[-1] == keys else 1]
-        elif name in ("attend_keys", "block_keys"):
-            cut[name] = value[..., :k]
-        elif name == "valid_lens":
-            per_query = np.ndim(value) > batched
-            cut[name] = np.minimum(value[..., :q] if per_query else value, k)
-        else:
-            cut[name] = value
-    return cut
-
-
-@pytest.mark.parametrize("init", TAME)
-def test_law_7_side_by_side_equals_alone(init: str) -> None:
-    """Random layers, and calls to each that differ in lengths, masks, options, and in what they ask for: together they get what each gets
-    by itself."""
-    together, shapes, empty = 0, set(), 0
-    for seed in range(100):
-        rng = np.random.default_rng(seed)
-        case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init)  # type: ignore[arg-type]
-        layer, calls = REGISTRY.make("case", case.spec, case.weights), []
-        for i in range(2 + seed % 5):
-            fields = shortened(alike(case, rng), rng)
-            dropout = {"dropout": {"p": 0.4, "seed": i}} if rng.random() < 0.2 else {}
-            calls.append(bound(layer, **fields, **dropout, **selection(rng, layer, fields["query"].shape[-2]))[0])
-        sizes = assert_law_7(layer, calls, f"seed {seed}", UNLIMITED)
-        together += max(sizes) > 1
-        shapes |= {call.query.shape[1] - call.key.shape[1] for call in calls}
-        empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
-    assert together > 80  # but those of the largest scores
-    assert len(shapes) > 5
-    assert empty > 100
-
-
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("width", [64, 192, pytest.param(512, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shared", [True, False], ids=["self", "three"])
-def test_law_7_holds_for_mixed_lengths_at_ordinary_widths(shared: bool, width: int, number: int, threads: Callable[[int], None]) -> None:
-    """Short calls without masks have ways of their own, alone, stacked and side by side; beside them some with masks."""
-    threads(number)
-    layer = REGISTRY.make("wide", LayerSpec(d_model=width, num_heads=8))
-    layer.attention.tune()
-    rng = np.random.default_rng(width)
-    lengths = [(1, 17), (1, 5), (3, 5), (2, 5), (1, 40), (1, 1), (1, 64), (2, 33), *((1, int(n)) for n in rng.integers(2, 30, 12))]
-    for masks in ([{}], [{}, {"causal": True}, {"outputs": ["output"]}]):
-        calls = []
-        for i, shape in enumerate(lengths):
-            inputs = {name: rng.standard_normal((*shape, width)) for name in (("query",) if shared else ("query", "key", "value"))}
-            calls.append(bound(layer, **inputs, **masks[i % len(masks)])[0])
-        together = [20] if layer.attention.projections.are_batch_invariant else [1] * 20
-        assert assert_law_7(layer, calls, f"{masks}", UNLIMITED) == together
-
-
 ORDINARY: dict[str, dict[str, Any]] = {
     "ordinary numbers": {},
     "weights of size 1": {"init": "numpy_normal"},
@@ -682,17 +541,15 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("width", [64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
-def test_law_7_holds_where_scores_are_large(what: dict[str, Any], width: int, dtype: str, threads: Callable[[int], None]) -> None:
+def test_law_7_holds_where_scores_are_large(what: dict[str, Any], dtype: str, threads: Callable[[int], None]) -> None:
     """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
     threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
-    spec = LayerSpec.model_validate({"d_model": width, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
+    spec = LayerSpec.model_validate({"d_model": 64, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
     layer, rng = REGISTRY.make("wide", spec), np.random.default_rng(0)
-    layer.attention.tune()
     fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
     for _ in range(3):
-        calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, width)), **fields)[0] for b in (1, 2, 1, 3)]
+        calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, 64)), **fields)[0] for b in (1, 2, 1, 3)]
         assert_law_7(layer, calls, "")
 
 
@@ -714,44 +571,7 @@ def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: 
     calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
     one, other = (batch_key_of(layer, call) for call in calls)
     assert one == other
-    assert (one != (None, None)) is stacked
-    assert (one.stacked is None) is (one.packed is None)
-
-
-def crooked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product that no call may share: few rows come out by a thousandth larger than many."""
-    return torch.nn.functional.linear(x, weight, bias) * (1.001 if len(x) <= 16 else 1)
-
-
-@pytest.mark.parametrize("product", ["torch's", "oneDNN's", "one that depends on its rows"])
-@settings(max_examples=12)
-@given(heads=st.sampled_from([1, 3, 8]), width=st.integers(1, 64), data=st.data(), number=st.sampled_from([1, 2]))
-def test_law_7_holds_whichever_product_is_taken(product: str, heads: int, width: int, data: st.DataObject, number: int) -> None:
-    """At any width, for calls of any lengths and batch sizes beside each other: what a measurement chooses changes no answer by more than
-    1e-6 of the largest value. Where a product cannot be shared, calls run alone.
-    """
-    layouts = data.draw(st.lists(st.tuples(st.sampled_from([1, 1, 2, 5]), st.integers(1, 70)), min_size=2, max_size=6))
-    same_lengths, masked = data.draw(st.booleans()), data.draw(st.booleans())
-    before, rng = torch.get_num_threads(), np.random.default_rng(heads * width)
-    torch.set_num_threads(number)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_taken", {})
-        patch.setattr(linear, "_batch_invariant", {})
-        patch.setattr(linear, "_is_fast", lambda weight: product != "torch's" and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
-        if product == "one that depends on its rows":
-            patch.setattr(linear, "_lay_out", lambda weight: weight)
-            patch.setattr(linear, "_onednn", crooked)
-        layer = REGISTRY.make("any", LayerSpec(d_model=heads * width, num_heads=heads))
-        layer.attention.tune()
-        calls = []
-        for batch, rows in layouts:
-            shape = batch, layouts[0][1] if same_lengths else rows, heads * width
-            more = {"valid_lens": np.full(batch, shape[1] // 2 + 1)} if masked else {}
-            calls.append(bound(layer, query=rng.standard_normal(shape), outputs=["output", "attention_weights"], **more)[0])
-        sizes = assert_law_7(layer, calls, f"{heads * width} wide", UNLIMITED)
-    torch.set_num_threads(before)
-    if heads * width > linear.NARROW and product != "oneDNN's":
-        assert sizes == [1] * len(calls)
+    assert (one is not None) is stacked
 
 
 def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
@@ -763,7 +583,7 @@ def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
         bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
         for x in (query, huge)
     ]
-    assert batch_key_of(LAYER, calls[1]) == (None, None)  # scores of that size are not stacked; were they, nobody would suffer
+    assert batch_key_of(LAYER, calls[1]) is None  # scores of that size are not stacked; were they, nobody would suffer
 
     own, spoilt = split(LAYER.attention.forward(stack(calls)), [1, 1])
 
@@ -786,8 +606,7 @@ def test_a_call_without_items_is_spared_its_neighbours(sizes: tuple[int, ...]) -
         assert_same(got, LAYER.attention.forward(call), "float32", f"{call.query.shape[0]} items")
 
 
-@pytest.mark.parametrize("rows", [0, 100])
-def test_law_7_through_a_queue_of_everything(rows: int) -> None:
+def test_law_7_through_a_queue_of_everything() -> None:
     """Calls of many lengths, masks and layers, shuffled, some to be run alone: taken batch by batch, each gets what it gets by itself."""
     rng = np.random.default_rng(99)
     entries: list[Entry] = []
@@ -802,7 +621,7 @@ def test_law_7_through_a_queue_of_everything(rows: int) -> None:
 
     sizes = []
     while waiting:
-        batch = took(waiting, BatchLimits(calls=4, operations=120, rows=rows))
+        batch = took(waiting, BatchLimits(calls=4, operations=120))
         for one, got in computed(batch):
             assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
         sizes.append(len(batch))
@@ -810,7 +629,7 @@ def test_law_7_through_a_queue_of_everything(rows: int) -> None:
     assert not alone
     assert len(entries) == sum(sizes) == 72
     assert max(sizes) == 4
-    assert (sizes.count(1) >= 12) is (rows == 0)  # those with a dropout
+    assert sizes.count(1) >= 12  # those with a dropout
 
 
 def test_the_property_can_fail() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.scheduler import ASIDE, Attention, Clock, held, request, run, turns
+from support.scheduler import HEAVY, Attention, Clock, held, request, run, turns
 
 from service.errors import Overloaded, ServiceFault
 from service.serving.batching import BatchLimits
@@ -30,7 +30,7 @@ async def opened(attention: Attention) -> tuple[Service, Clock]:
 
 def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     """A call that the device's thread computes."""
-    return asyncio.get_running_loop().create_task(service.scheduler.submit(held(attention), request(1), Cost({}, ASIDE, 0, 1, 0)))
+    return asyncio.get_running_loop().create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
 
 
 def test_an_idle_device_is_given_a_tiny_call() -> None:
@@ -168,11 +168,11 @@ def test_the_first_advice_is_of_the_devices_own_speed() -> None:
         scheduler.learn(10**8, 0.01)  # ten thousand million a second
         attention.door.clear()
         calls = []
-        for operations in (ASIDE, 10**11):
+        for operations in (HEAVY, 10**11):
             calls.append(asyncio.create_task(scheduler.submit(held(attention), request(1), Cost({}, operations, 0, 1, 0))))
             await turns()
         with pytest.raises(Overloaded) as refusal:
-            await scheduler.submit(held(attention), request(1), Cost({}, 1, 0, 1, 0))
+            await scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
         attention.door.set()
         await asyncio.gather(*calls)
         scheduler.close()

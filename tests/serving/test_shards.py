@@ -118,7 +118,6 @@ def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
 
     def put(seed):
         layer = registry.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
-        layer.attention.tune()
         registry.put(layer)
         found = layers.find("x", layer.fingerprint)
         assert layers.find("x", layer.fingerprint) is found, "made once"
@@ -183,9 +182,9 @@ def cost_of(**fields):
 
 
 HALF = {
-    "memory": lambda: ServingLimits(memory_bytes=cost_of().memory_bytes * 2 // 3),
-    "operations": lambda: ServingLimits(operations=cost_of().operations * 2 // 3),
-    "pairs": lambda: ServingLimits(pairs=cost_of().pairs * 2 // 3),
+    "memory": lambda: ServingLimits(max_memory_bytes=cost_of().memory_bytes * 2 // 3),
+    "operations": lambda: ServingLimits(max_operations=cost_of().operations * 2 // 3),
+    "pairs": lambda: ServingLimits(max_pairs=cost_of().pairs * 2 // 3),
 }
 
 
@@ -210,17 +209,17 @@ def test_without_shards_the_limit_is_the_limit(shards):
 @pytest.mark.parametrize("fields", [{"dropout": {"p": 0.1, "seed": 1}}, {"output_gradient": BODY["query"], "outputs": ["query_gradient"]}])
 def test_what_cannot_be_cut_is_not(fields):
     fields = {**fields, "select": None}
-    limits = ServingLimits(operations=cost_of(**fields).operations * 2 // 3)
+    limits = ServingLimits(max_operations=cost_of(**fields).operations * 2 // 3)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(Here(2), limits, **fields)
 
 
 def test_what_is_too_much_for_all_shards_is_refused():
-    limits = ServingLimits(operations=cost_of().operations // 3)
+    limits = ServingLimits(max_operations=cost_of().operations // 3)
     assert ask(Here(4), limits)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(Here(2), limits)
-    problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(scores=10), 64)
+    problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(max_scores=10), 64)
     assert problems and not in_parts, "weights come together in one place"
     assert share(cost_of(), 2).operations == -(-cost_of().operations // 2)
 

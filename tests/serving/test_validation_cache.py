@@ -41,7 +41,7 @@ OPTIONS: dict[str, list[Any]] = {  # right and wrong, and pairs that Python call
 NUMBERS = st.sampled_from([0.0, 1.0, -2.5, 0.1, 7e4, 1e39])  # 7e4 is too large for float16, 1e39 for float32
 
 
-SERVICE = open_service("cpu", WireLimits(), ServingLimits(scores=40))
+SERVICE = open_service("cpu", WireLimits(), ServingLimits(max_scores=40))
 
 
 def engine() -> Engine:

@@ -1,4 +1,4 @@
-"""What the tests of several folders share: servers, messages, plain oracles, cases. Imported as `support.NAME`."""
+"""What tests of several folders share: servers, messages, oracles and cases. Imported as `support.NAME`."""
 
 from pathlib import Path
 

@@ -3,23 +3,65 @@
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
+from service.serving.batching import BatchLimits
+from service.serving.cost import Cost
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
+from support.scheduler import HEAVY, Attention, held, request
 from support.waiting import PATIENCE, until
 
 
 @contextmanager
 def serve_here(settings: Settings) -> Iterator[str]:
     """The URL of a server in a thread of this process, once it is ready. It starts in a tenth of the time of `start_server`."""
-    app = create_app(settings)
+    with _serve(create_app(settings)) as url:
+        yield url
+
+
+@contextmanager
+def collecting_server(batch_calls: int) -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
+    """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them, in batches
+    of at most `batch_calls`. One more call, which is a batch of its own, holds the device until then.
+    """
+    app = create_app(Settings(access_log=False, batch_delay=0.001))  # with a delay, light calls wait, too
+    scheduler, inner = app.state.service.scheduler, app.router.lifespan_context
+    scheduler.batch_limits = BatchLimits(batch_calls)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.loop = asyncio.get_running_loop()
+        async with inner(app):
+            yield
+
+    @contextmanager
+    def collect(calls: int) -> Iterator[None]:
+        attention = Attention()
+        attention.door.clear()
+        holding = scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+        asyncio.run_coroutine_threadsafe(holding, app.state.loop)
+        assert attention.entered.acquire(timeout=PATIENCE)
+        try:
+            yield
+            until(lambda: scheduler.load[0] == calls, f"{calls} calls that wait")
+        finally:
+            attention.door.set()
+
+    app.router.lifespan_context = lifespan
+    with _serve(app) as url:
+        yield url, collect
+
+
+@contextmanager
+def _serve(app: FastAPI) -> Iterator[str]:
     config = uvicorn.Config(app, http=Connection, log_config=None, server_header=False, timeout_graceful_shutdown=20)
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))

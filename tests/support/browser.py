@@ -1,4 +1,4 @@
-"""The page as people use it: a real Chromium, and a record of everything that it complained about or fetched."""
+"""Chromium on the page, and a record of the errors in its console and of what it fetched."""
 
 import shutil
 from collections.abc import Iterator

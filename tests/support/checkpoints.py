@@ -1,4 +1,4 @@
-"""What tests of layouts reckon with: attention from a layout's own tensors, and the layer that was read out of them.
+"""Attention computed from the tensors of a checkpoint layout, and the layer that was read from them, for tests of layouts.
 
 Sizes are unequal primes wherever a layout allows it, so that a matrix applied the wrong way round cannot fit; where it must be square,
 only the numbers can tell, and they are compared.

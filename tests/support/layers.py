@@ -19,11 +19,10 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 
 
 def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
-    """A layer, and the same without a path for short calls and with torch's own products."""
+    """A layer, and the same without a path for short calls."""
     spec = LayerSpec.model_validate(fields)
     weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
     layer, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
-    layer.tune()
     plain.short = None
     return layer, plain
 

@@ -1,4 +1,4 @@
-"""Attention in NumPy float64 for every feature that a checkpoint can have, as its models define it: what converted layers are held against.
+"""The oracle of converted layers: attention in NumPy float64 for every feature that a checkpoint can have, as its models define it.
 
 It shares nothing with the service but the spec's fields, and nothing with the frameworks whose outputs it has to give.
 """

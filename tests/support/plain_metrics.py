@@ -1,4 +1,4 @@
-"""Every metric once more, in NumPy float64 and as its definition reads: loops over items, heads and queries, ablations by running the
+"""The oracle of the metrics: each in NumPy float64 as its definition reads, with loops over items, heads and queries; ablations run the
 layer's output projection again. Shares no line with the service; starts from what the reference answers, with a batch axis.
 """
 

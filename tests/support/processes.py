@@ -1,9 +1,10 @@
-"""Several processes of one server: their ids, their states, one of them at a time, and requests that stay half sent."""
+"""The processes of a server with workers: their ids and states, calls to one of them alone, and requests whose last byte is not sent."""
 
 import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,16 @@ def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any
 
 def attend(url: str) -> httpx.Response:
     return ask(url, "POST", "/attend", json=QUERY)
+
+
+def connects(url: str) -> bool:
+    """Whether the door is open, without going in."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed in that moment
+        return False
+    return True
 
 
 class HalfSent:
@@ -118,3 +129,15 @@ def kill_one(server: Server) -> tuple[int, int]:
     until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "another in its place")
     (newcomer,) = set(workers_of(server.process.pid)) - {killed, stays}
     return stays, newcomer
+
+
+def terminate_under_load(server: Server, call: Callable[[], None], busy: threading.Barrier) -> None:
+    """Sends SIGTERM once every caller has reached the barrier, and waits until the callers and the server have ended."""
+    threads = [threading.Thread(target=call) for _ in range(busy.parties - 1)]
+    for thread in threads:
+        thread.start()
+    busy.wait()
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(PATIENCE) == 0

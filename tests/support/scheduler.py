@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from service.serving.batching import BatchLimits
 from service.serving.binding import bind
 from service.serving.cost import Cost, ServingLimits
 from service.serving.executor import Outcome
-from service.serving.layers.registry import HeldLayer, LayerRegistry
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics
 from service.serving.scheduler import INLINE_OPERATIONS, QueueLimits, Scheduler
 from service.spec import LayerSpec
@@ -23,7 +23,7 @@ from service.wire.schemas.attend import AttendRequest
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
-ASIDE = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
+HEAVY = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
 PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
 LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
 
@@ -33,8 +33,6 @@ class Attention:
 
     `seen` has every call that got there; `entered` is released once for each.
     """
-
-    projections = REAL.attention.projections
 
     def __init__(self, real: Callable[[Call], Result] = REAL.attention.forward) -> None:
         self.real, self.device = real, torch.device("cpu")
@@ -46,21 +44,12 @@ class Attention:
         self.fault: Callable[[Call], Any] = lambda call: None
 
     def forward(self, call: Call) -> Result:
-        self._let_in(call)
-        return self.real(call)
-
-    def forward_batch(self, calls: Sequence[Call]) -> list[Result]:
-        """Each comes to the door before they are computed together."""
-        for call in calls:
-            self._let_in(call)
-        return REAL.attention.forward_batch(calls) if self.real == REAL.attention.forward else [self.real(call) for call in calls]
-
-    def _let_in(self, call: Call) -> None:
         self.seen.append(call)
         self.threads.append(threading.get_ident())
         self.entered.release()
         assert self.door.wait(PATIENCE), "the test forgot to open the door"
         self.fault(call)
+        return self.real(call)
 
     @property
     def sizes(self) -> list[int]:
@@ -91,7 +80,7 @@ class Bench:
         self.unhandled: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unhandled.append(context))
 
-    def start(self, call: Call | None = None, operations: int = ASIDE, memory: int = 1, **knobs: Any) -> asyncio.Task[Outcome]:
+    def start(self, call: Call | None = None, operations: int = HEAVY, memory: int = 1, **knobs: Any) -> asyncio.Task[Outcome]:
         """A caller; by default with one item, and too much for the event loop."""
         call = request(1) if call is None else call
         layer = knobs.pop("layer", self.layer)
@@ -115,8 +104,8 @@ class Bench:
         return value
 
 
-def held(attention: Any, name: str = "layer") -> HeldLayer:
-    return HeldLayer(name, SPEC, "fingerprint", attention)
+def held(attention: Any, name: str = "layer") -> LoadedLayer:
+    return LoadedLayer(name, SPEC, "fingerprint", attention)
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,6 +79,7 @@ def fork_server(*flags: str, env: dict[str, str] | None = None) -> Server:
 
 def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
     """Runs `attend serve` in this process."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     os.dup2(stderr.fileno(), 2)
     stderr.close()
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""The few lines that make requests of the Open Inference Protocol by hand, and read its replies."""
+"""Makes requests of the Open Inference Protocol without a client library, and reads its replies."""
 
 import json
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
-"""Waiting for what a test has brought about: never for a time to pass, and never for ever."""
+"""`until` waits until a condition holds, and fails after a minute."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 60.0  # seconds after which a test that waits has failed; no test that passes comes near it
+PATIENCE = 60.0  # seconds until a test that waits fails; a test that passes never waits that long
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Returns once it holds. Raises AssertionError, naming it, when patience is at its end."""
+    """Returns once the condition holds. Raises AssertionError with `what` was waited for after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"never: {what}"

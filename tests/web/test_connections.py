@@ -1,6 +1,6 @@
 """Callers who stall, who speak no HTTP, who leave early, and who come a thousand at a time; on a real server with real sockets.
 
-Nothing waits for a time to pass: the server ends what it ends, and the test reads until it has. The clock of the watch is driven by hand.
+Nothing waits for a time to pass: the server ends what it ends, and the test reads until it has. The clock of the timer is driven by hand.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 from service.client.connection import LIMITS
 from service.settings import Settings
 from service.web.connections import PIECE, Connection, connection_of
-from service.web.watch import Watch
+from service.web.slow_peers import SlowPeerTimer
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -201,6 +201,14 @@ def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> No
     with connect(server) as connection:  # the smallest chunks carry less than goes round them, and are nobody's fault
         connection.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
         assert everything(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_refused_caller_that_sends_chunks_reads_the_refusal(server: Server) -> None:
+    """The server reads the rest of the body before it closes the connection, whatever its framing."""
+    chunks = b"".join(b"10000\r\n" + bytes(1 << 16) + b"\r\n" for _ in range(256)) + b"0\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert everything(connection).startswith(b"HTTP/1.1 404 ")
 
 
 def test_a_deadline_covers_the_body(server: Server) -> None:
@@ -414,7 +422,7 @@ class Transport:
 
 
 class Loop:
-    """A clock, and the one timer that the watch keeps."""
+    """A clock, and the one call that the timer schedules."""
 
     def __init__(self) -> None:
         self.now, self.due = 0.0, lambda: None
@@ -438,7 +446,7 @@ class Loop:
 def watched(patience: float = 10.0) -> tuple[Connection, Transport, Loop]:
     """A connection without a socket, its clock at 0."""
     loop, transport = Loop(), Transport()
-    kind = type("Watched", (Connection,), {"watch": Watch(patience)})
+    kind = type("Watched", (Connection,), {"timer": SlowPeerTimer(patience)})
     return joined(kind, ServerState(), loop, transport), transport, loop
 
 
@@ -459,7 +467,7 @@ def test_steady_progress_is_enough() -> None:
         connection, transport, loop = watched()
         connection.data_received(HEAD % 10**9)
         for _ in range(100):
-            connection.data_received(b" " * int(connection.watch.least))
+            connection.data_received(b" " * int(connection.timer.min_bytes))
             connection.flow.resume_reading()  # as the application does that takes what comes
             for _ in range(9):
                 loop.pass_time(1.0)
@@ -476,7 +484,7 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
 
     async def test() -> None:
         connection, transport, loop = watched()
-        least = int(connection.watch.least)
+        least = int(connection.timer.min_bytes)
         transport.unsent = 100 * least
         while transport.unsent > least:
             for _ in range(9):
@@ -491,7 +499,7 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
     asyncio.run(test())
 
 
-def test_one_connection_never_ends_the_watch_over_the_others() -> None:
+def test_one_connection_never_ends_the_checks_of_the_others() -> None:
     """Not even by a mistake of ours."""
 
     async def test() -> None:

@@ -4,7 +4,6 @@ import base64
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.waiting import until
 
 TITLES = {
     400: "malformed body",
@@ -916,7 +916,7 @@ def test_a_parameter_budget_is_shared_by_all_layers(start_here: Callable[..., st
     url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
     with httpx.Client(base_url=url) as client:
         hold(
-            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 held", b"", 413),
+            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 of other layers", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),
         )
         assert client.put("/layers/default", content=spec(d_model=16)).status_code == 200
@@ -938,12 +938,11 @@ def test_the_log_holds_no_payload(http: httpx.Client, server: Any, layers: dict[
     for body in (answered, answered[:-1], raw(f"[[{number}, 1], [2]]"), loose(query=query, tokens={"query": [word]})):
         http.post("/attend", content=body, headers={"x-request-id": "payload-test"})
 
-    deadline, lines = time.monotonic() + 10, []
-    while len(lines) < 4 and time.monotonic() < deadline:  # a line is written after its answer, and read by a thread
-        lines = [line for line in server.log if "payload-test" in line]
+    def lines() -> list[str]:
+        return [line for line in server.log if "payload-test" in line]
 
-    assert len(lines) == 4
-    assert not [line for line in lines if "1234.5" in line or word in line]
+    until(lambda: len(lines()) == 4, "a line for each")  # written after its answer, and read by a thread
+    assert not [line for line in lines() if "1234.5" in line or word in line]
 
 
 @pytest.mark.parametrize("form", ["json", "console"])

@@ -10,9 +10,12 @@ if (plan.error) throw new Error(plan.error.detail);
 const output = plan.data.outputs["output"];
 if (!plan.data.admitted || output?.shape.join() !== "3,64") throw new Error(`an odd plan: ${JSON.stringify(plan.data)}`);
 
-const { data, error } = await client.POST("/attend", { body: { query, causal: true, outputs: ["output", "log_sum_exp"] } });
+const { data, error } = await client.POST("/attend", {
+  body: { query, attend_mask: query.map((_, i) => query.map((_, j) => (j <= i ? 1 : 0))), outputs: ["output", "log_sum_exp"] },
+});
 if (error) throw new Error(error.detail);
-const { layer, fully_masked_rows } = data;
+const { layer, fully_masked_rows, log_sum_exp } = data;
+if (!Array.isArray(log_sum_exp) || log_sum_exp.length !== 8) throw new Error("log_sum_exp has other heads than the layer");
 
 const refused = await client.POST("/attend", { body: { query: [[1]] } });
 const problem: components["schemas"]["ProblemDocument"] | undefined = refused.error;

@@ -7,9 +7,9 @@ that is constructed here, biases of zeros are replaced by random ones, since zer
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -31,27 +31,19 @@ class Candidate:
     weights: Mapping[str, Array]  # canonical names
     module: Any  # the torch module, or None
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""
-        if self.module is None:
-            yield
-            return
-        with _evaluating(self.module):
-            yield
+        return nullcontext() if self.module is None else _evaluating(self.module)
 
 
 def load_candidate(name: str) -> Any:
     """The object that `my_package.my_module:MyAttention` names. ValueError: no colon, or no such attribute; ImportError as from Python."""
-    module_name, colon, path = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"expected my_package.my_module:MyAttention, got {name!r}")
-    found: Any = import_module(module_name)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"expected {name!r} to name something, got nothing called {part!r} in {found!r}")
-        found = getattr(found, part)
-    return found
+    try:
+        return resolve_name(name)
+    except AttributeError as error:
+        raise ValueError(f"expected {name!r} to name something: {error}") from None
 
 
 def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:

@@ -13,7 +13,7 @@ from string import Template
 
 import numpy as np
 
-from service.attention.figures.labels import printable
+from service.attention.figures.layout import printable
 from service.attention.figures.plot import Plot
 from service.attention.figures.spec import Axis
 

@@ -17,21 +17,17 @@ SMALLEST = 1e-300  # end of a scale: differences of smaller or larger ends under
 DARKEST = 1e-5  # as a share of the largest value: smaller values have the first colour of a logarithmic scale
 ACROSS = {"mean": mean_across, "std": std_across}
 OUTPUTS = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
-TITLES = {
-    "heads": "Attention weights by head",
-    "head": "Attention weights, head {first}",
-    "mean": "Attention weights, mean of {count} heads",
-    "std": "Attention weights, standard deviation across {count} heads",
-    "similarity": "How similarly the heads attend",
-    "concatenation": "Outputs of the heads",
-}
-SCALES = {  # the name beside the colour bar, and that in the note
-    "heads": ("attention weight", "attention weight"),
-    "head": ("attention weight", "attention weight"),
-    "mean": ("mean weight", "mean weight across heads"),
-    "std": ("standard deviation", "standard deviation of the weight across heads"),
-    "similarity": ("cosine similarity", "cosine similarity"),
-    "concatenation": ("value", "value, 0 in the middle"),
+TEXTS = {  # of each kind: its title, the name beside the colour bar, and that in the note
+    "heads": ("Attention weights by head", "attention weight", "attention weight"),
+    "head": ("Attention weights, head {first}", "attention weight", "attention weight"),
+    "mean": ("Attention weights, mean of {count} heads", "mean weight", "mean weight across heads"),
+    "std": (
+        "Attention weights, standard deviation across {count} heads",
+        "standard deviation",
+        "standard deviation of the weight across heads",
+    ),
+    "similarity": ("How similarly the heads attend", "cosine similarity", "cosine similarity"),
+    "concatenation": ("Outputs of the heads", "value", "value, 0 in the middle"),
 }
 
 
@@ -58,9 +54,10 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
     for panel in panels:
         if np.isinf(panel.values).any():
             raise InvalidRequest.where("", f"finite numbers to draw for {panel.title or spec.kind}", "infinity")
-    title = TITLES[spec.kind].format(first=spec.heads[0], count=len(spec.heads)) if spec.title is None else spec.title
-    scale = _scale(spec, panels)
-    notes = [f"Colour: {SCALES[spec.kind][1]}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
+    default_title, name, long_name = TEXTS[spec.kind]
+    title = default_title.format(first=spec.heads[0], count=len(spec.heads)) if spec.title is None else spec.title
+    scale = _scale(spec, name, panels)
+    notes = [f"Colour: {long_name}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
     return Picture(title, tuple(panels), scale, tuple(notes), {"Title": title, **about})
 
 
@@ -100,8 +97,7 @@ def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[lis
     return panels, steps
 
 
-def _scale(spec: FigureSpec, panels: Sequence[Panel]) -> Scale:
-    name = SCALES[spec.kind][0]
+def _scale(spec: FigureSpec, name: str, panels: Sequence[Panel]) -> Scale:
     largest = max(float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels)
     if spec.kind == "similarity":
         largest = 1.0  # cosines of weights, which are never negative

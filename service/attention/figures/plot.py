@@ -25,22 +25,8 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from service.attention.figures.labels import cut, drawable, printable, width
-from service.attention.figures.layout import (
-    GAP,
-    HEADING,
-    LINE,
-    MARGIN,
-    NO_KEY,
-    NOTE,
-    TEXT,
-    TITLE,
-    Layout,
-    Place,
-    Ticks,
-    column_ticks,
-    row_ticks,
-)
+from service.attention.figures import layout
+from service.attention.figures.layout import HEADING, LINE, MARGIN, NOTE, TEXT, TITLE, Place, Ticks, cut, drawable, printable
 from service.attention.figures.spec import FigureSpec, Panel, Picture, Scale, Theme
 from service.errors import InvalidRequest, TooLarge
 from service.tensors import Array
@@ -108,7 +94,7 @@ class Plot:
     def __init__(self, picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> None:
         self.picture, self.spec, self.check = picture, spec, check
         self.about = {name: printable(text) for name, text in picture.about.items()}
-        self.layout, self.colours = Layout(picture, spec), THEMES[spec.theme]
+        self.layout, self.colours = layout.Layout(picture, spec), THEMES[spec.theme]
         scale = picture.scale
         self.map, self.norm = colour_map(spec, scale), (LogNorm if scale.logarithmic else Normalize)(scale.low, scale.high)
         self.cells = sum(panel.values.size for panel in picture.panels)
@@ -158,7 +144,7 @@ class Plot:
         axes.xaxis.set_visible(place.has_columns)
         axes.yaxis.set_visible(place.has_rows)
         if panel.title:
-            self._heading(axes, panel.title, place.width + (GAP - 4 if self.layout.columns > 1 else 0))
+            self._heading(axes, panel.title, place.width + (layout.GAP - 4 if self.layout.columns > 1 else 0))
         for _, run in groupby(enumerate(panel.empty), lambda pair: pair[1] - pair[0]):
             empty = [row for _, row in run]
             axes.axhspan(empty[0], empty[-1] + 1, facecolor="none", edgecolor=self.colours["hatch"], hatch=HATCH, linewidth=0)
@@ -167,9 +153,9 @@ class Plot:
         self._values(axes, panel, cell)
         longest = self.layout.longest
         if place.has_rows:
-            self._ticks(axes.yaxis, "row", row_ticks(panel.rows, place.height, longest), panel.rows.name, place.height)
+            self._ticks(axes.yaxis, "row", layout.row_ticks(panel.rows, place.height, longest), panel.rows.name, place.height)
         if place.has_columns:
-            self._ticks(axes.xaxis, "column", column_ticks(panel.columns, place.width, longest), panel.columns.name, place.width)
+            self._ticks(axes.xaxis, "column", layout.column_ticks(panel.columns, place.width, longest), panel.columns.name, place.width)
 
     def _heading(self, axes: Axes, title: str, room: float) -> None:
         text = cut(printable(title), HEADING, room)
@@ -191,7 +177,7 @@ class Plot:
         if self.spec.values is False or (self.cells > MAX_VALUES and not self.spec.values):
             return
         texts = [[_number(value) for value in row] for row in panel.values[:MAX_VALUES, :MAX_VALUES].tolist()]
-        widest = max(width(text, 1.0) for row in texts for text in row)
+        widest = max(layout.width(text, 1.0) for row in texts for text in row)
         size = min(max(11.0, 0.16 * min(cell)), 18.0, 0.6 * cell[1], (cell[0] - 6) / (widest or 1.0))
         if self.cells > MAX_VALUES or (widest and size < SMALLEST_VALUE):
             if self.spec.values:
@@ -224,7 +210,8 @@ class Plot:
         """The meaning of grey and hatched cells."""
         hatched: dict[str, Any] = {"edgecolor": self.colours["hatch"], "hatch": HATCH, "linewidth": 0}
         patches = [
-            Patch(facecolor=self.colours["blocked"], label=name, **(hatched if name == NO_KEY else {})) for name in self.layout.legend
+            Patch(facecolor=self.colours["blocked"], label=name, **(hatched if name == layout.NO_KEY else {}))
+            for name in self.layout.legend
         ]
         legend = self.figure.legend(
             handles=patches, ncols=self.layout.legend_columns, bbox_to_anchor=(MARGIN / self.width, 1 - self.layout.foot / self.height),

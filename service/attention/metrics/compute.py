@@ -14,7 +14,7 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.eager import row_blocks
 from service.attention.layer import MultiHeadAttention
-from service.attention.masks import open_keys
+from service.attention.masks import real_keys
 from service.attention.metrics import heads as between
 from service.attention.metrics import importance
 from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, read_block
@@ -59,7 +59,7 @@ class _Measurement:
         self.layer, self.call, self.query = layer, call, query
         self.projected: tuple[Tensor, ...] = layer.project(call)  # query, key, value: [b, heads, n, d]
         self.fully_masked = layer.fully_masked(call)
-        self.real = open_keys(call.masks, call.key.shape[0])
+        self.real = real_keys(call.masks, call.key.shape[0])
         self.overflowed = [torch.zeros((), dtype=torch.bool, device=call.query.device)]
         self.output_weight = layer.weights.get("output.weight")
 
@@ -131,7 +131,7 @@ class _Measurement:
         for block, of_many in zip(self._blocks(alone, tuple(one), none, rows), many, strict=True):
             single.read(block, of_many, one[2])
         output = self.layer.forward(replace(self.call, outputs=frozenset({"output"}))).tensors["output"]
-        alike = self.layer.project_back(single.outputs.to(self.layer.dtype), self.call)
+        alike = self.layer.project_back(single.outputs.to(self.layer.dtype))
         return single.tensors(output, alike, self._counts(none, 1)[:, 0])
 
     def of_outputs(self) -> dict[str, Tensor]:

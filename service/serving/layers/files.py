@@ -9,7 +9,7 @@ from typing import Any
 
 from service.checkpoints import parse_config, read_layer, read_model_layer
 from service.errors import InvalidRequest, Problem, RequestError, TooLarge
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 from service.wire.json import reader as json_reader
@@ -79,12 +79,12 @@ def given_weights(spec: LayerSpec) -> LayerSpec:
     return spec.model_copy(update={"init": None, "seed": None})
 
 
-def stored_pieces(layer: HeldLayer) -> list[Buffer]:
+def stored_pieces(layer: LoadedLayer) -> list[Buffer]:
     """The file in which the store keeps a layer: as exported, with its fingerprint in the metadata."""
     return write_layer_file(layer, fingerprint=layer.fingerprint)
 
 
-def require_storable(layer: HeldLayer, largest: int) -> None:
+def require_storable(layer: LoadedLayer, largest: int) -> None:
     """Raises TooLarge if the layer's file would exceed `largest` bytes, since it could not be loaded again."""
     _require_file_size(sum(memoryview(piece).nbytes for piece in stored_pieces(layer)), largest)
 
@@ -99,7 +99,7 @@ def _require_file_size(size: int, largest: int) -> None:
         raise TooLarge.where("/spec", f"a layer whose file has at most {largest} bytes (max_layer_bytes)", str(size))
 
 
-def write_layer_file(layer: HeldLayer, **more: str) -> list[Buffer]:
+def write_layer_file(layer: LoadedLayer, **more: str) -> list[Buffer]:
     """The layer as safetensors, in pieces: canonical names; the spec and `more` in the metadata."""
     return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
 

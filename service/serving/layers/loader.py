@@ -14,8 +14,8 @@ import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
 from service.serving.layers.files import require_storable, require_storable_spec
-from service.serving.layers.registry import HeldLayer, LayerRegistry, UnloadedLayer
-from service.serving.layers.store import SUFFIX, UNLOADED, LayerStore, Stamp, fault
+from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
+from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.statistics import LayerStatistics
@@ -30,39 +30,31 @@ Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
 
 
 class LayerLoader:
-    """Loads, replaces, unloads and removes the layers of a registry."""
+    """Loads, replaces, unloads and removes the layers of a registry. `largest`: most bytes of a layer's file."""
 
     def __init__(
-        self,
-        registry: LayerRegistry,
-        probe: Probe,
-        metrics: Metrics,
-        statistics: LayerStatistics,
-        store: LayerStore | None,
-        largest: int,
+        self, registry: LayerRegistry, probe: Probe, metrics: Metrics, statistics: LayerStatistics, store: LayerStore | None, largest: int
     ) -> None:
-        """`largest`: most bytes of a layer's file."""
         self.registry, self.probe, self.metrics, self.statistics = registry, probe, metrics, statistics
         self.store, self.largest = store, largest
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._configured: frozenset[str] = frozenset()
-        self._stamps: dict[str, Stamp] = {}  # of the layer files already read, valid or not
-        self._unloaded: dict[str, Stamp] = {}  # of the files of unloaded layers already read
-        self._following: asyncio.Task[None] | None = None
+        self._files: dict[str, LayerFile] = {}  # the files of the store that have been read, valid or not
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self, specs: Mapping[str, LayerSpec]) -> None:
-        """Load the configured layers, then those of the folder, and follow the folder from then on. Raises OSError if it cannot be used."""
+        """Load the configured layers, then those of the store, and follow its changes. Raises OSError if the store cannot be used."""
         self._configured = frozenset(specs)
         for name, spec in specs.items():
             self._add(await self._make(name, spec, None))
         if self.store is not None:
             await self._run_in_thread(self.store.open)
             await self._follow(self.store)
-            self._following = asyncio.get_running_loop().create_task(self._keep_following(self.store))
+            self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
-    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[HeldLayer, bool]:
-        """Load the layer that `read` returns; returns it and whether its name is new. With a folder, store it and wait for all processes.
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[LoadedLayer, bool]:
+        """Load the layer that `read` returns; returns it and whether its name is new. With a store, write it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
         """
@@ -75,8 +67,7 @@ class LayerLoader:
             layer = await self._make(name, spec, weights)
             await self._run_in_thread(require_storable, layer, self.largest)
             if self.store is not None:
-                change, self._stamps[name] = await self._run_in_thread(self.store.write, layer)
-                self._unloaded.pop(name, None)
+                change, self._files[name] = await self._run_in_thread(self.store.write, layer)
             new = self._add(layer)
         await self._wait_for_others(change, deadline)
         return layer, new
@@ -86,13 +77,13 @@ class LayerLoader:
         self._require_not_configured(name)
         change = 0
         async with self._changing:
-            if name not in self._stamps and name not in self._unloaded:
+            if name not in self._files:
                 self.registry.document(name)
             if self.store is not None:
                 change = await self._run_in_thread(self.store.remove, name)
-                self._stamps.pop(name, None)
-                self._unloaded.pop(name, None)
-            self._drop(name)
+                self._files.pop(name, None)
+            self.registry.remove(name)
+            self._drop_statistics(name)
         await self._wait_for_others(change, deadline)
 
     async def unload(self, name: str, deadline: float | None = None) -> None:
@@ -105,8 +96,7 @@ class LayerLoader:
             layer, weights = self.registry.find(name), None
             self.registry.require_room_for_unloaded()
             if self.store is not None:
-                change, self._unloaded[name] = await self._run_in_thread(self.store.unload, name)
-                self._stamps.pop(name, None)
+                change, self._files[name] = await self._run_in_thread(self.store.unload, name)
             elif layer.spec.init is None:
                 weights = layer.arrays()
             self._mark_unloaded(UnloadedLayer(name, layer.spec, layer.fingerprint, weights))
@@ -126,12 +116,9 @@ class LayerLoader:
             if self.store is None:
                 layer = await self._make(name, unloaded.spec, unloaded.weights)
             else:
-                try:
+                with storage_faults():
                     layer = await self._read(self.store, name, UNLOADED)
-                except OSError as error:
-                    raise fault(error) from error
-                change, self._stamps[name] = await self._run_in_thread(self.store.load, name)
-                self._unloaded.pop(name, None)
+                change, self._files[name] = await self._run_in_thread(self.store.load, name)
             self._add(layer)
         await self._wait_for_others(change, deadline)
 
@@ -141,57 +128,55 @@ class LayerLoader:
             self.store.close()
 
     def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         self._thread.shutdown()
-        if self.store is not None:
-            self.store.close()
+        self.stop_following()
 
     def _require_not_configured(self, name: str) -> None:
-        """With a folder, raises LayerConflict for a configured layer, since a restart would restore the configured one."""
+        """With a store, raises LayerConflict for a configured layer, since a restart would restore the configured one."""
         if self.store is not None and name in self._configured:
             raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
 
     @asynccontextmanager
     async def _exclusive(self, deadline: float | None) -> AsyncIterator[None]:
-        """Hold the claim during the `async with` block, after loading all layers of other processes, so that limits are checked correctly.
+        """Lock the store against other processes that add layers, and load all of theirs first, so that limits are checked correctly.
 
         Raises DeadlinePassed, NotReady after CHANGE_TIMEOUT, StorageFull or ServiceFault.
         """
         if self.store is None:
             yield
             return
-        claim, latest = self.store.claim(), self.probe.scheduler.clock() + CHANGE_TIMEOUT
+        claim = self.store.claim()
+        busy = "nothing has changed: other processes that share the folder are changing layers"
         try:
-            try:
-                while not await self._run_in_thread(claim.acquire):
-                    self._require_time(latest, deadline, "nothing has changed: other processes that share the folder are changing layers")
-                    await asyncio.sleep(INTERVAL / 4)
+            with storage_faults():
+                await self._wait(lambda: "" if claim.acquire() else busy, deadline)
                 await self._follow(self.store)
-            except OSError as error:
-                raise fault(error) from error
             yield
         finally:
             with suppress(RuntimeError):  # the thread is shut down; the end of the process releases the claim
                 self._thread.submit(claim.release)  # in the thread: after work whose caller was cancelled
 
-    def _require_time(self, latest: float, deadline: float | None, what: str) -> None:
-        """Raises DeadlinePassed after `deadline`, NotReady after `latest`; both are times of the clock."""
-        now = self.probe.scheduler.clock()
-        if now > min(latest, deadline or latest):
-            raise DeadlinePassed(what) if deadline and now > deadline else NotReady(what)
-
     async def _wait_for_others(self, change: int, deadline: float | None) -> None:
         """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT."""
-        if self.store is None:
-            return
-        latest = self.probe.scheduler.clock() + CHANGE_TIMEOUT
-        while behind := await self._run_in_thread(self.store.coordinator.behind, change):
-            what = f"the change is stored, but {behind} of the processes that share the folder have not applied it yet"
-            self._require_time(latest, deadline, what)
+        if (store := self.store) is not None:
+            behind = "the change is stored, but {} of the processes that share the folder have not applied it yet"
+            await self._wait(lambda: behind.format(count) if (count := store.coordinator.behind(change)) else "", deadline)
+
+    async def _wait(self, obstacle: Callable[[], str], deadline: float | None) -> None:
+        """Wait until `obstacle` returns "". Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT, with the obstacle as the detail."""
+        clock = self.probe.scheduler.clock
+        latest = clock() + CHANGE_TIMEOUT
+        while detail := await self._run_in_thread(obstacle):
+            now = clock()
+            if deadline is not None and now > deadline:
+                raise DeadlinePassed(detail)
+            if now > latest:
+                raise NotReady(detail)
             await asyncio.sleep(INTERVAL / 4)
 
-    async def _keep_following(self, store: LayerStore) -> None:
+    async def _poll(self, store: LayerStore) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
             try:
@@ -200,64 +185,53 @@ class LayerLoader:
                 log.error("layers folder unreadable", error=str(error))
 
     async def _follow(self, store: LayerStore) -> None:
-        """Apply the state of the folder to the registry, and record for the other processes that this is done."""
+        """Apply the state of the store to the registry, and record for the other processes that this is done."""
         async with self._changing:
-            changes, stamps, unloaded = await self._run_in_thread(store.scan)
-            await self._follow_unloaded(store, unloaded)
-            for name in [name for name in self._stamps if name not in stamps]:
-                del self._stamps[name]
-                if name not in self._configured and name in self.registry:
-                    self._drop(name)
-            changed = [name for name, stamp in stamps.items() if self._stamps.get(name) != stamp]
-            self._stamps |= stamps
-            late = [name for name in changed if not await self._load_file(store, name)]
+            changes, files = await self._run_in_thread(store.scan)
+            for name in self._files.keys() - files.keys():
+                del self._files[name]
+                if name not in self._configured:
+                    self.registry.remove(name)
+                    self._drop_statistics(name)
+            changed = [name for name, file in files.items() if self._files.get(name) != file]
+            late = []
+            for name in sorted(changed, key=lambda name: files[name].kind != UNLOADED):  # unloading makes room
+                before, self._files[name] = self._files.get(name), files[name]
+                if name in self._configured:
+                    log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
+                elif files[name].kind == UNLOADED:
+                    await self._unload_file(store, name, before)
+                elif not await self._load_file(store, name):
+                    late.append(name)
             for name in late:  # loading the others may have made room, if one became smaller
                 await self._load_file(store, name, last=True)
             store.coordinator.acknowledge(changes)
 
-    async def _follow_unloaded(self, store: LayerStore, stamps: dict[str, Stamp]) -> None:
-        """Apply the unloaded layers of the folder to the registry."""
-        for name in [name for name in self._unloaded if name not in stamps]:
-            del self._unloaded[name]
-            if self.registry.unloaded(name) is not None:
-                self.registry.remove(name)  # if it has been loaded, `_follow` adds it
-        for name, stamp in stamps.items():
-            if self._unloaded.get(name) == stamp or name in self._configured:
-                continue
-            self._unloaded[name] = stamp
-            held = self.registry.get(name)
-            try:
-                if held is not None and self._stamps.get(name) == stamp:  # the file that it was loaded from
-                    spec, fingerprint = held.spec, held.fingerprint
-                else:
-                    spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
-            except FileNotFoundError:
-                del self._unloaded[name]
-            except (AttendError, OSError, MemoryError) as error:
-                log.error("layer file refused", layer=name, error=str(error))
+    async def _unload_file(self, store: LayerStore, name: str, before: LayerFile | None) -> None:
+        """Mark a layer of the store as unloaded. `before`: the file of that name that was last read. On failure, log it."""
+        loaded = self.registry.get(name)
+        try:
+            if loaded is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
+                spec, fingerprint = loaded.spec, loaded.fingerprint
             else:
-                self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))
-
-    async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> HeldLayer:
-        """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
-        spec, weights, fingerprint = await self._run_in_thread(store.read, name, kind)
-        layer = await self._make(name, spec, weights)
-        if fingerprint not in ("", layer.fingerprint):
-            raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
-        return layer
+                spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
+            self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))
+        except FileNotFoundError:  # removed since; the next scan shows that
+            del self._files[name]
+        except (AttendError, OSError, MemoryError) as error:
+            log.error("layer file refused", layer=name, error=str(error))
 
     async def _load_file(self, store: LayerStore, name: str, last: bool = False) -> bool:
-        """Load a layer of the folder. On failure, log it and keep the old layer of that name.
+        """Load a layer of the store. On failure, log it and keep the old layer of that name.
 
         Returns False, without logging, if the layer is too large, unless this is the `last` attempt.
         """
-        if name in self._configured:
-            log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
-            return True
         try:
+            if self.registry.unloaded(name) is not None:
+                self.registry.remove(name)
             layer = await self._read(store, name)
         except FileNotFoundError:  # removed since; the next scan shows that
-            del self._stamps[name]
+            del self._files[name]
         except (AttendError, OSError, MemoryError) as error:
             if isinstance(error, TooLarge) and not last:
                 return False
@@ -267,25 +241,29 @@ class LayerLoader:
             log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         return True
 
+    async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> LoadedLayer:
+        """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
+        spec, weights, fingerprint = await self._run_in_thread(store.read, name, kind)
+        layer = await self._make(name, spec, weights)
+        if fingerprint not in ("", layer.fingerprint):
+            raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
+        return layer
+
     async def _run_in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` in the loader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> HeldLayer:
+    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> LoadedLayer:
         self.registry.admit(name, spec)
         layer = await self._run_in_thread(self.registry.make, name, spec, weights)
         await self.probe.warm(layer, self.registry.limits)
         return layer
 
-    def _add(self, layer: HeldLayer) -> bool:
+    def _add(self, layer: LoadedLayer) -> bool:
         new = self.registry.put(layer)
         self.statistics.hold(layer.name)
         self.metrics.layers.set(len(self.registry))
         return new
-
-    def _drop(self, name: str) -> None:
-        self.registry.remove(name)
-        self._drop_statistics(name)
 
     def _mark_unloaded(self, layer: UnloadedLayer) -> None:
         self.registry.unload(layer)

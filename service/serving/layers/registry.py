@@ -22,7 +22,7 @@ MOST_UNLOADED = 1000  # bounds the memory that callers can fill by creating and 
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayer:
+class LoadedLayer:
     """A loaded layer with its name, fingerprint and validation cache."""
 
     name: str
@@ -67,7 +67,7 @@ class LayerRegistry:
 
     def __init__(self, device: torch.device, limits: ServingLimits) -> None:
         self.device, self.limits = device, limits
-        self._layers: dict[str, HeldLayer] = {}
+        self._layers: dict[str, LoadedLayer] = {}
         self._unloaded: dict[str, UnloadedLayer] = {}
 
     def __len__(self) -> int:
@@ -76,10 +76,10 @@ class LayerRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._layers
 
-    def get(self, name: str) -> HeldLayer | None:
+    def get(self, name: str) -> LoadedLayer | None:
         return self._layers.get(name)
 
-    def find(self, name: str, at: str = "/layer") -> HeldLayer:
+    def find(self, name: str, at: str = "/layer") -> LoadedLayer:
         """The layer of that name.
 
         Raises LayerUnloaded, or LayerNotFound with the existing names. `at` is the JSON pointer to the name in the request.
@@ -116,26 +116,26 @@ class LayerRegistry:
         more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
         return ", ".join((*names[:NAMED], *more)) or "none"
 
-    def all(self) -> list[HeldLayer]:
+    def all(self) -> list[LoadedLayer]:
         return [self._layers[name] for name in sorted(self._layers)]
 
     def admit(self, name: str, spec: LayerSpec) -> None:
         """Raises TooLarge if the layer exceeds a limit, alone or with the others. Allocates nothing."""
         limits, count = self.limits, spec.num_parameters
-        if name not in self._layers and len(self._layers) >= limits.layers:
-            raise TooLarge.where("", f"at most {limits.layers} layers (max_layers)", "one more")
-        if count > limits.layer_parameters:
-            raise TooLarge.where("/spec", f"at most {limits.layer_parameters} parameters (max_layer_parameters)", str(count))
+        if name not in self._layers and len(self._layers) >= limits.max_layers:
+            raise TooLarge.where("", f"at most {limits.max_layers} layers (max_layers)", "one more")
+        if count > limits.max_layer_parameters:
+            raise TooLarge.where("/spec", f"at most {limits.max_layer_parameters} parameters (max_layer_parameters)", str(count))
         specs = {layer.name: layer.spec for layer in self._layers.values()}
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
-        others = sum(held.num_parameters for key, held in specs.items() if key != name)
-        if others + count > limits.total_parameters:
-            wanted = f"at most {limits.total_parameters} parameters in all layers (max_total_parameters)"
-            raise TooLarge.where("/spec", wanted, f"{count} beside {others} held")
-        if spec.widest > limits.layer_width:  # without projections, a layer of any width has no parameters
-            raise TooLarge.where("/spec", f"widths of at most {limits.layer_width} (max_layer_width)", str(spec.widest))
+        others = sum(other.num_parameters for key, other in specs.items() if key != name)
+        if others + count > limits.max_total_parameters:
+            wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", wanted, f"{count} beside {others} of other layers")
+        if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
+            raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
-    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> HeldLayer:
+    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LoadedLayer:
         """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
@@ -144,9 +144,9 @@ class LayerRegistry:
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
-        return HeldLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
+        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
 
-    def put(self, layer: HeldLayer) -> bool:
+    def put(self, layer: LoadedLayer) -> bool:
         """Add or replace the layer. Returns whether the name is new."""
         new = layer.name not in self._layers and layer.name not in self._unloaded
         self._unloaded.pop(layer.name, None)

@@ -12,18 +12,18 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import TypeAlias
+from typing import NamedTuple
 
 import structlog
 
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
 from service.serving.layers.coordination import Claim, Coordinator, create_locked, remove_unlocked
 from service.serving.layers.files import read_stored, stored_pieces
-from service.serving.layers.registry import HeldLayer
+from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.problems import describe_value
@@ -34,7 +34,13 @@ NAME = re.compile(LAYER_NAME)
 SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNANNOUNCED = "the folder has changed, but it could not be made sure that all processes follow"
-Stamp: TypeAlias = tuple[int, int, int]  # inode, modification time, size: changes with the file
+
+
+class LayerFile(NamedTuple):
+    """A file of a layer: SUFFIX or UNLOADED, and inode, modification time and size, which change with the file."""
+
+    kind: str
+    stamp: tuple[int, int, int]
 
 
 class LayerStore:
@@ -59,31 +65,29 @@ class LayerStore:
         """A lock to acquire before checking that there is room for a layer, and to release after writing it."""
         return Claim(self.path)
 
-    def scan(self) -> tuple[int, dict[str, Stamp], dict[str, Stamp]]:
-        """The number of changes, and the stamps of layers and of unloaded layers by name, which include at least those changes.
+    def scan(self) -> tuple[int, dict[str, LayerFile]]:
+        """The number of changes, and the files by the name of their layer, which include at least those changes.
 
         Logs new files that cannot be layers.
         """
         changes, others = self.coordinator.changes, {}
-        found: dict[str, Stamp] = {}
-        unloaded: dict[str, Stamp] = {}
+        found: dict[str, LayerFile] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
                 kind = UNLOADED if entry.name.endswith(UNLOADED) else SUFFIX
                 name = entry.name.removesuffix(kind)
                 if name == entry.name or not NAME.fullmatch(name):
                     others[entry.name] = f"its name is not the name of a layer followed by {SUFFIX} or {UNLOADED}"
-                elif entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # removed or renamed since the folder was listed
-                        (found if kind == SUFFIX else unloaded)[name] = _stamp(entry.stat(follow_symlinks=False))
-                else:
+                elif not entry.is_file(follow_symlinks=False):
                     others[entry.name] = "it is a link, which is not followed" if entry.is_symlink() else "it is not a file"
+                elif kind == SUFFIX or name not in found:
+                    with suppress(FileNotFoundError):  # removed or renamed since the folder was listed
+                        found[name] = LayerFile(kind, _stamp(entry.stat(follow_symlinks=False)))
         others = {name: why for name, why in others.items() if not name.startswith(".")}  # temporary or hidden
         for name in sorted(others.keys() - self._ignored):
             log.warning("layer file ignored", file=describe_value(name), reason=others[name])
         self._ignored = frozenset(others)
-        unloaded = {name: stamp for name, stamp in unloaded.items() if name not in found}
-        return changes, dict(sorted(found.items())), dict(sorted(unloaded.items()))
+        return changes, dict(sorted(found.items()))
 
     def read(self, name: str, kind: str = SUFFIX) -> tuple[LayerSpec, dict[str, Array], str]:
         """Spec, weights and stated fingerprint of a file. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
@@ -96,53 +100,46 @@ class LayerStore:
                 raise TooLarge.where("", f"a file of at most {self.largest} bytes (max_layer_bytes)", str(about.st_size))
             return read_stored(reader.read(self.largest))
 
-    def write(self, layer: HeldLayer) -> tuple[int, Stamp]:
-        """Store the layer. Returns the number of the change and the stamp of the file. Raises StorageFull or ServiceFault."""
+    def write(self, layer: LoadedLayer) -> tuple[int, LayerFile]:
+        """Store the layer. Returns the number of the change, and the file. Raises StorageFull or ServiceFault."""
         target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
         try:
-            stamp = _write(part, target, layer, self.coordinator.reserve)
-        except OSError as error:
+            with storage_faults():
+                stamp = _write(part, target, layer, self.coordinator.reserve)
+        except (StorageFull, ServiceFault):
             part.unlink(missing_ok=True)
-            raise fault(error) from error
-        return self._announce(layer.name), stamp
+            raise
+        return self._announce(layer.name), LayerFile(SUFFIX, stamp)
 
     def remove(self, name: str) -> int:
         """Remove the file; works on a full disk too. Returns the number of the change. Raises ServiceFault."""
-        try:
+        with storage_faults():
             self._path(name).unlink(missing_ok=True)
-        except OSError as error:
-            raise fault(error) from error
         return self._announce(name)
 
     def _announce(self, name: str) -> int:
         """Remove the file of the unloaded layer and announce the change. Returns its number. Raises StorageFull or ServiceFault."""
-        try:
+        with storage_faults(UNANNOUNCED):
             self._path(name, UNLOADED).unlink(missing_ok=True)
             _flush(self.path)
             return self.coordinator.announce()
-        except OSError as error:
-            raise fault(error, UNANNOUNCED) from error
 
-    def unload(self, name: str) -> tuple[int, Stamp]:
-        """Rename the file to that of an unloaded layer. Returns the number of the change and the stamp. Raises ServiceFault."""
+    def unload(self, name: str) -> tuple[int, LayerFile]:
+        """Rename the file to that of an unloaded layer. Returns the number of the change, and the file. Raises ServiceFault."""
         return self._rename(name, SUFFIX, UNLOADED)
 
-    def load(self, name: str) -> tuple[int, Stamp]:
+    def load(self, name: str) -> tuple[int, LayerFile]:
         """The reverse of `unload`."""
         return self._rename(name, UNLOADED, SUFFIX)
 
-    def _rename(self, name: str, before: str, after: str) -> tuple[int, Stamp]:
+    def _rename(self, name: str, before: str, after: str) -> tuple[int, LayerFile]:
         target = self._path(name, after)
-        try:
+        with storage_faults():
             self.coordinator.reserve()
             self._path(name, before).rename(target)
-        except OSError as error:
-            raise fault(error) from error
-        try:
+        with storage_faults(UNANNOUNCED):
             _flush(self.path)
-            return self.coordinator.announce(), _stamp(target.stat(follow_symlinks=False))
-        except OSError as error:
-            raise fault(error, UNANNOUNCED) from error
+            return self.coordinator.announce(), LayerFile(after, _stamp(target.stat(follow_symlinks=False)))
 
     def _path(self, name: str, kind: str = SUFFIX) -> Path:
         if not NAME.fullmatch(name):
@@ -150,7 +147,7 @@ class LayerStore:
         return self.path / f"{name}{kind}"
 
 
-def _write(part: Path, target: Path, layer: HeldLayer, reserve: Callable[[], None]) -> Stamp:
+def _write(part: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
     """Write the file as `part`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
     file = create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
     try:
@@ -176,12 +173,16 @@ def _flush(folder: Path) -> None:
         os.close(file)
 
 
-def _stamp(about: os.stat_result) -> Stamp:
+def _stamp(about: os.stat_result) -> tuple[int, int, int]:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def fault(error: OSError, state: str = "the layers are as they were") -> Exception:
-    """StorageFull or ServiceFault for an OSError; `state` says what has changed."""
-    if error.errno in FULL:
-        return StorageFull(f"there is no room to store the layer (layers_dir); {state}")
-    return ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}")
+@contextmanager
+def storage_faults(state: str = "the layers are as they were") -> Iterator[None]:
+    """Raises StorageFull or ServiceFault instead of OSError; `state` says what has changed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFull(f"there is no room to store the layer (layers_dir); {state}") from error
+        raise ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}") from error

@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -54,20 +55,24 @@ log = structlog.get_logger("attend")
 
 
 @dataclass(frozen=True, slots=True)
-class CallContext:
-    """Logging, authentication and tracing of calls. With a `keyring`, clients send the key in the metadata, named as in HTTP."""
+class GrpcOptions:
+    """Limits of messages and calls; encryption, logging, authentication and tracing."""
 
+    largest: int  # bytes of a message
+    seconds: float  # for a message to arrive
+    grace: float  # seconds for running calls once the gate closes
+    tls: tuple[Path, Path] | None = None  # files of certificate and key; None: plaintext
     log_requests: bool = True
-    keyring: Keyring | None = None
+    keyring: Keyring | None = None  # clients send the key in the metadata, named as in HTTP
     traces: Telemetry | None = None
 
 
 class Calls:
-    """The handlers. A message has at most `largest` bytes, and must arrive within `seconds`."""
+    """The handlers of all methods."""
 
-    def __init__(self, service: Service, methods: Methods, call_context: CallContext, largest: int, seconds: float) -> None:
-        self.service, self.methods, self.call_context, self.seconds = service, methods, call_context, seconds
-        self._turns = turns_within(service.budget, largest, seconds)
+    def __init__(self, service: Service, methods: Methods, options: GrpcOptions) -> None:
+        self.service, self.methods, self.options = service, methods, options
+        self._turns = turns_within(service.budget, options.largest, options.seconds)
         self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -128,7 +133,7 @@ class Calls:
         await _abort_failed(context, record)
 
     async def _replies(self, caller: str, key: str, context: Any) -> None:
-        """Answers a stream's requests until the client ends it. Raises DeadlinePassed if none arrives within `self.seconds`."""
+        """Answers a stream's requests until the client ends it. Raises DeadlinePassed if none arrives within `options.seconds`."""
 
         async def reply(message: bytes, turn: Turn) -> None:
             record, written = _record_of(context, key), b""
@@ -145,17 +150,17 @@ class Calls:
                 await turn()
                 await _send(context, written)
 
-        await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.seconds)
+        await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.options.seconds)
 
     def _caller(self, name: str, record: CallRecord, context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
-        if self.call_context.keyring is not None:
-            record.key = require_key(self.call_context.keyring, record.metadata, SCOPES.get(name, ANY))
+        if self.options.keyring is not None:
+            record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY))
         return record.key or address_of(context.peer())
 
     async def _observe(self, name: str, record: CallRecord, answer: Callable[[], Awaitable[None]]) -> None:
         """Calls `answer`; counts, logs and traces the call. Writes a failure into the record."""
-        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.call_context.traces
+        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.options.traces
         started = service.clock()
         span = None if traces is None else traces.begin_call(full_name, record.metadata)
         if span is not None:
@@ -180,7 +185,7 @@ class Calls:
                 service.metrics.failed(record.reason)
             if traces is not None and span is not None:
                 traces.end_call(span, full_name, record.code.name, record, record.code in OUR_FAULT, seconds)
-            if self.call_context.log_requests:
+            if self.options.log_requests:
                 log.info(
                     "request",
                     request_id=record.request_id,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from service.errors import InvalidRequest, LayerNotFound, MalformedBody, RequestError
+from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
 from service.web.grpc.wire_format import RAW_OUTPUTS, SplitRequest, length_prefixed, split, varints
@@ -36,6 +36,7 @@ from service.wire.v2.parameters import (
     requested_arrays,
     require_input,
     require_known,
+    require_version,
     squeeze_per_item,
     timeout_of,
 )
@@ -127,12 +128,6 @@ def _split(body: bytes) -> SplitRequest:
         raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
 
 
-def require_version(version: str) -> None:
-    """Raises LayerNotFound unless `version` is empty or VERSION, the only version of every model."""
-    if version not in ("", VERSION):
-        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))
-
-
 def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters by name, as Python values. Raises InvalidRequest if one has no value."""
     values = {}
@@ -147,39 +142,39 @@ def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | mem
     """(path, array) of one input. Raises InvalidRequest or MalformedBody."""
     require_input(entry.name, f"{at}/name")
     require_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
-    row, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
+    datatype, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
-        array = _typed(typed or {}, row, shape, f"{at}/contents")
-        return InputPath(entry.name, shape, f"/contents/{CONTENTS[row.name]}"), array
+        array = _typed(typed or {}, datatype, shape, f"{at}/contents")
+        return InputPath(entry.name, shape, f"/contents/{CONTENTS[datatype.name]}"), array
     if typed is not None:
         raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
-    if len(piece) != math.prod(shape) * row.size:
-        wanted = f"{math.prod(shape) * row.size} bytes for shape {list(shape)} of {row.name}"
+    if len(piece) != math.prod(shape) * datatype.size:
+        wanted = f"{math.prod(shape) * datatype.size} bytes for shape {list(shape)} of {datatype.name}"
         raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
-    return InputPath(entry.name, shape), array_over(piece, row, shape, at)
+    return InputPath(entry.name, shape), array_over(piece, datatype, shape, at)
 
 
-def _typed(contents: Mapping[int, bytes | memoryview], row: Datatype, shape: tuple[int, ...], at: str) -> Array:
+def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape: tuple[int, ...], at: str) -> Array:
     """The array of an input's typed contents (field number -> packed numbers). Raises InvalidRequest or MalformedBody."""
-    if row.name not in CONTENTS:
-        raise InvalidRequest.where(at, f"{row.name} in raw_input_contents", "no such field in typed contents")
-    field = CONTENTS[row.name]
+    if datatype.name not in CONTENTS:
+        raise InvalidRequest.where(at, f"{datatype.name} in raw_input_contents", "no such field in typed contents")
+    field = CONTENTS[datatype.name]
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
     require_known(packed, (field,), at)
     try:
-        wide = _numbers(packed.get(field, b""), row, WIDE.get(field, row.numpy))
+        wide = _numbers(packed.get(field, b""), datatype, WIDE.get(field, datatype.numpy))
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
         raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
     if len(wide) != math.prod(shape):
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
-    array: Array = wide.astype(row.numpy, copy=False)
-    require_exact(array, wide, row, f"{at}/{field}")
+    array: Array = wide.astype(datatype.numpy, copy=False)
+    require_exact(array, wide, datatype, f"{at}/{field}")
     return array.reshape(shape)
 
 
-def _numbers(packed: bytes | memoryview, row: Datatype, wide: np.dtype[Any]) -> Array:
+def _numbers(packed: bytes | memoryview, datatype: Datatype, wide: np.dtype[Any]) -> Array:
     """The numbers of a packed field, as dtype `wide`: floats are stored in IEEE format, others as varints."""
-    if row.kind != "float":
+    if datatype.kind != "float":
         return varints(packed, wide)
     array: Array = np.frombuffer(packed, wide)
     return array if array.flags.aligned else array.copy()

@@ -17,11 +17,14 @@ from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import inference_pb2 as messages
-from service.web.grpc.codec import GrpcCodec, require_version, values_of
+from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
+from service.wire.problems import validate
+from service.wire.v2.parameters import require_version
+from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
 
 @dataclass(slots=True)
@@ -88,12 +91,13 @@ class Methods:
 
     async def repository_model_load(self, request: Any, record: CallRecord) -> Any:
         self.extensions.require_writable()
-        await load_layer(self.service, request.model_name, values_of(request.parameters))
+        await load_layer(self.service, request.model_name, validate(LoadParameters, values_of(request.parameters), "/parameters"))
         return messages.RepositoryModelLoadResponse()
 
     async def repository_model_unload(self, request: Any, record: CallRecord) -> Any:
         self.extensions.require_writable()
-        await unload_layer(self.service, request.model_name, values_of(request.parameters))
+        validate(UnloadParameters, values_of(request.parameters), "/parameters")
+        await unload_layer(self.service, request.model_name)
         return messages.RepositoryModelUnloadResponse()
 
     async def model_infer(self, body: bytes, record: CallRecord, codec: Codec | None = None) -> bytes:

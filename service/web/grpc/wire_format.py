@@ -36,14 +36,14 @@ class SplitRequest:
 
 def split(body: bytes) -> SplitRequest:
     """Splits a ModelInferRequest. Raises DecodeError for invalid bytes, TooLarge for more than MOST_FIELDS fields or MOST_BYTES bytes."""
-    count = _Count()
+    left = iter(range(MOST_FIELDS))
     parts = SplitRequest(None)
     rest: list[bytes | memoryview] = []
-    for number, value, whole in _fields(memoryview(body), count):
+    for number, value, whole in _fields(memoryview(body), left):
         if number == RAW_INPUTS:
             parts.raw.append(value)
         elif number == INPUTS:
-            entry, typed = _input(value, count)
+            entry, typed = _input(value, left)
             rest.append(length_prefixed(INPUTS, len(entry)) + entry)
             parts.typed.append(typed)
         else:
@@ -96,39 +96,28 @@ def _varints(octets: Array, dtype: np.dtype[Any]) -> Array:
     return numbers != 0 if dtype == np.bool_ else numbers.astype(dtype)
 
 
-class _Count:
-    """Fields read so far."""
-
-    def __init__(self) -> None:
-        self.fields = 0
-
-    def add(self) -> None:
-        self.fields += 1
-        if self.fields > MOST_FIELDS:
-            raise TooLarge.where("", f"a message of at most {MOST_FIELDS} fields, with packed numbers or raw ones", "more")
-
-
-def _input(entry: memoryview, count: _Count) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
+def _input(entry: memoryview, left: Iterator[int]) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
     """(input without its contents, field number -> contents or None). Joins a field that is split into several pieces."""
     rest: list[memoryview] = []
     typed: dict[int, list[memoryview]] | None = None
-    for number, value, whole in _fields(entry, count):
+    for number, value, whole in _fields(entry, left):
         if number != CONTENTS:
             rest.append(whole)
             continue
         typed = {} if typed is None else typed
-        for kind, numbers, _ in _fields(value, count):
+        for kind, numbers, _ in _fields(value, left):
             typed.setdefault(kind, []).append(numbers)
     if typed is None:
         return b"".join(rest), None
     return b"".join(rest), {kind: pieces[0] if len(pieces) == 1 else b"".join(pieces) for kind, pieces in typed.items()}
 
 
-def _fields(message: memoryview, count: _Count) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Yields (field number, value, whole field) for each field."""
+def _fields(message: memoryview, left: Iterator[int]) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Yields (field number, value, whole field) for each field, and takes an item of `left` for each. Raises DecodeError or TooLarge."""
     at = 0
     while at < len(message):
-        count.add()
+        if next(left, None) is None:
+            raise TooLarge.where("", f"a message of at most {MOST_FIELDS} fields, with packed numbers or raw ones", "more")
         start = at
         tag, at = _varint(message, at)
         kind = tag & 7

@@ -7,9 +7,7 @@ and stores in the scope for FastAPI's routes.
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
 from random import getrandbits
-from typing import Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +18,7 @@ from service.serving.service import Service
 from service.web.connections import connection_of
 from service.web.errors import internal_error, out_of_memory, respond
 from service.web.middleware.guard import Guard
+from service.web.middleware.telemetry import Telemetry, endpoint
 from service.web.record import Record
 
 log = structlog.get_logger("attend")
@@ -28,21 +27,9 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SMALL = 32 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
 QUERY_PARAMETERS = 64  # no endpoint has more than a few
 DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
-OTHER = "other"  # label of all paths where nothing is served
-ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
-V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
-V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
 Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
-
-
-class Traces(Protocol):
-    """Exports a span for each request: see `web/middleware/telemetry.py`."""
-
-    def begin(self, scope: Scope, path: str) -> None: ...
-    def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]: ...
-    def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None: ...
 
 
 class Access:
@@ -59,7 +46,7 @@ class Access:
         log_requests: bool,
         hot: Callable[[str, str], Endpoint | None],
         guard: Guard | None = None,
-        traces: Traces | None = None,
+        traces: Telemetry | None = None,
     ) -> None:
         self.app, self.service, self.log_requests, self.hot, self.guard, self.traces = app, service, log_requests, hot, guard, traces
 
@@ -171,12 +158,11 @@ def record_of(scope: Scope) -> Record:
 
 
 async def _drain_body(record: Record, receive: Receive) -> None:
-    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the caller reads the
+    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
     reply."""
     length = record.headers.get(b"content-length", b"")
-    left = int(length) if length.isdigit() else 0
-    if left > DRAINED_BYTES:
-        return
+    declared = int(length) if length.isdigit() else DRAINED_BYTES * (b"transfer-encoding" in record.headers)
+    left = declared if declared <= DRAINED_BYTES else 0
     while left > 0:
         try:
             message = await receive()
@@ -188,18 +174,6 @@ async def _drain_body(record: Record, receive: Receive) -> None:
 def request_id(given: str | None) -> str:
     """The client's request id if it is valid, otherwise a new one."""
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
-
-
-@lru_cache(256)
-def endpoint(path: str) -> str:
-    """The path with names replaced by {name}, or OTHER, so that metrics have few labels."""
-    if ENDPOINTS.fullmatch(path):
-        return path
-    if V2_ENDPOINTS.fullmatch(path):
-        return path.rstrip("/")
-    if found := V2_MODELS.fullmatch(path):
-        return f"{found[1]}{{name}}{found[2]}"
-    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:

@@ -14,14 +14,14 @@ from service.web.keys import Keyring
 from service.web.record import Record
 from service.wire.negotiation import HTML, JSON, acceptable
 
-READING = frozenset({"GET", "HEAD"})
+SAFE_METHODS = frozenset({"GET", "HEAD"})
 ANY = frozenset({"infer", "admin", "metrics"})
 CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first match decides: a key needs one of its scopes
-    (READING, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
-    (READING, re.compile(r"/page/[^/]+"), frozenset()),  # the page's files, without any data
-    (READING, re.compile(r"/metrics"), frozenset({"metrics"})),
-    (READING, re.compile(r".*"), ANY),
+    (SAFE_METHODS, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
+    (SAFE_METHODS, re.compile(r"/page/[^/]+"), frozenset()),  # the page's files, without any data
+    (SAFE_METHODS, re.compile(r"/metrics"), frozenset({"metrics"})),
+    (SAFE_METHODS, re.compile(r".*"), ANY),
     (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY),  # reads layers, as GET /layers does
     (frozenset({"POST"}), re.compile(CALLS), frozenset({"infer"})),
 )
@@ -44,10 +44,10 @@ class Guard:
         if self.hosts is not None and host not in self._known and host:
             self._require_host(host)
         if self.keyring is not None:
-            shell = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
-            said = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-            return "" if shell else require_key(self.keyring, said, scopes_for("GET" if method == "HEAD" else method, path))
-        if b"origin" in headers and self.hosts is not None and method not in READING:
+            is_page = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
+            text = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+            return "" if is_page else require_key(self.keyring, text, scopes_for("GET" if method == "HEAD" else method, path))
+        if b"origin" in headers and self.hosts is not None and method not in SAFE_METHODS:
             self._require_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""
 
@@ -79,7 +79,7 @@ def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[
     if not (presented := presented_key(headers)):
         raise Unauthenticated.where("", wanted, "none")
     if (key := keyring.find(presented)) is None:
-        raise Unauthenticated.where("", wanted, "one that is not known here")
+        raise Unauthenticated.where("", wanted, "an unknown key")
     if not key.scopes & scopes:
         needed = f"a key with the scope {' or '.join(sorted(scopes))}"
         raise Forbidden.where("", needed, f'"{key.name}" with {", ".join(sorted(key.scopes))}')

@@ -9,9 +9,11 @@ framework's router) and the histogram of gRPC calls, so the spans are made here,
 """
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from starlette.types import Scope
@@ -19,12 +21,16 @@ from starlette.types import Scope
 from service import __version__
 from service.serving.metrics import PHASES, SECONDS, Phases
 from service.serving.service import Service
-from service.web.middleware.access import OTHER, endpoint
 from service.web.record import Record
 
 CONTEXT = (b"traceparent", b"tracestate")
 DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' bucket boundaries
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
+
+OTHER = "other"  # label of all paths where nothing is served
+ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
+V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
 def open_telemetry(service: Service) -> "Telemetry":
@@ -93,9 +99,9 @@ class Telemetry:
 
     def begin(self, scope: Scope, path: str) -> None:
         """Starts the span of a request, as a child of the caller's span if there is one."""
-        came = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
+        incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
         method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint(path)
-        scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", came)
+        scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", incoming)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The headers that name the span of this request to the caller."""
@@ -132,9 +138,9 @@ class Telemetry:
         self._calls.record(seconds, labels)
         self._close(open_span, labels, record, failed, seconds)
 
-    def _open(self, name: str, came: Mapping[str, str]) -> OpenSpan:
+    def _open(self, name: str, incoming: Mapping[str, str]) -> OpenSpan:
         now = time.time_ns()
-        return OpenSpan(self._tracer.start_span(name, self._propagator.extract(came), self._server, start_time=now), now)
+        return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
     def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Finished, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
@@ -165,3 +171,15 @@ def _method(scope: Scope) -> str:
     """The method, if HTTP defines it, else _OTHER: clients must not be able to create labels."""
     method: str = scope["method"]
     return method if method in METHODS else "_OTHER"
+
+
+@lru_cache(256)
+def endpoint(path: str) -> str:
+    """The path with names replaced by {name}, or OTHER, so that metrics have few labels."""
+    if ENDPOINTS.fullmatch(path):
+        return path
+    if V2_ENDPOINTS.fullmatch(path):
+        return path.rstrip("/")
+    if found := V2_MODELS.fullmatch(path):
+        return f"{found[1]}{{name}}{found[2]}"
+    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)

@@ -1,21 +1,22 @@
 // The API key: stored in this tab until it is closed, sent with every request, and never part of copied text. The field is shown after a
 // 401 or 403.
 
+import { $ } from "./dom.js";
+import { inStorage } from "./storage.js";
 import { present } from "./wire.js";
 
 const STORED = "key";
-const $ = (id) => document.getElementById(id);
 let key = "";
 
 /** Uses the stored key and every key that is typed; calls `changed` for the latter. */
 export function followKey(changed) {
-  key = kept((storage) => storage.getItem(STORED)) ?? "";
+  key = inStorage("sessionStorage", (storage) => storage.getItem(STORED)) ?? "";
   $("access").value = key;
   $("access-field").hidden = !key;
   present(key);
   const take = () => {
     key = $("access").value.trim();
-    kept((storage) => (key ? storage.setItem(STORED, key) : storage.removeItem(STORED)));
+    inStorage("sessionStorage", (storage) => (key ? storage.setItem(STORED, key) : storage.removeItem(STORED)));
     present(key);
     changed();
   };
@@ -38,13 +39,4 @@ export function denied(error) {
   $("access").setAttribute("aria-describedby", "access-error access-hint");
   $("access").focus();
   return true;
-}
-
-/** The result of `act` on the session storage; undefined if the browser blocks it. */
-function kept(act) {
-  try {
-    return act(sessionStorage);
-  } catch {
-    return undefined;
-  }
 }

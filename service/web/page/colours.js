@@ -32,16 +32,19 @@ export function inkOn(value) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 120 ? "#0b1017" : "#ffffff";
 }
 
-/** Paints `count` numbers, each times `factor(i)`, into the bytes of an ImageData. */
-export function paint(pixels, numbers, factor) {
+/** Draws the numbers of a matrix, each times `factor(i)`, as one pixel each; sets the size of the canvas. */
+export function paint(canvas, { data, queries, keys }, factor) {
+  [canvas.width, canvas.height] = [keys, queries];
+  const context = canvas.getContext("2d");
+  const pixels = context.createImageData(keys, queries);
   const packed = new Uint32Array(pixels.data.buffer);
-  const colours = Uint32Array.from(table, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
-  const [r, g, b] = NONE[scheme];
-  const none = (255 << 24) | (b << 16) | (g << 8) | r;
-  for (let i = 0; i < numbers.length; i++) {
-    const number = numbers[i];
-    packed[i] = number === 0 ? none : colours[Math.min(STEPS - 1, (number * factor(i) * STEPS) | 0)];
+  const bytes = ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r;
+  const colours = Uint32Array.from(table, bytes);
+  const none = bytes(NONE[scheme]);
+  for (let i = 0; i < data.length; i++) {
+    packed[i] = data[i] === 0 ? none : colours[Math.min(STEPS - 1, (data[i] * factor(i) * STEPS) | 0)];
   }
+  context.putImageData(pixels, 0, 0);
 }
 
 function ramp(stops) {

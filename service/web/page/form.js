@@ -1,6 +1,7 @@
 // The form: values of the controls, and refusals of the service next to the control they are about.
 
-const $ = (id) => document.getElementById(id);
+import { $, make } from "./dom.js";
+
 const FIELDS = { layer: "layer", causal: "causal", window: "window", valid_lens: "length", query_offset: "offset", block_mask: "cells", attend_mask: "cells" };
 const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, if not one of the same name
 
@@ -110,12 +111,7 @@ export function showLayer(name) {
 
 /** Fills the list of layers: those of the server, and those of the real model, which are loaded on first use. */
 export function showLayers(held, model, chosen) {
-  const group = (label, names) => {
-    const element = document.createElement("optgroup");
-    element.label = label;
-    element.append(...names.map((name) => new Option(name, name)));
-    return element;
-  };
+  const group = (label, names) => make("optgroup", { label }, ...names.map((name) => new Option(name, name)));
   const others = held.filter((name) => !model.includes(name));
   const groups = [...(model.length ? [group("all-MiniLM-L6-v2", model)] : []), ...(others.length ? [group("On this server", others)] : [])];
   $("layer").replaceChildren(...groups);

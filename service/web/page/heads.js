@@ -1,6 +1,7 @@
 // The row of thumbnails: the mean and every head. A click enlarges one; its checkbox includes it in the mean.
 
 import { paint } from "./colours.js";
+import { make } from "./dom.js";
 import { stretch } from "./pattern.js";
 
 const SIZE = 96; // pixels per side at most; each pixel of a larger matrix is the largest weight of a block
@@ -30,11 +31,7 @@ export class Heads {
   draw(name, square, scale) {
     const { canvas } = this.boxes.get(name);
     const small = square.pooled(SIZE);
-    [canvas.width, canvas.height] = [small.keys, small.queries];
-    const context = canvas.getContext("2d");
-    const pixels = context.createImageData(small.keys, small.queries);
-    paint(pixels, small.data, stretch(small, scale));
-    context.putImageData(pixels, 0, 0);
+    paint(canvas, small, stretch(small, scale));
   }
 
   mark(shown) {
@@ -54,29 +51,18 @@ export class Heads {
   }
 
   box(name, label) {
-    const box = document.createElement("div");
-    box.className = "head";
-    const button = document.createElement("button");
-    button.type = "button";
+    const canvas = make("canvas");
+    const button = make("button", { type: "button", onclick: () => this.enlarge(name) }, canvas, make("span", { textContent: label }));
     button.dataset.head = name;
-    const canvas = document.createElement("canvas");
-    const text = document.createElement("span");
-    text.textContent = label;
-    button.append(canvas, text);
-    button.addEventListener("click", () => this.enlarge(name));
-    box.append(button);
     const check = name === "mean" ? null : this.check(name);
-    if (check) box.append(check);
+    const box = make("div", { className: "head" }, button, ...(check ? [check] : []));
     this.boxes.set(name, { box, button, canvas, check });
     return box;
   }
 
   check(head) {
-    const check = document.createElement("input");
-    check.type = "checkbox";
-    check.checked = true;
-    check.setAttribute("aria-label", `Head ${head} counts in the mean`);
-    check.title = "Counts in the mean";
+    const [label, title] = [`Head ${head} counts in the mean`, "Counts in the mean"];
+    const check = make("input", { type: "checkbox", checked: true, ariaLabel: label, title });
     check.addEventListener("change", () => {
       this.on[head] = check.checked;
       this.toggle();

@@ -27,11 +27,7 @@ export class Matrix {
     const sized = !this.square || this.square.queries !== square.queries || this.square.keys !== square.keys || this.words !== words;
     Object.assign(this, { square, words });
     this.stretch = stretch(square, scale);
-    [this.bitmap.width, this.bitmap.height] = [square.keys, square.queries];
-    const context = this.bitmap.getContext("2d");
-    const pixels = context.createImageData(square.keys, square.queries);
-    paint(pixels, square.data, this.stretch);
-    context.putImageData(pixels, 0, 0);
+    paint(this.bitmap, square, this.stretch);
     if (sized) this.zoom = 1;
     this.lay();
   }

@@ -1,5 +1,7 @@
 // Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
 
+import { make } from "./dom.js";
+
 const COLUMNS = [ // name, title, digits, what it is
   ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
   ["confidence", "Confidence", 2, "a row's largest weight, mean over queries"],
@@ -24,16 +26,15 @@ export class Numbers {
     const known = COLUMNS.filter(([name]) => Array.isArray(of(metrics[name])));
     const links = metrics.strongest_links ?? {};
     const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
-    const head = document.createElement("thead");
-    head.append(row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]));
-    const body = document.createElement("tbody");
+    const head = row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]);
+    const body = make("tbody");
     for (let h = 0; h < weights.length; h++) {
       const line = row([this.name(h), ...known.map(([name, , digits]) => bar(of(metrics[name]), h, digits))]);
       line.append(Object.assign(cell("td", strongest(from[h], to[h], weights[h])), { className: "link" }));
       line.dataset.head = h;
       body.append(line);
     }
-    this.table.replaceChildren(head, body);
+    this.table.replaceChildren(make("thead", {}, head), body);
     this.section.hidden = false;
     this.mark(this.shown);
   }
@@ -50,10 +51,7 @@ export class Numbers {
   }
 
   name(h) {
-    const button = cell("button", String(h));
-    button.type = "button";
-    button.setAttribute("aria-label", `Head ${h}`);
-    button.addEventListener("click", () => this.enlarge(h));
+    const button = make("button", { type: "button", textContent: h, ariaLabel: `Head ${h}`, onclick: () => this.enlarge(h) });
     const name = cell("th", "", "row");
     name.append(button);
     return name;
@@ -76,15 +74,6 @@ function bar(values, h, digits) {
   return element;
 }
 
-function row(cells) {
-  const element = document.createElement("tr");
-  element.append(...cells);
-  return element;
-}
+const row = (cells) => make("tr", {}, ...cells);
 
-function cell(tag, text, scope) {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (scope) element.scope = scope;
-  return element;
-}
+const cell = (tag, textContent, scope) => make(tag, { textContent, ...(scope && { scope }) });

@@ -2,6 +2,7 @@
 
 import { denied, followKey } from "./access.js";
 import { compose, fieldsOf, specs } from "./compose.js";
+import { $ } from "./dom.js";
 import * as form from "./form.js";
 import { Heads } from "./heads.js";
 import { Matrix } from "./matrix.js";
@@ -14,7 +15,6 @@ import { follow } from "./theme.js";
 import { attend, get, post, Refusal } from "./wire.js";
 import { Words } from "./words.js";
 
-const $ = (id) => document.getElementById(id);
 const PAUSE = 300; // ms after the last key until the request is sent
 
 const matrix = new Matrix($("matrix"));
@@ -29,9 +29,7 @@ let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer
 
 async function run() {
   if (advice === null) return await load();
-  clearTimeout(waiting);
-  running?.abort();
-  const { signal } = (running = new AbortController());
+  const signal = restart();
   $("result").setAttribute("aria-busy", "true");
   try {
     form.clearErrors();
@@ -51,6 +49,14 @@ async function run() {
   } finally {
     if (running?.signal === signal) $("result").setAttribute("aria-busy", "false");
   }
+}
+
+/** Stops what is waiting or running; returns the signal for the next run. */
+function restart() {
+  clearTimeout(waiting);
+  running?.abort();
+  running = new AbortController();
+  return running.signal;
 }
 
 function refuse(error) {
@@ -224,9 +230,7 @@ function switchMode() {
 
 /** Loads the layers and the vocabulary, and sends the first request; again after the key has changed. */
 async function load() {
-  clearTimeout(waiting);
-  running?.abort();
-  const { signal } = (running = new AbortController());
+  const signal = restart();
   try {
     form.clearErrors();
     const [{ layers }, vocabulary] = await Promise.all([get("layers", signal), get("words", signal)]);

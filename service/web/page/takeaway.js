@@ -1,6 +1,7 @@
 // Export: the request as text in the clipboard, a figure as a file.
 
 import { hasKey } from "./access.js";
+import { make } from "./dom.js";
 import { KEY, written } from "./request.js";
 import { post } from "./wire.js";
 
@@ -31,9 +32,7 @@ export function figureOf(kind, shown, chosen) {
 /** Downloads a figure from the service. Throws Refusal. */
 export async function download(request, figure, name) {
   const response = await post("attend/figure", { ...request, figure }, { accept: "*/*" });
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(await response.blob());
-  link.download = name;
+  const link = make("a", { href: URL.createObjectURL(await response.blob()), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

@@ -1,6 +1,7 @@
 // Light or dark: from the system, or chosen here and stored.
 
 import { choose } from "./colours.js";
+import { inStorage } from "./storage.js";
 
 /** Follows `select` and the system; calls `changed` after each change. */
 export function follow(select, changed) {
@@ -11,20 +12,11 @@ export function follow(select, changed) {
     choose(theme);
     changed();
   };
-  select.value = remembered((storage) => storage.getItem("theme")) ?? "";
+  select.value = inStorage("localStorage", (storage) => storage.getItem("theme")) ?? "";
   select.addEventListener("change", () => {
-    remembered((storage) => storage.setItem("theme", select.value));
+    inStorage("localStorage", (storage) => storage.setItem("theme", select.value));
     apply();
   });
   dark.addEventListener("change", apply);
   apply();
-}
-
-/** The result of `act` on the storage; undefined if the browser blocks it. */
-function remembered(act) {
-  try {
-    return act(localStorage);
-  } catch {
-    return undefined;
-  }
 }

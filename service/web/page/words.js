@@ -2,6 +2,7 @@
 // readers. The lines are on one canvas of the size of the visible part.
 
 import { css, inkOn } from "./colours.js";
+import { make } from "./dom.js";
 import { stretch } from "./pattern.js";
 
 const ROW = 28; // pixels; page.css has the same
@@ -12,8 +13,7 @@ export class Words {
   /** `handlers` has point({q, k}), leave() and click({q, k}). */
   constructor(element, handlers) {
     Object.assign(this, { element, handlers, isolated: {}, locked: {}, square: null });
-    this.canvas = document.createElement("canvas");
-    this.canvas.setAttribute("aria-hidden", "true");
+    this.canvas = make("canvas", { ariaHidden: "true" });
     this.sides = { q: this.side("q", "Queries"), k: this.side("k", "Keys") };
     element.append(this.sides.q.list, this.canvas, this.sides.k.list);
     element.addEventListener("scroll", () => this.draw());
@@ -21,8 +21,7 @@ export class Words {
   }
 
   side(axis, name) {
-    const list = document.createElement("ul");
-    list.setAttribute("aria-label", name);
+    const list = make("ul", { ariaLabel: name });
     list.dataset.axis = axis;
     const cell = (event) => {
       const button = event.target.closest("button");
@@ -48,22 +47,11 @@ export class Words {
     if (side.words === words) return;
     Object.assign(side, { words, touched: [] });
     side.buttons = words.map((word, index) => {
-      const button = document.createElement("button");
-      button.type = "button";
+      const button = make("button", { type: "button", title: word, ariaPressed: "false" }, make("span", { textContent: word }));
       button.dataset.index = index;
-      button.title = word;
-      button.append(document.createElement("span"));
-      button.firstChild.textContent = word;
-      button.setAttribute("aria-pressed", "false");
       return button;
     });
-    side.list.replaceChildren(
-      ...side.buttons.map((button) => {
-        const item = document.createElement("li");
-        item.append(button);
-        return item;
-      }),
-    );
+    side.list.replaceChildren(...side.buttons.map((button) => make("li", {}, button)));
   }
 
   isolate(isolated, locked) {

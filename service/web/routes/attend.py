@@ -1,28 +1,27 @@
-"""POST /attend, POST /attend/analysis and POST /attend/plan.
+"""POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
 The first two are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
 from service.errors import NotReady
 from service.serving.requests import EncodedReply, RawRequest
 from service.serving.service import Service
-from service.web.errors import PROBLEM_JSON
-from service.web.openapi.examples import ANALYSIS, ATTEND, PLAN
+from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FIGURE, FRESH, PLAN, error_responses, request_body_doc
 from service.web.record import Record
-from service.web.request_reader import read
-from service.wire.negotiation import JSON, SAFETENSORS
+from service.web.request_reader import read, read_as
+from service.wire.codec import CODECS
+from service.wire.negotiation import PICTURES, acceptable, form_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
+PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 JOINED = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
-BINARY = {"type": "string", "format": "binary"}
 
 
 class Attend:
@@ -57,69 +56,35 @@ def require_started(service: Service) -> None:
         raise NotReady("the layers are still being loaded; see /health/ready")
 
 
-def request_body_doc(model: str, example: Any, summary: str, *, binary: bool = False, required: bool = True) -> dict[str, Any]:
-    """The OpenAPI description of the request body of a route that reads the body itself."""
-    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": {"tiny": {"summary": summary, "value": example}}}}
-    if binary:
-        content[SAFETENSORS] = {"schema": BINARY}
-    return {"requestBody": {"required": required, "content": content}}
-
-
-def schema(model: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{model}"}
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI descriptions of a route's refusals."""
-    return error_responses_as("ProblemDocument", PROBLEM_JSON, *statuses)
-
-
-def error_responses_as(model: str, media_type: str, *statuses: int, meaning: Mapping[int, str] = {}) -> dict[int | str, dict[str, Any]]:
-    """As `error_responses`, with another body; `meaning` replaces the descriptions of some statuses."""
-    words = {
-        400: "The body is not valid JSON, or a key is repeated.",
-        401: "An API key is required.",
-        403: "This server does not allow it.",
-        404: "No such layer.",
-        406: "No supported media type is accepted.",
-        409: "The layers cannot be changed that way here, or the layer is unloaded.",
-        413: "Too large: bytes, depth, parameters, or predicted memory.",
-        415: "An unsupported media type.",
-        422: "Well-formed, but it breaks the contract or does not fit the layer.",
-        429: "The queue is full; see Retry-After.",
-        500: "Server error.",
-        503: "Not ready yet.",
-        504: "The deadline of X-Request-Timeout passed.",
-        507: "Not enough memory, or no disk space for a layer.",
-        **meaning,
-    }
-    content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": words[status], "content": content} for status in statuses}
-
-
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the route of the plan, and those that document the endpoints that bypass FastAPI."""
+    """Adds the routes of plans and figures, and those that document the endpoints that bypass FastAPI."""
 
     @app.post(
         "/attend",
         tags=["attend"],
         response_model=AttendReply,
-        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AttendRequest", ATTEND, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+        responses=error_responses(*CALL_ERRORS),
+        openapi_extra=request_body_doc("AttendRequest", (FRESH, "Four rows, causal."), (ATTEND, "For the layer `tiny`."), binary=True),
     )
     async def attend() -> None:
-        """Attention output and weights for queries, keys, values and masks."""
+        """Attention output and weights for queries, keys, values and masks.
+
+        With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
+        """
         raise AssertionError("answered by the hot endpoint")
 
     @app.post(
         "/attend/analysis",
         tags=["attend"],
         response_model=AnalysisReply,
-        responses=error_responses(400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AnalysisRequest", ANALYSIS, "What the heads of the layer `tiny` do with four words."),
+        responses=error_responses(*CALL_ERRORS),
+        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS, "What each head does with four words."), binary=True),
     )
     async def analysis() -> None:
-        """Numbers on what each head does: the body of /attend and `metrics`."""
+        """Numbers on what each head does.
+
+        The body is that of POST /attend, and the metrics to compute.
+        """
         raise AssertionError("answered by the hot endpoint")
 
     @app.post(
@@ -127,10 +92,34 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=Plan,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AttendRequest", PLAN, "Tensors may be given by shape alone."),
+        openapi_extra=request_body_doc("AnalysisRequest", (PLAN, "Tensors may be given by shape alone."), binary=True),
     )
     async def plan(request: Request) -> Plan:
-        """What POST /attend would reply to the same body, what it would cost, and whether it is admitted; with `metrics` in the body, POST
-        /attend/analysis. Computes nothing."""
+        """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
+
+        The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
+        """
         require_started(service)
         return await service.engine.plan(await read(request.scope["attend"], request.receive, service))
+
+    @app.post(
+        "/attend/figure",
+        tags=["attend"],
+        response_class=Response,
+        responses={
+            200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
+            **error_responses(*CALL_ERRORS),
+        },
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE, "Heat maps of all heads."), binary=True),
+    )
+    async def figure(request: Request) -> Response:
+        """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
+        require_started(service)
+        record: Record = request.scope["attend"]
+        codec = CODECS[form_of_body(record.header(b"content-type"))]
+        accepted = {"accept": acceptable(record.header(b"accept"), tuple(PICTURES))}
+        reply = await service.engine.figure(await read_as(codec, codec, accepted, record, request.receive, service))
+        record.phases, record.log_fields = reply.phases, reply.log_fields
+        headers = {name.decode(): value.decode() for name, value in reply.headers}
+        headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}
+        return Response(b"".join(reply.pieces), 200, headers)

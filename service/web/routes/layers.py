@@ -10,9 +10,9 @@ from fastapi.responses import StreamingResponse
 from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import Source
 from service.serving.service import Service
-from service.web.openapi.examples import PUT_TINY
+from service.web.openapi.operations import BINARY, PUT_TINY, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
-from service.web.routes.attend import BINARY, error_responses, request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
@@ -64,7 +64,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
             201: {"model": LayerDocument, "description": "The layer is new."},
             **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=request_body_doc("PutLayer", PUT_TINY, "A seeded layer.", binary=True),
+        openapi_extra=request_body_doc("PutLayer", (PUT_TINY, "A seeded layer."), binary=True),
     )
     async def put_layer(
         name: NewName,

@@ -5,9 +5,9 @@ from starlette.concurrency import run_in_threadpool
 
 from service.serving.service import Service
 from service.serving.text import TextEncoder
-from service.web.openapi.examples import WORDS
+from service.web.openapi.operations import WORDS, error_responses, request_body_doc
 from service.web.request_reader import read
-from service.web.routes.attend import error_responses, request_body_doc, require_started
+from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 
@@ -28,7 +28,7 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         tags=["words"],
         response_model=Words,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("WordsRequest", WORDS, "A sentence for the layer `default`."),
+        openapi_extra=request_body_doc("WordsRequest", (WORDS, "A sentence for the layer `default`.")),
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import __version__
-from service.serving.cost import largest_batch
-from service.serving.layers.registry import HeldLayer
+from service.serving.cost import largest_batch, output_shapes
+from service.serving.layers.registry import LoadedLayer
 from service.serving.service import Service
 from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
@@ -75,13 +75,13 @@ def index_of(layers: Sequence[LayerDocument], ready: bool) -> list[RepositoryMod
     ]
 
 
-def metadata_of(layer: HeldLayer) -> ModelMetadata:
+def metadata_of(layer: LoadedLayer) -> ModelMetadata:
     """The inputs and outputs of a model: names, datatypes, shapes."""
     spec = layer.spec
     return ModelMetadata(name=layer.name, versions=[VERSION], platform=PLATFORM, inputs=_inputs(spec), outputs=_outputs(spec))
 
 
-def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
+def config_of(layer: LoadedLayer, service: Service, largest: int) -> ModelConfig:
     """The configuration, which Triton's clients read before they call. `max_batch_size`: items of one query and one key each that fit into
     a binary message of `largest` bytes and into the service's limits."""
     spec = layer.spec
@@ -103,13 +103,13 @@ def config_of(layer: HeldLayer, service: Service, largest: int) -> ModelConfig:
     )
 
 
-def statistics_of(service: Service, layers: Sequence[HeldLayer], workers: int) -> Statistics:
+def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:
     """Statistics of these models since the server started, over all workers."""
     counted = service.statistics.all()
     return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
 
 
-def _statistics(layer: HeldLayer, counted: Counted, workers: int) -> ModelStatistics:
+def _statistics(layer: LoadedLayer, counted: Counted, workers: int) -> ModelStatistics:
     spec, device, answered = layer.spec, layer.attention.device, counted.answered
     durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in PHASES.items()}
     nothing = Duration(count=0, ns=0)
@@ -163,19 +163,8 @@ def _required(spec: LayerSpec) -> set[str]:
 
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
-    h, kv = spec.num_heads, spec.num_kv_heads
-    shapes = {
-        "output": [-1, -1, spec.output_dim if spec.projections else spec.concatenated_dim],
-        "attention_weights": [-1, h, -1, -1],
-        "scores": [-1, h, -1, -1],
-        "log_sum_exp": [-1, h, -1],
-        "query_projection": [-1, h, -1, spec.head_dim],
-        "key_projection": [-1, kv, -1, spec.head_dim],
-        "value_projection": [-1, kv, -1, spec.value_head_dim],
-        "head_outputs": [-1, h, -1, spec.value_head_dim],
-        "concatenated": [-1, -1, spec.concatenated_dim],
-    }
-    return [TensorMetadata(name=name, datatype=BY_TORCH[spec.dtype].name, shape=shape) for name, shape in shapes.items()]
+    shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
+    return [TensorMetadata(name=name, datatype=datatype, shape=list(shape)) for name, shape in shapes.items() if "gradient" not in name]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:

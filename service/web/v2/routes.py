@@ -1,20 +1,58 @@
-"""The GET routes of /v2: this server, its models, their configuration and statistics."""
+"""The routes of /v2 for this server and its models: metadata, configuration, statistics, inference. `repository.py` has the others."""
 
+import re
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from starlette.types import Receive, Send
 
+from service.errors import MalformedBody
 from service.serving.service import Service
-from service.web.openapi.examples import INFER
-from service.web.routes.attend import error_responses_as, request_body_doc, schema
+from service.web.openapi.operations import INFER, request_body_doc, schema
+from service.web.openapi.operations import error_responses as responses_of
+from service.web.record import Record
+from service.web.request_reader import read_as
+from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
-from service.web.v2.infer import require_version
 from service.wire.negotiation import JSON
+from service.wire.v2.codec import HEADER_LENGTH, V2Codec
+from service.wire.v2.parameters import require_version
 from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
-MODEL = "/v2/models/{name}"
+MODELS = "/v2/models/"
+MODEL = MODELS + "{name}"
 VERSIONED = MODEL + "/versions/{version}"
+INFER_PATH = re.compile(rf"{MODELS}([^/]+)(?:/versions/([^/]+))?/infer/?")
+CODEC = V2Codec()
+
+
+class Infer:
+    """POST /v2/models/{name}/infer, with or without /versions/1; it bypasses FastAPI's routing, as POST /attend does.
+
+    The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary
+    ones.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
+        require_started(self.service)
+        found = INFER_PATH.fullmatch(record.path)
+        assert found is not None, "called for such paths alone"
+        self.service.registry.find(found[1], at="")
+        require_version(found[2])
+        parameters = {"model": found[1], "header_length": _header_length(record)}
+        raw = await read_as(CODEC, CODEC, parameters, record, receive, self.service)
+        await send_reply(await self.service.engine.attend(raw), record, send)
+
+
+def _header_length(record: Record) -> str:
+    """Inference-Header-Content-Length, "" if there is none. Raises MalformedBody if several differ: a proxy may have used another one."""
+    if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
+        raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
+    return record.header(HEADER_LENGTH)
 
 
 def _require_version(request: Request) -> None:
@@ -27,7 +65,7 @@ V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "depe
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI descriptions of the refusals of a route under /v2."""
-    return error_responses_as("V2Error", JSON, *statuses, meaning={400: "Anything wrong with the request."})
+    return responses_of(*statuses, model="V2Error", media_type=JSON, meaning={400: "Anything wrong with the request."})
 
 
 def health_of(ready: bool) -> Health:
@@ -45,12 +83,12 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
 
     @app.get("/v2/health/live", **V2, response_model=Health)
     async def live() -> Health:
-        """The process is alive. `ready` does not check the device."""
+        """The process is alive. `ready` says whether calls are answered, without checking the device."""
         return health_of(service.ready and len(service.registry) > 0)
 
     @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
-        """Every layer is loaded and warm, there is one, and the device computes, as for /health/ready."""
+        """200 if /health/ready is 200 and the server has a layer."""
         good = await service.serves()
         response.status_code = 200 if good else 503
         return health_of(good)
@@ -100,11 +138,11 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/infer",
         tags=["v2"],
         responses={
-            200: {"description": "The outputs asked for.", "content": {JSON: {"schema": schema("InferenceReply")}}},
+            200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},
             **error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
-        openapi_extra=request_body_doc("InferenceRequest", INFER, "Three positions, causal; needs the layer `tiny` of PUT /layers/{name}."),
+        openapi_extra=request_body_doc("InferenceRequest", (INFER, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")),
     )
     async def infer(name: str) -> None:
         """POST /attend in this protocol's form, JSON or with tensors as bytes."""

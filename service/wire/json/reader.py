@@ -1,6 +1,6 @@
 """Decodes a JSON body into its members, with tensors as numpy arrays and without a Python object per number.
 
-Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `numbers.py` then
+Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `lists.py` then
 reads the numbers from the text. A small body that is refused is parsed again as a whole by `strict.py`, which finds the place of the fault.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
-from service.wire.arrays import MAX_RANK, Kind, array_of_base64, beyond_float64, converted
-from service.wire.json.numbers import MINUS_INFINITY, PIECE, NumberList
-from service.wire.json.strict import array_of_integers, array_of_lists, line_and_column, parse_strictly
+from service.wire.arrays import MAX_RANK, Kind, array_of_base64
+from service.wire.json.lists import PIECE, NumberList, array_of_lists
+from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import SHOWN, describe_value
 
@@ -24,6 +24,7 @@ REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
 LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
+MINUS_INFINITY = b'"-inf"'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -192,10 +193,7 @@ class Reader:
             return np.array(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        try:
-            return np.array(float(value))
-        except OverflowError:
-            raise InvalidRequest.where(at, "a number within the range of a float64", "an integer far beyond it") from None
+        return np.array(float(value))
 
     def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
         """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
@@ -224,16 +222,13 @@ def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype
     """A list of numbers, flat or nested to the shape, as an array of `dtype`. Raises InvalidRequest if they do not fit."""
     if not isinstance(data, list | NumberList):
         raise InvalidRequest.where(at, "a list of numbers", "a long string" if isinstance(data, Base64Text) else describe_value(data))
-    if isinstance(data, NumberList):
-        array = np.zeros(0, dtype) if data.empty else data.array(kind, at, dtype)
+    if data.empty if isinstance(data, NumberList) else not data:
+        array = np.zeros(0, dtype)
     else:
-        array = array_of_lists(data, kind, at) if data else np.zeros(0)
+        array = data.array(kind, at, dtype) if isinstance(data, NumberList) else array_of_lists(data, kind, at, dtype)
     if array.shape != shape and array.shape != (math.prod(shape),):
         got = f"{array.size}" if array.ndim == 1 else f"shape {list(array.shape)}"
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}, in one list or nested to it", got)
-    if isinstance(data, list):
-        exact = beyond_float64(array, dtype)
-        array = array_of_integers(data, kind, dtype, at) if exact else converted(array, dtype, at)
     return array.reshape(shape)
 
 

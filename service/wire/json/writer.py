@@ -1,7 +1,8 @@
-"""Encodes replies as JSON. orjson reads numbers from the arrays' memory, without a Python object per number.
+"""Encodes replies as JSON. Numbers are read from the arrays' memory, without a Python object per number.
 
-orjson holds the GIL until it returns, so long arrays are written in pieces. It writes NaN and infinities as `null`; each null is then
-replaced as `options.nonfinite` requires.
+The compiled writer (`wire/native`) writes float32, orjson everything else, and float32 too where there is no compiled writer. orjson holds
+the GIL until it returns, so long arrays are written in pieces. Both write NaN and infinities as `null`; each null is then replaced as
+`options.nonfinite` requires.
 """
 
 import binascii
@@ -11,6 +12,7 @@ import numpy as np
 import orjson
 
 from service.tensors import BY_NUMPY, Array, raw
+from service.wire.native import numbers
 from service.wire.reply import MINUS_INFINITY_IS_A_VALUE, Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
@@ -90,13 +92,12 @@ def _base64(array: Array) -> str | LongText:
 
 
 def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
-    """A value for `write_json`: the array itself, or JSON text if the array is long or has numbers that are not finite."""
+    """A value for `write_json`: the JSON text of the array."""
     if array.size > PIECE:
         return LongText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
-    array = _printable(array, options)
     if not array.ndim:
         return orjson.Fragment(_text(name, array.reshape(1), nonfinite, options)[1:-1])
-    return np.ascontiguousarray(array) if nonfinite is None else orjson.Fragment(_text(name, array, nonfinite, options))
+    return orjson.Fragment(_text(name, array, nonfinite, options))
 
 
 def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
@@ -110,29 +111,29 @@ def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOpti
         if size > PIECE:
             pieces += before, *_pieces(name, rows[0], None if mask is None else mask[0], options)
         else:
-            text = _text(name, _printable(rows, options), mask, options)
+            text = _text(name, rows, mask, options)
             pieces.append(b"".join((before, memoryview(text)[1:-1])))
     return [*pieces, b"]"]
 
 
-def _printable(array: Array, options: ReplyOptions) -> Array:
-    """The array in a datatype that orjson writes, rounded to `options.decimals`."""
-    if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":
-        array = array.astype(np.float32)
-    if options.decimals is not None and array.dtype.kind == "f":
-        with np.errstate(over="ignore", invalid="ignore"):
-            rounded = np.round(array, options.decimals)
-        rounded += 0  # -0.0 becomes 0.0
-        array = np.where(np.isfinite(rounded), rounded, array)  # np.round multiplies, and may overflow
-    return array
-
-
 def _text(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> bytes:
-    text = orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)
+    if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":  # orjson does not write them
+        array = array.astype(np.float32)
+    text = numbers.write(array, options.decimals)
+    if text is None:
+        text = orjson.dumps(np.ascontiguousarray(_rounded(array, options.decimals)), option=orjson.OPT_SERIALIZE_NUMPY)
     if nonfinite is None:
         return text
     values = [_nonfinite(name, str(float(number)), options) for number in array.reshape(-1)[nonfinite.reshape(-1)]]
     return b"".join(piece for pair in zip(text.split(b"null"), [*values, b""], strict=True) for piece in pair)
+
+
+def _rounded(array: Array, decimals: int | None) -> Array:
+    if decimals is None or array.dtype.kind != "f":
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = np.round(array.astype(np.float64), decimals) + 0.0  # -0.0 becomes 0.0
+    return np.where(np.isfinite(rounded), rounded, array).astype(array.dtype)  # np.round multiplies, and may overflow
 
 
 def _nonfinite(name: str, number: str, options: ReplyOptions) -> bytes:

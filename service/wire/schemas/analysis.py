@@ -4,53 +4,33 @@ An undefined number (a share of no mass, an induction score without a repeated w
 binary forms. Overflow is not undefined: `reply.nonfinite` decides whether it is an error, which is the default, or null.
 """
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.spec import disagreement
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, each_once
-from service.wire.schemas.tensors import Sequences
+from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
+from service.wire.schemas.tensors import ReplyTensor, Sequences
 
-Metric = Literal[
-    "entropy",
-    "entropy_per_query",
-    "normalised_entropy",
-    "confidence",
-    "confidence_per_query",
-    "strongest_links",
-    "self_share",
-    "local_share",
-    "global_share",
-    "mean_distance",
-    "first_key_mass",
-    "keys_for_mass",
-    "previous_token_score",
-    "duplicate_token_score",
-    "induction_score",
-    "cosine_similarity",
-    "jensen_shannon",
-    "position_disagreement",
-    "subspace_disagreement",
-    "output_disagreement",
-    "deviation_across_heads",
-    "single_head",
-    "value_norms",
-    "value_norm_weights",
-    "contribution",
-    "gradient_importance",
-    "zero_ablation",
-    "mean_ablation",
-    "pruning_order",
-]
-METRICS: tuple[Metric, ...] = get_args(Metric)
-
-# Letters of each metric's shape: b items, h heads, q queries, k keys, n links. Some metrics have several parts.
-SHAPES: dict[str, dict[str, str]] = {str(name): {"": "bh"} for name in METRICS} | {
+PER_HEAD = {"": "bh"}
+# Each metric's parts, with the letters of their shapes: b items, h heads, q queries, k keys, n links
+SHAPES: dict[str, dict[str, str]] = {
+    "entropy": PER_HEAD,
     "entropy_per_query": {"": "bhq"},
+    "normalised_entropy": PER_HEAD,
+    "confidence": PER_HEAD,
     "confidence_per_query": {"": "bhq"},
     "strongest_links": {"queries": "bhn", "keys": "bhn", "weights": "bhn"},
+    "self_share": PER_HEAD,
+    "local_share": PER_HEAD,
+    "global_share": PER_HEAD,
+    "mean_distance": PER_HEAD,
+    "first_key_mass": PER_HEAD,
+    "keys_for_mass": PER_HEAD,
+    "previous_token_score": PER_HEAD,
+    "duplicate_token_score": PER_HEAD,
+    "induction_score": PER_HEAD,
     "cosine_similarity": {"": "bhh"},
     "jensen_shannon": {"": "bhh"},
     "position_disagreement": {"": "b"},
@@ -60,14 +40,19 @@ SHAPES: dict[str, dict[str, str]] = {str(name): {"": "bh"} for name in METRICS} 
     "single_head": {"entropy": "b", "confidence": "b", "similarity": "bh", "relative_change": "b", "cosine": "b"},
     "value_norms": {"": "bhk"},
     "value_norm_weights": {"": "bhqk"},
+    "contribution": PER_HEAD,
+    "gradient_importance": PER_HEAD,
     "zero_ablation": {"relative_change": "bh", "cosine": "bh"},
     "mean_ablation": {"relative_change": "bh", "cosine": "bh"},
     "pruning_order": {"heads": "bh", "errors": "bh"},
 }
+METRICS = tuple(SHAPES)
+Metric: Any = Literal[METRICS]
+Metrics = Annotated[list[Metric], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("metric")]
 INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
-POSITIONAL: tuple[Metric, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
-TOKEN_METRICS: tuple[Metric, ...] = ("duplicate_token_score", "induction_score")
-DEFAULT: tuple[Metric, ...] = (
+POSITIONAL: tuple[str, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
+TOKEN_METRICS: tuple[str, ...] = ("duplicate_token_score", "induction_score")
+DEFAULT: tuple[str, ...] = (
     "entropy",
     "normalised_entropy",
     "confidence",
@@ -95,16 +80,11 @@ def _lens(value: Any) -> Any:
 class AnalysisOptions(Document):
     """Options of the metrics."""
 
-    local_window: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = Field(
-        default=2, description="Largest distance of a key that counts as local."
-    )
+    local_window: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = Field(default=2, description="Largest distance of a local key.")
     top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Number of strongest links of each head.")
-    mass: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="Share of a row's weight that keys_for_mass counts the keys of."
-    )
+    mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="Share of a row's weight, for keys_for_mass.")
     query_lens: Annotated[Index | list[Index], BeforeValidator(_lens)] | None = Field(
-        default=None,
-        description="[b]. Only the first n queries count. If null, in self-attention those that are real keys, otherwise all.",
+        default=None, description="[b]. Only the first n queries count. If null, in self-attention those that are real keys, otherwise all."
     )
 
 
@@ -118,17 +98,13 @@ class AnalysisRequest(AttendRequest):
     """The body of POST /attend, and the metrics to compute. `outputs` and `select` have no effect here."""
 
     model_config = ConfigDict(json_schema_extra=_without_refused)
-    metrics: list[Metric] | None = Field(
-        default=None,
-        min_length=1,
-        description="Metrics to compute, listed with the reply. If null, the cheap ones for which the request has what they need.",
-        json_schema_extra=each_once,
+    metrics: Metrics | None = Field(
+        default=None, description="Metrics to compute; if null, the cheap ones for which the request has what they need."
     )
     analysis: AnalysisOptions = Field(default_factory=AnalysisOptions)
     direction: Sequences | None = Field(
         default=None,
-        description="[b, q, output_dim]. contribution and gradient_importance refer to <direction, output>; without it, to half "
-        "the squared norm of the output.",
+        description="[b, q, output_dim]. contribution and gradient_importance are of <direction, output>, else |output|²/2.",
     )
 
     @model_validator(mode="after")
@@ -136,9 +112,7 @@ class AnalysisRequest(AttendRequest):
         for name, expected in REFUSED.items():
             if getattr(self, name) is not None:
                 raise disagreement(f"/{name}", expected, name)
-        for i, name in enumerate(self.metrics or ()):
-            if name in (self.metrics or ())[:i]:
-                raise disagreement(f"/metrics/{i}", "each metric once", f'"{name}" twice')
+        for name in self.metrics or ():
             if name in TOKEN_METRICS and not self.has_tokens:
                 raise disagreement("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
         self._query_lens()
@@ -163,7 +137,7 @@ class AnalysisRequest(AttendRequest):
         """Whether the position of queries among the keys is known: in self-attention, or from the request or the layer."""
         return self.key is None or self.query_offset is not None or self.causal or self.window is not None or positional
 
-    def wanted(self, positional: bool) -> tuple[Metric, ...]:
+    def wanted(self, positional: bool) -> tuple[str, ...]:
         """The metrics to compute: those of the request, or the default ones for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)
@@ -204,4 +178,4 @@ class AnalysisReply(Document):
 
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to. No metric counts them.")
-    metrics: dict[str, Any]
+    metrics: dict[str, ReplyTensor | dict[str, ReplyTensor]]

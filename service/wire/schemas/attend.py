@@ -3,11 +3,11 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.json_schema import models_json_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
@@ -20,6 +20,7 @@ from service.wire.schemas.tensors import (
     KeyMask,
     Lengths,
     Mask,
+    ReplyTensor,
     Sequences,
     Weight,
     tensor_kinds,
@@ -51,11 +52,6 @@ def _default_outputs() -> list[Output]:
     return ["output", "attention_weights"]
 
 
-def each_once(schema: dict[str, Any]) -> None:
-    """Adds to the JSON schema of a list, or of a list or null, that its items are unique."""
-    next(form for form in schema.get("anyOf", [schema]) if form.get("type") == "array")["uniqueItems"] = True
-
-
 def _offset(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
@@ -78,10 +74,26 @@ def _tokens(value: Any) -> Any:
     return value
 
 
+def unique(noun: str) -> AfterValidator:
+    """The annotation of a list whose items differ."""
+
+    def check(items: list[Any]) -> list[Any]:
+        seen: set[Any] = set()
+        for i, item in enumerate(items):
+            if item in seen:
+                raise disagreement(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+            seen.add(item)
+        return items
+
+    return AfterValidator(check)
+
+
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
+Indices = Annotated[list[Index], Field(min_length=1), unique("index")]
+Positive = Annotated[int, Field(ge=1, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
 
 
@@ -107,11 +119,11 @@ class Dropout(Document):
 class Select(Document):
     """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: list[Index] | None = Field(default=None, min_length=1, description="Heads to return; all if null.")
-    queries: list[Index] | None = Field(default=None, min_length=1, description="Queries to return; all if null.")
+    heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
+    queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
     average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
-    top_k: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        default=None, description="Return only the largest weights of each row, and their keys. Of equal weights the lower key comes first."
+    top_k: Positive | None = Field(
+        default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
     )
 
 
@@ -120,17 +132,13 @@ class ReplyOptions(Document):
 
     form: Literal["nested", "flat", "base64"] = Field(
         default="nested",
-        description="Tensors as nested lists, as {shape, datatype, data}, or as {shape, datatype, base64} of their little-endian bytes.",
+        description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
     )
-    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(
-        default=None, description="Datatype of the numbers; the layer's if null."
-    )
-    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(
-        default=None, description="Decimals to which numbers in JSON are rounded; not rounded if null."
-    )
+    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
+    decimals: Annotated[int, Field(ge=0, le=17, strict=True)] | None = Field(default=None, description="Decimals in JSON; all if null.")
     nonfinite: Literal["error", "null", "string"] = Field(
         default="error",
-        description="How NaN and overflow are returned: refused, as null, or as a string. -inf in scores and log_sum_exp is allowed.",
+        description="How NaN and overflow are returned: error, null or string. -inf in scores and log_sum_exp is allowed.",
     )
 
 
@@ -151,44 +159,31 @@ class AttendRequest(Document):
     query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
     key: Sequences | None = Field(default=None, description="[b, k, key_dim]. The query if left out.")
     value: Sequences | None = Field(default=None, description="[b, k, value_dim]. The key if left out.")
-    attend_mask: Mask | None = Field(
-        default=None, description="1 = the query may attend to the key. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast."
-    )
-    block_mask: Mask | None = Field(default=None, description="1 = the query may not attend to the key. Shapes as attend_mask.")
+    attend_mask: Mask | None = Field(default=None, description="1 = may attend. [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast.")
+    block_mask: Mask | None = Field(default=None, description="1 = may not attend. Shapes as attend_mask.")
     attend_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = queries may attend to the key.")
     block_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = no query may attend to the key.")
     valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]. Only the first n keys may be attended to.")
     bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
-        default=None,
-        description='Query i is at key position i + offset. A list has one for each item; "end" puts the last query at the last real key.',
+        default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
     )
     causal: Strict = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
-    fully_masked: Literal["zero", "uniform", "error"] = Field(
-        default="zero", description="The result of a row without keys: weights of 0, equal weights, or a refusal."
-    )
+    fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
     head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h]. Factor on each head's output.")
     dropout: Dropout | None = Field(default=None, description="Dropout of attention weights; none if null.")
     scale: Finite | None = Field(default=None, description="Factor on query·key; the layer's if null.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
-        default=None, description="c in c·tanh(scores/c); the layer's if null, none if 0."
+        default=None, description="c in c·tanh(scores/c), 0 for none; the layer's if null."
     )
-    outputs: list[Output] = Field(
-        default_factory=_default_outputs,
-        min_length=1,
-        description="Tensors to return; output and attention_weights if left out.",
-        json_schema_extra=each_once,
+    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("output")] = Field(
+        default_factory=_default_outputs, description="Tensors to return; output and attention_weights if left out."
     )
-    output_gradient: Sequences | None = Field(
-        default=None,
-        description="[b, q, output_dim]. Gradient of the output, required by the outputs query_gradient, key_gradient and value_gradient.",
-    )
+    output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]. Required by the outputs that are gradients.")
     select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
-    reproducible: Strict = Field(
-        default=False, description="Return the same bits for the same request on the same machine, whatever else is computed."
-    )
+    reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="before")
@@ -235,12 +230,42 @@ class LayerReference(Document):
     fingerprint: str
 
 
-class AttendReply(Document):
-    """The requested outputs under their names. Their shapes are in docs/requests.md."""
+def _absent(schema: dict[str, Any]) -> None:
+    """A member without this output is absent, not null."""
+    schema.pop("default", None)
 
-    model_config = ConfigDict(extra="allow")
+
+def _output(description: str) -> Any:
+    return Field(default=None, description=description, json_schema_extra=_absent)
+
+
+class Selection(Document):
+    """The `top_k` largest attention weights of each row."""
+
+    keys: ReplyTensor = Field(description="[b,h,q,top_k]. Indices of the keys.")
+    values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
+
+
+OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
+
+
+class AttendReply(Document):
+    """The requested outputs, and no others. Shapes are without b if the request has none."""
+
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
+    output: OptionalTensor = _output("[b,q,output_dim].")
+    attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
+    scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm and rotation.")
+    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
+    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim].")
+    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("Shape of the key.")
+    value_gradient: OptionalTensor = _output("Shape of the value.")
 
 
 class LayerDocument(Document):

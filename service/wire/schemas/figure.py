@@ -2,10 +2,12 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from service.spec import Finite, disagreement
-from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, each_once
+from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, unique
+
+PositiveFinite = Annotated[Finite, Field(gt=0)]
 
 
 class Figure(Document):
@@ -19,41 +21,19 @@ class Figure(Document):
     format: Literal["png", "svg", "html"] | None = Field(default=None, description="Format of the picture; by `Accept` if null.")
     theme: Literal["light", "dark"] = Field(default="light", description="Background of the picture.")
     colours: Literal["viridis", "cividis"] = Field(default="viridis", description="Colour map of the cells.")
-    title: Annotated[str, Field(max_length=1000)] | None = Field(
-        default=None, description='Title of the picture. If null it describes the picture; "" leaves it out.'
-    )
-    heads: list[Index] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Heads to draw, all if null. For the kind `head` exactly one, the first if null.",
-        json_schema_extra=each_once,
+    title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='A description if null; "" for no title.')
+    heads: Annotated[list[Index], Field(min_length=1, max_length=256, json_schema_extra={"uniqueItems": True}), unique("head")] | None = (
+        Field(default=None, description="Heads to draw, all if null. For the kind `head` exactly one, the first if null.")
     )
     item: Index = Field(default=0, description="Index of the batch item to draw.")
-    pool: Literal["mean", "max"] | None = Field(
-        default=None, description="How pairs of query and key are pooled where there are too many for a cell each; the mean if null."
-    )
+    pool: Literal["mean", "max"] | None = Field(default=None, description="How pairs that share a cell are pooled; the mean if null.")
     values: Strict | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
-    scale: Literal["linear", "log"] = Field(
-        default="linear", description="Scale of the colours. `log` shows small weights; it needs values of one sign."
-    )
-    maximum: Annotated[Finite, Field(gt=0)] | None = Field(
-        default=None, description="Value of the last colour; the largest one if null, or 1 for `similarity`."
-    )
-    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(
-        default=None, description="Width in CSS pixels; as needed if null."
-    )
+    scale: Literal["linear", "log"] = Field(default="linear", description="Colour scale. `log` needs values of one sign.")
+    maximum: PositiveFinite | None = Field(default=None, description="Value of the last colour; the largest if null (1 for `similarity`).")
+    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="CSS pixels; as needed if null.")
     dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(
-        default=144, description="Resolution of a PNG. At 96 a CSS pixel is one pixel."
+        default=144, description="Resolution of a PNG; 96: a CSS pixel is a pixel."
     )
-
-    @field_validator("heads")
-    @classmethod
-    def _once(cls, heads: list[int] | None) -> list[int] | None:
-        for i, head in enumerate(heads or ()):
-            if head in (heads or ())[:i]:
-                raise disagreement(f"/{i}", "each head once", f"{head} twice")
-        return heads
 
     @model_validator(mode="after")
     def _one_head(self) -> Self:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
 from pydantic_core import CoreSchema, core_schema
 
 from service.spec import disagreement
@@ -25,12 +25,32 @@ ITEMS: dict[Kind, dict[str, Any]] = {
         "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
         NAME: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
     },
-    "mask": {"enum": [0, 1, True, False]},
+    "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
     "count": {"type": "integer", "minimum": 0, "maximum": LARGEST_COUNT},
 }
 DESCRIPTIONS: dict[Kind, str] = {"number": "numbers", "bias": 'numbers or "-inf"', "mask": "0, 1, true or false", "count": "whole numbers"}
 REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
 NULL = {"type": "null"}
+
+
+class Number(RootModel[float | str | None]):
+    """A number; null, or a string such as "NaN", only where `reply.nonfinite` asks for it, or "-inf" among scores."""
+
+
+class Vector(RootModel[list[Number]]):
+    """Numbers."""
+
+
+class Matrix(RootModel[list[Vector]]):
+    """Rows of numbers."""
+
+
+class Tensor3(RootModel[list[Matrix]]):
+    """Nested lists of rank 3."""
+
+
+class Tensor4(RootModel[list[Tensor3]]):
+    """Nested lists of rank 4."""
 
 
 class Base64Tensor(BaseModel):
@@ -40,6 +60,19 @@ class Base64Tensor(BaseModel):
     shape: list[int]
     datatype: str = Field(description="Name in the Open Inference Protocol, such as FP32.")
     base64: str
+
+
+class FlatTensor(BaseModel):
+    """A tensor as its shape and its numbers in row-major order."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: list[int]
+    datatype: str = Field(description="Name in the Open Inference Protocol, such as FP32.")
+    data: list[Number]
+
+
+class ReplyTensor(RootModel[Number | Vector | Matrix | Tensor3 | Tensor4 | FlatTensor | Base64Tensor]):
+    """A tensor of a reply, in the form that `reply.form` chose. Nested lists have the rank of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +97,8 @@ class Tensor:
             array = np.asarray(value)
         except (ValueError, TypeError):
             raise disagreement("", "a tensor", "ragged rows") from None
-        row = BY_NUMPY.get(array.dtype.newbyteorder("<"))
-        if row is None or (row.kind == "bool" and self.kind in ("number", "bias")):
+        datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
             raise disagreement("", "numbers", f"elements of type {array.dtype}")
         return array
 
@@ -102,18 +135,20 @@ class Tensor:
         lists = [_lists(self.kind, rank) for rank in self.ranks]
         axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
         axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
-        names = [row.name for row in DATATYPES.values() if row.kind != "bool" or self.kind == "mask"]
-        datatype = {"enum": names, "description": "Datatype, by its name in the Open Inference Protocol."}
+        names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool"]
+        about = {"title": "Datatype", "description": "Datatype of numbers, by its name in the Open Inference Protocol."}
+        datatype: dict[str, Any] = {"type": "string", "enum": names, NAME: about}
+        if self.kind == "mask":
+            datatype = {"anyOf": [datatype, {"type": "string", "enum": ["BOOL"]}]}
         flat = {"type": "array", "items": ITEMS[self.kind]}
         data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
         data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
-        text = {
-            "type": "string",
-            "contentEncoding": "base64",
-            "description": "Little-endian bytes of the row-major values.",
-        }
+        text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
         numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
-        return [*lists, numbers, _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")]
+        numbers[NAME] = {"title": f"Flat{self.name}", "description": "A shape, and values in row-major order."}
+        bytes_ = _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
+        bytes_[NAME] = {"title": f"Base64{self.name}", "description": "A shape, and the base64 of the values' bytes."}
+        return [*lists, numbers, bytes_]
 
 
 def _lists(kind: Kind, rank: int) -> dict[str, Any]:
@@ -137,7 +172,8 @@ def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
         if NAME not in node:
             return {key: referring(value) for key, value in node.items()}
         name = node[NAME]["title"]
-        found[name] = {**node[NAME], "anyOf": referring(node["anyOf"])}
+        schema = {key: referring(value) for key, value in node.items() if key not in (NAME, "description")}
+        found[name] = {**node[NAME], **schema}
         description = {"description": node["description"]} if "description" in node else {}
         return {"$ref": REFERENCE.format(model=name), **description}
 

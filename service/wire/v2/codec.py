@@ -17,7 +17,7 @@ from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.codec import Codec, Decoded, Encoded, Headers
-from service.wire.json.numbers import NumberList
+from service.wire.json.lists import NumberList
 from service.wire.json.reader import STRICT, Reader, array_of_data, cut_values
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import text_of, write_json
@@ -107,7 +107,7 @@ def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview)
     members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
     for name, tensor in header.json_tensors.items():
         data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
-        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.row.numpy, f"/inputs/{tensor.input}/data")
+        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.datatype.numpy, f"/inputs/{tensor.input}/data")
     return members
 
 

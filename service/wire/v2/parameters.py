@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
 from service.wire.json.strict import parse_strictly
@@ -139,6 +139,12 @@ def require_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
             raise InvalidRequest.where(at + pointer([name]), expected, "another member")
 
 
+def require_version(version: str | None) -> None:
+    """Raises LayerNotFound for a version other than VERSION, the only one of every model."""
+    if version not in (None, "", VERSION):
+        raise LayerNotFound.where("", f"version {VERSION}", describe_value(version))
+
+
 def require_input(name: str, at: str) -> None:
     """Raises InvalidRequest, with the known names, if no input has that name."""
     if name in TENSORS:
@@ -151,8 +157,8 @@ def require_input(name: str, at: str) -> None:
 
 
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
-    """The row of a V2 datatype; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
-    known = [row.name for row in DATATYPES.values() if row.kind != "bool" or kind == "mask"]
+    """The datatype of that name; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
+    known = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or kind == "mask"]
     if not isinstance(name, str) or name not in known:
         raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else describe_value(name))
     return DATATYPES[name]

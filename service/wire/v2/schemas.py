@@ -120,13 +120,13 @@ class RepositoryModel(BaseModel):
     reason: str
 
 
-class Request(BaseModel):
+class StrictModel(BaseModel):
     """Unknown members are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class CodecParameters(Request):
+class CodecParameters(StrictModel):
     content_type: Any = Field(default=None, description="Ignored: sent by MLServer's codecs.")
 
 
@@ -160,7 +160,7 @@ class InferenceParameters(CodecParameters):
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
 
 
-class InferenceInput(Request):
+class InferenceInput(StrictModel):
     name: Literal[tuple(INPUTS)]  # type: ignore[valid-type]
     shape: list[Annotated[int, Field(ge=0, le=LONGEST_AXIS)]] = Field(max_length=MAX_RANK)
     datatype: Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
@@ -168,12 +168,12 @@ class InferenceInput(Request):
     data: list[Any] | None = Field(default=None, description="Row-major numbers, flat or nested to the shape; or as bytes.")
 
 
-class InferenceOutput(Request):
+class InferenceOutput(StrictModel):
     name: Literal[(*OUTPUTS, *PARTS)]  # type: ignore[valid-type]
     parameters: OutputParameters | None = None
 
 
-class InferenceRequest(Request):
+class InferenceRequest(StrictModel):
     """Inputs are the tensors of AttendRequest; parameters its other fields, nested ones as JSON text, and `timeout` in microseconds."""
 
     model_name: str | None = Field(default=None, description="As in the path.")
@@ -200,7 +200,7 @@ class InferenceReply(BaseModel):
     outputs: list[ReplyOutput]
 
 
-class LoadParameters(Request):
+class LoadParameters(StrictModel):
     config: str | None = Field(
         default=None,
         description="A LayerSpec as JSON text; without it, the unloaded layer is loaded.",
@@ -208,19 +208,19 @@ class LoadParameters(Request):
     )
 
 
-class LoadRequest(Request):
+class LoadRequest(StrictModel):
     parameters: LoadParameters | None = None
 
 
-class UnloadParameters(Request):
+class UnloadParameters(StrictModel):
     unload_dependents: Any = Field(default=None, description="Nothing depends on a layer.")
 
 
-class UnloadRequest(Request):
+class UnloadRequest(StrictModel):
     parameters: UnloadParameters | None = None
 
 
-class IndexRequest(Request):
+class IndexRequest(StrictModel):
     ready: bool = Field(default=False, description="List only ready models.")
 
 

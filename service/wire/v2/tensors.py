@@ -9,7 +9,7 @@ from service.wire.arrays import Kind, array_over
 class BinaryTensor(NamedTuple):
     """A tensor sent as bytes: those from `start` to `stop` after the JSON. `at` points to its input."""
 
-    row: Datatype
+    datatype: Datatype
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -17,7 +17,7 @@ class BinaryTensor(NamedTuple):
 
     def array(self, following: memoryview) -> Array:
         """The array, a view of `following`, the bytes after the JSON. Raises InvalidRequest."""
-        return array_over(following[self.start : self.stop], self.row, self.shape, self.at)
+        return array_over(following[self.start : self.stop], self.datatype, self.shape, self.at)
 
 
 class CutList(NamedTuple):
@@ -32,6 +32,6 @@ class JsonTensor(NamedTuple):
 
     input: int
     kind: Kind
-    row: Datatype
+    datatype: Datatype
     shape: tuple[int, ...]
     data: Any

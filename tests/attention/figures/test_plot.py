@@ -14,8 +14,7 @@ import torch
 from matplotlib.text import Text
 
 from service.attention.figures import FigureSpec, Picture, compose, draw
-from service.attention.figures.labels import cut, printable, width, wrapped
-from service.attention.figures.layout import column_ticks, row_ticks
+from service.attention.figures.layout import column_ticks, cut, printable, row_ticks, width, wrapped
 from service.attention.figures.plot import THEMES, Plot, colour_map, ink_on, settings
 from service.attention.figures.reductions import Pooling, Similarity, mean_across, pool_array, std_across
 from service.attention.figures.spec import Axis, Panel, Scale
@@ -38,7 +37,7 @@ HOSTILE = (
     "-->",
     "ﬃ",
 )
-rng = np.random.RandomState(11)
+RNG = np.random.RandomState(11)
 
 
 def rgb(colour):
@@ -69,9 +68,9 @@ def pooled_by_hand(weights, visible, steps, pool):
 @pytest.mark.parametrize("block", [1, 6, 23])
 @pytest.mark.parametrize("masked", ["nothing", "one for all", "each head"])
 def test_pooling_is_over_the_pairs_that_may_attend(pool, steps, block, masked):
-    weights = rng.random_sample((2, HEADS, QUERIES, KEYS))
+    weights = RNG.random_sample((2, HEADS, QUERIES, KEYS))
     shape = {"nothing": (2, HEADS, QUERIES, KEYS), "one for all": (1, 1, QUERIES, KEYS), "each head": (2, HEADS, QUERIES, KEYS)}[masked]
-    visible = np.ones(shape, bool) if masked == "nothing" else rng.random_sample(shape) < 0.3
+    visible = np.ones(shape, bool) if masked == "nothing" else RNG.random_sample(shape) < 0.3
     everywhere = np.broadcast_to(visible, weights.shape)
 
     given = None if masked == "nothing" else torch.from_numpy(visible)
@@ -82,7 +81,7 @@ def test_pooling_is_over_the_pairs_that_may_attend(pool, steps, block, masked):
 
 @pytest.mark.parametrize(("across", "by_hand"), [(mean_across, np.mean), (std_across, np.std)])
 def test_across_heads_comes_before_pooling(across, by_hand):
-    weights = rng.random_sample((1, HEADS, QUERIES, KEYS))
+    weights = RNG.random_sample((1, HEADS, QUERIES, KEYS))
     visible = np.tri(QUERIES, KEYS, dtype=bool)
 
     rows = rows_of(torch.from_numpy(weights), torch.from_numpy(visible[None, None]), 4)
@@ -93,7 +92,7 @@ def test_across_heads_comes_before_pooling(across, by_hand):
 
 
 def test_similarity_is_the_cosine_over_what_may_attend():
-    weights, visible = rng.random_sample((2, HEADS, QUERIES, KEYS)), rng.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
+    weights, visible = RNG.random_sample((2, HEADS, QUERIES, KEYS)), RNG.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
     visible[1, 2] = False
 
     made = Similarity(1)(rows_of(torch.from_numpy(weights), torch.from_numpy(visible), 5))["similarity"].numpy()
@@ -106,7 +105,7 @@ def test_similarity_is_the_cosine_over_what_may_attend():
 
 
 def test_numbers_of_either_sign_are_pooled():
-    values = rng.standard_normal((7, 11)) - 5
+    values = RNG.standard_normal((7, 11)) - 5
 
     for pool in ("mean", "max"):
         expected = pooled_by_hand(values[None], np.ones((1, 7, 11), bool), (2, 3), pool)[0]
@@ -115,7 +114,7 @@ def test_numbers_of_either_sign_are_pooled():
 
 def picture_of(panels=1, rows=13, columns=13, words=None, title="A title", columns_words=None):
     """Panels of random weights, one pair blocked, and one row without keys."""
-    values = rng.random_sample((panels, rows, columns))
+    values = RNG.random_sample((panels, rows, columns))
     values[:, 0, -1] = np.nan
     values[:, rows // 2] = np.nan
     sides = Axis("query", rows, labels=tuple(words or ())), Axis("key", columns, labels=tuple(columns_words or words or ()))
@@ -245,7 +244,7 @@ def test_many_cells_become_one_image():
 def outputs_of_heads():
     """Two panels that share no axis, with names longer than small panels are wide."""
     spec = FigureSpec("concatenation", 0, 5, 5, tuple(range(8)), title="x" * 300)
-    tensors = {name: torch.from_numpy(rng.standard_normal((1, 5, 64))) for name in ("concatenated", "output")}
+    tensors = {name: torch.from_numpy(RNG.standard_normal((1, 5, 64))) for name in ("concatenated", "output")}
     return compose(spec, tensors, {})
 
 
@@ -405,7 +404,7 @@ import matplotlib
 matplotlib.rcParams.update({"svg.hashsalt": sys.argv[1], "font.size": float(sys.argv[2]), "lines.linewidth": float(sys.argv[2])})
 from service.attention.figures import FigureSpec, draw
 from attention.figures import test_plot
-test_plot.rng.seed(3)
+test_plot.RNG.seed(3)
 picture = test_plot.picture_of(2, 13, 13, test_plot.HOSTILE[:13])
 settings = lambda: {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which asking for would load
 before = settings()
@@ -422,7 +421,7 @@ def test_two_processes_draw_the_same_bytes():
     there = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
     assert there.stderr == ""
-    rng.seed(3)
+    RNG.seed(3)
     picture = picture_of(2, 13, 13, HOSTILE[:13])
     here = [sha256(draw(picture, FigureSpec(format=form))).hexdigest() for form in ("png", "svg", "html")]
     assert there.stdout.split() == here

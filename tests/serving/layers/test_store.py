@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from service.settings import Settings
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
+STORED = Path(__file__).parents[2] / "golden" / "stored"  # made by golden/generate_stored_layers.py
+ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # of an answer, relative to its largest number
 OTHER = {"spec": {"d_model": 4, "num_heads": 2, "seed": 2}}
 
 
@@ -69,6 +72,24 @@ def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: St
     second = start("--layers-dir", str(folder))
     assert names(second) == ["default", "kept"]
     assert ask(second, "GET", "/layers/kept").json() == kept != gone
+
+
+def test_layers_stored_by_the_first_release_are_loaded_and_answer_as_then(tmp_path: Path) -> None:
+    """Of every kind, seeded and uploaded: the same spec and fingerprint, the same numbers as far as their datatype tells them."""
+    shutil.copytree(STORED / "layers", tmp_path, dirs_exist_ok=True)
+    then = json.loads((STORED / "answers.json").read_text())
+    assert {f"{one['layer']['name']}.safetensors" for one in then} == {path.name for path in (STORED / "layers").iterdir()}
+    with here(tmp_path) as server:
+        for one in then:
+            layer = one["layer"]
+            now = ask(server, "GET", f"/layers/{layer['name']}").json()
+            assert now["fingerprint"] == layer["fingerprint"]
+            assert now["spec"].items() >= layer["spec"].items()  # fields that are new since are at their defaults
+            reply = ask(server, "POST", "/attend", json=one["request"]).json()
+            assert reply["layer"] == {"name": layer["name"], "fingerprint": layer["fingerprint"]}
+            for name, expected in one["reply"].items():
+                atol = ROUNDING[layer["spec"]["dtype"]] * np.abs(expected).max()
+                np.testing.assert_allclose(reply[name], expected, rtol=0, atol=atol, err_msg=layer["name"])
 
 
 def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(tmp_path: Path) -> None:
@@ -216,8 +237,8 @@ def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Pat
         yield found
 
     monkeypatch.setattr(os, "scandir", listed)
-    _, layers, unloaded = folder.scan()
-    assert (list(layers), unloaded) == (["here"], {})
+    _, layers = folder.scan()
+    assert list(layers) == ["here"]
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:

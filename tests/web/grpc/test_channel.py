@@ -205,10 +205,10 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
         with budget.lease("a") as lease:
             reading = asyncio.create_task(turns.receive(call.read, lease))
             await call.reads.wait()
-            assert budget.held == 100
+            assert budget.used == 100
             call.message.set_result(b"seven b")
             assert await reading == b"seven b"
-            assert budget.held == 7
+            assert budget.used == 7
             with budget.lease("b") as second, budget.lease("c") as third, pytest.raises(Overloaded):
                 second.add(500)
                 third.add(500)
@@ -216,7 +216,7 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:
             await turns.receive(none.read, lease)
-        assert budget.held == 0
+        assert budget.used == 0
 
     asyncio.run(check())
 

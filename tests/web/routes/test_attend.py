@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from support.app import collecting_server
 
 B, Q, K = 2, 3, 5  # of most requests here; the layer `cross` has d_model 4, 2 heads, key_dim 3, value_dim 5
 H, D = 2, 2
@@ -619,10 +620,10 @@ def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
         np.testing.assert_allclose(cross(outputs=["scores"], bias=bias)["scores"], plain + added, atol=1e-5, err_msg=str(shape))
 
 
-def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[..., str]) -> None:
+def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
     """Each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
     query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
-    with httpx.Client(base_url=start_here(batch_delay=2), timeout=60) as http, ThreadPoolExecutor(3) as threads:
+    with collecting_server(64) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
         def attend(reproducible: bool) -> dict[str, Any]:
             answer = http.post("/attend", json={"query": query, "causal": True, "reproducible": reproducible, "reply": {"form": "base64"}})
@@ -632,11 +633,16 @@ def test_reproducible_calls_are_computed_alone_bit_for_bit(start_here: Callable[
         def batches() -> float:
             return float(re.search(r"^attend_batch_calls_count (\S+)$", http.get("/metrics").text, re.MULTILINE)[1])
 
+        def attend_together(reproducible: bool) -> list[dict[str, Any]]:
+            with collect(3):
+                calls = [threads.submit(attend, reproducible) for _ in range(3)]
+            return [call.result() for call in calls]
+
         alone, start = attend(True), batches()
-        fixed = list(threads.map(attend, [True] * 3))
-        assert batches() - start == 3
-        usual = list(threads.map(attend, [False] * 3))
-        assert batches() - start == 3 + 1
+        fixed = attend_together(True)
+        assert batches() - start == 1 + 3
+        usual = attend_together(False)
+        assert batches() - start == 1 + 3 + 1 + 1
 
     assert fixed == [alone] * 3
     for name in ("output", "attention_weights"):
@@ -835,196 +841,6 @@ def test_a_plan_tells_what_attend_would_refuse(http: httpx.Client, layers: dict[
 
     assert attend.status_code == plan.status_code == 422
     assert attend.json()["errors"] == plan.json()["errors"]
-
-
-# Around the call
-
-
-def test_the_request_id_is_taken_or_made(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """A sensible id comes back; otherwise each request gets one of its own, refusals too."""
-    body = {"layer": "tiny", "query": QUERY.tolist()}
-    given = http.post("/attend", json=body, headers={"X-Request-Id": "trace-1.a/b"})
-    refused = http.post("/attend", json={}, headers={"X-Request-Id": "trace-2"})
-    made = [http.post("/attend", json=body).headers["x-request-id"] for _ in range(3)]
-    odd = [http.get("/health/live", headers={"X-Request-Id": value}).headers["x-request-id"] for value in ("a b", "", "x" * 129)]
-
-    assert given.headers["x-request-id"] == "trace-1.a/b"
-    assert refused.headers["x-request-id"] == refused.json()["request_id"] == "trace-2"
-    assert len({*made, *odd}) == 6
-    assert all(re.fullmatch(r"[0-9a-f]{16,}", value) for value in (*made, *odd))
-
-
-def test_server_timing(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Four phases in milliseconds, in the order of the path."""
-    header = http.post("/attend", json={"layer": "tiny", "query": QUERY.tolist()}).headers["server-timing"]
-
-    number = r"(\d+\.\d+)"
-    match = re.fullmatch(rf"decode;dur={number}, queue;dur={number}, compute;dur={number}, encode;dur={number}", header)
-    assert match
-    assert all(0 <= float(ms) < 10_000 for ms in match.groups())
-    assert float(match[3]) > 0
-
-
-@pytest.mark.parametrize(
-    "path", ["/", "/health/live", "/health/ready", "/health/startup", "/metrics", "/layers", "/layers/tiny", "/docs", "/openapi.json"]
-)
-def test_head_is_get_without_its_body(http: httpx.Client, server: Any, layers: dict[str, Any], path: str) -> None:
-    """The same status and type, no body, and the connection stays usable."""
-    with httpx.Client(base_url=server.url) as client:
-        got = client.get(path)
-        for _ in range(2):
-            head = client.head(path)
-            assert (head.status_code, head.headers["content-type"], head.content) == (200, got.headers["content-type"], b"")
-        assert client.get("/health/live").json() == {"live": True}
-
-
-def test_health(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Three questions, three answers."""
-    assert http.get("/health/live").json() == {"live": True}
-    assert http.get("/health/ready").json() == {"ready": True}
-    assert http.get("/health/startup").json() == {"started": True}
-
-
-def metric(text: str, name: str, **labels: str) -> float:
-    """The value of one line of the Prometheus text; 0 where it does not stand there yet."""
-    for line in text.splitlines():
-        if line.startswith(name + ("{" if labels else " ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
-            return float(line.rpartition(" ")[2])
-    return 0.0
-
-
-def test_metrics_count_what_happened(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Requests by endpoint and status, failures by reason, phases as histograms, layers as they are."""
-    before = http.get("/metrics").text
-
-    http.post("/attend", json={"layer": "tiny", "query": QUERY.tolist()})
-    http.post("/attend", content=b"{")
-    http.get("/layers/tiny")
-    http.get("/no/such/page")
-    answer = http.get("/metrics")
-
-    assert answer.headers["content-type"].startswith("text/plain")
-
-    def grown(name: str, **labels: str) -> float:
-        return metric(answer.text, name, **labels) - metric(before, name, **labels)
-
-    assert grown("attend_requests_total", endpoint="/attend", status="200") == 1
-    assert grown("attend_requests_total", endpoint="/attend", status="400") == 1
-    assert grown("attend_requests_total", endpoint="/layers/{name}", status="200") == 1
-    assert grown("attend_failures_total", reason="MalformedBody") == 1
-    for phase in ("decode", "queue", "compute", "encode"):
-        assert grown("attend_phase_seconds_count", phase=phase) == 1
-        assert grown("attend_phase_seconds_sum", phase=phase) >= 0
-    assert metric(answer.text, "attend_layers") == len(http.get("/layers").json()["layers"])
-    assert "/no/such" not in answer.text
-
-
-def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Version, contract, threads, limits and layers for anything that is no browser."""
-    index = http.get("/", headers={"accept": "application/json"}).json()
-
-    assert {"version", "contract", "threads", "limits", "layers"} <= set(index)
-    assert index["threads"] >= 1
-    assert index["limits"]["max_body_bytes"] == 4 * 1024 * 1024
-    assert {"default", *layers} <= set(index["layers"])
-
-
-# Layers
-
-
-def test_a_layer_comes_and_goes(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """201 for a new one, 200 for a replaced one, 204 and then 404; PUT answers what GET answers."""
-    spec = {"d_model": 6, "num_heads": 2, "seed": 1}
-    new = http.put("/layers/coming", json={"spec": spec})
-    same = http.put("/layers/coming", json={"spec": spec})
-    other = http.put("/layers/coming", json={"spec": {**spec, "seed": 2}})
-    got = http.get("/layers/coming")
-    listed = {layer["name"]: layer for layer in http.get("/layers").json()["layers"]}
-    gone = http.delete("/layers/coming")
-
-    assert [answer.status_code for answer in (new, same, other, got, gone)] == [201, 200, 200, 200, 204]
-    assert new.json() == same.json() != other.json() == got.json() == listed["coming"]
-    assert gone.content == b""
-    assert http.get("/layers/coming").status_code == http.delete("/layers/coming").status_code == 404
-    assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
-
-
-def test_what_a_layer_tells(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Its spec with defaults filled in, its parameters, its fingerprint, where it lives."""
-    layer = http.get("/layers/cross").json()
-
-    assert layer["name"] == "cross"
-    assert (
-        layer["spec"]
-        | {
-            "d_model": 4,
-            "num_heads": 2,
-            "key_dim": 3,
-            "value_dim": 5,
-            "bias": True,
-            "scale": 1 / math.sqrt(2),
-            "softcap": None,
-            "seed": 4,
-            "init": "xavier_uniform",
-            "dtype": "float32",
-        }
-        == layer["spec"]
-    )
-    assert layer["parameters"] == 4 * 4 + 4 * 3 + 4 * 5 + 4 * 4 + 4 * 4
-    assert (layer["state"], layer["device"]) == ("ready", "cpu")
-    assert re.fullmatch(r"[0-9a-f]{64}", layer["fingerprint"])
-
-
-def test_what_the_fingerprint_depends_on(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Spelled-out defaults change nothing; another seed, width of a head or dtype does, and so does a scale."""
-    spec = {"d_model": 4, "num_heads": 2, "seed": 3}
-
-    def fingerprint(**fields: Any) -> str:
-        return str(http.put("/layers/print", json={"spec": {**spec, **fields}}).json()["fingerprint"])
-
-    same = fingerprint()
-    assert same == layers["tiny"]["fingerprint"]
-    assert same == fingerprint(
-        key_dim=4, value_dim=4, bias=True, scale=1 / math.sqrt(2), softcap=None, init="xavier_uniform", dtype="float32"
-    )
-    assert same == fingerprint(softcap=0, scale=None)
-    others = {
-        fingerprint(seed=4),
-        fingerprint(num_heads=1),
-        fingerprint(dtype="float64"),
-        fingerprint(scale=1),
-        fingerprint(softcap=1),
-        same,
-    }
-    assert len(others) == 6
-    assert http.delete("/layers/print").status_code == 204
-
-
-def test_a_replaced_layer_answers_with_its_own_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """The reply names the fingerprint that computed it."""
-    answers = []
-    for seed in (1, 2, 1):
-        made = http.put("/layers/turning", json={"spec": {"d_model": 4, "num_heads": 2, "seed": seed}}).json()
-        answers.append(http.post("/attend", json={"layer": "turning", "query": QUERY.tolist()}).json())
-        assert answers[-1]["layer"] == {"name": "turning", "fingerprint": made["fingerprint"]}
-    assert http.delete("/layers/turning").status_code == 204
-
-    assert answers[0] == answers[2] != answers[1]
-
-
-@pytest.mark.parametrize("name", ["a", "A.b_c-D", "9", "x" * 64])
-def test_names_that_layers_may_have(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
-    """Letters, digits, point, underscore, hyphen; 64 at most."""
-    assert http.put(f"/layers/{name}", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
-    assert http.post("/attend", json={"layer": name, "query": QUERY.tolist()}).status_code == 200
-    assert http.delete(f"/layers/{name}").status_code == 204
-
-
-def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
-    """`default`: d_model 64, 8 heads, seed 0."""
-    spec = http.get("/layers/default").json()["spec"]
-
-    assert (spec["d_model"], spec["num_heads"], spec["seed"], spec["dtype"]) == (64, 8, 0, "float32")
 
 
 @pytest.mark.parametrize("field", ["scale", "softcap"])

@@ -1,6 +1,8 @@
-"""Layers as safetensors over HTTP: what PUT takes, what GET …/weights gives back, and what neither lets in."""
+"""Layers over HTTP: how they come and go and what they say of themselves; as safetensors, what PUT takes and GET gives back."""
 
 import json
+import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 SAFETENSORS = "application/vnd.safetensors"
 RNG = np.random.default_rng(20)
 NAMES = {np.dtype(t): n for t, n in ((np.float64, "F64"), (np.float32, "F32"), (np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"))}
+QUERY = np.random.default_rng(11).standard_normal((2, 3, 4)).round(3).tolist()
 
 
 def packed(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
@@ -52,6 +55,101 @@ def problem(answer: httpx.Response, status: int) -> dict[str, str]:
     assert answer.headers["content-type"] == "application/problem+json"
     found: dict[str, str] = answer.json()["errors"][0]
     return found
+
+
+def test_a_layer_comes_and_goes(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """201 for a new one, 200 for a replaced one, 204 and then 404; PUT answers what GET answers."""
+    spec = {"d_model": 6, "num_heads": 2, "seed": 1}
+    new = http.put("/layers/coming", json={"spec": spec})
+    same = http.put("/layers/coming", json={"spec": spec})
+    other = http.put("/layers/coming", json={"spec": {**spec, "seed": 2}})
+    got = http.get("/layers/coming")
+    listed = {layer["name"]: layer for layer in http.get("/layers").json()["layers"]}
+    gone = http.delete("/layers/coming")
+
+    assert [answer.status_code for answer in (new, same, other, got, gone)] == [201, 200, 200, 200, 204]
+    assert new.json() == same.json() != other.json() == got.json() == listed["coming"]
+    assert gone.content == b""
+    assert http.get("/layers/coming").status_code == http.delete("/layers/coming").status_code == 404
+    assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
+
+
+def test_what_a_layer_tells(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Its spec with defaults filled in, its parameters, its fingerprint, where it lives."""
+    layer = http.get("/layers/cross").json()
+
+    assert layer["name"] == "cross"
+    assert (
+        layer["spec"]
+        | {
+            "d_model": 4,
+            "num_heads": 2,
+            "key_dim": 3,
+            "value_dim": 5,
+            "bias": True,
+            "scale": 1 / math.sqrt(2),
+            "softcap": None,
+            "seed": 4,
+            "init": "xavier_uniform",
+            "dtype": "float32",
+        }
+        == layer["spec"]
+    )
+    assert layer["parameters"] == 4 * 4 + 4 * 3 + 4 * 5 + 4 * 4 + 4 * 4
+    assert (layer["state"], layer["device"]) == ("ready", "cpu")
+    assert re.fullmatch(r"[0-9a-f]{64}", layer["fingerprint"])
+
+
+def test_what_the_fingerprint_depends_on(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Spelled-out defaults change nothing; another seed, width of a head or dtype does, and so does a scale."""
+    spec = {"d_model": 4, "num_heads": 2, "seed": 3}
+
+    def fingerprint(**fields: Any) -> str:
+        return str(http.put("/layers/print", json={"spec": {**spec, **fields}}).json()["fingerprint"])
+
+    same = fingerprint()
+    assert same == layers["tiny"]["fingerprint"]
+    assert same == fingerprint(
+        key_dim=4, value_dim=4, bias=True, scale=1 / math.sqrt(2), softcap=None, init="xavier_uniform", dtype="float32"
+    )
+    assert same == fingerprint(softcap=0, scale=None)
+    others = {
+        fingerprint(seed=4),
+        fingerprint(num_heads=1),
+        fingerprint(dtype="float64"),
+        fingerprint(scale=1),
+        fingerprint(softcap=1),
+        same,
+    }
+    assert len(others) == 6
+    assert http.delete("/layers/print").status_code == 204
+
+
+def test_a_replaced_layer_answers_with_its_own_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The reply names the fingerprint that computed it."""
+    answers = []
+    for seed in (1, 2, 1):
+        made = http.put("/layers/turning", json={"spec": {"d_model": 4, "num_heads": 2, "seed": seed}}).json()
+        answers.append(http.post("/attend", json={"layer": "turning", "query": QUERY}).json())
+        assert answers[-1]["layer"] == {"name": "turning", "fingerprint": made["fingerprint"]}
+    assert http.delete("/layers/turning").status_code == 204
+
+    assert answers[0] == answers[2] != answers[1]
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-D", "9", "x" * 64])
+def test_names_that_layers_may_have(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
+    """Letters, digits, point, underscore, hyphen; 64 at most."""
+    assert http.put(f"/layers/{name}", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
+    assert http.post("/attend", json={"layer": name, "query": QUERY}).status_code == 200
+    assert http.delete(f"/layers/{name}").status_code == 204
+
+
+def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
+    """`default`: d_model 64, 8 heads, seed 0."""
+    spec = http.get("/layers/default").json()["spec"]
+
+    assert (spec["d_model"], spec["num_heads"], spec["seed"], spec["dtype"]) == (64, 8, 0, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])

@@ -15,6 +15,7 @@ from service.attention.reference.forward import attend
 from service.serving.embeddings import MAX_WORDS, hash_vector
 from service.serving.text import _installed
 from service.spec import LayerSpec
+from service.wire.native import numbers
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service" / folder).iterdir())
@@ -44,6 +45,17 @@ def test_everyone_else_gets_the_index(http: httpx.Client, accept: str) -> None:
 
     assert reply.headers["Content-Type"] == "application/json" and reply.headers["Vary"] == "Accept"
     assert reply.json()["name"] == "attend" and "default" in reply.json()["layers"]
+
+
+def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Version, contract, threads, limits and layers for anything that is no browser."""
+    index = http.get("/", headers={"accept": "application/json"}).json()
+
+    assert {"version", "contract", "threads", "limits", "layers"} <= set(index)
+    assert index["threads"] >= 1
+    assert index["json_numbers"] == numbers.variant()
+    assert index["limits"]["max_body_bytes"] == 4 * 1024 * 1024
+    assert {"default", *layers} <= set(index["layers"])
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -18,6 +18,7 @@ from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 
+pytestmark = pytest.mark.usefixtures("either_way")
 LIMITS = WireLimits()
 KINDS: dict[str, Kind] = {"x": "number", "y": "number", "bias": "bias", "mask": "mask", "lens": "count", "weights/*": "number"}
 

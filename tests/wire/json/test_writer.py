@@ -18,6 +18,7 @@ from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
+pytestmark = pytest.mark.usefixtures("either_way")
 DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64)}
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4)
 ODD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}

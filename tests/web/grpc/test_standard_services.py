@@ -175,7 +175,7 @@ from grpc_health.v1 import health_pb2
 from service.settings import Settings
 from service.web.app import create_service
 from service.web.grpc import inference_pb2
-from service.web.grpc.health import Health
+from service.web.grpc.standard_services import Health
 from service.web.grpc.methods import Methods
 from service.web.v2.description import ProtocolExtensions
 

@@ -1,22 +1,28 @@
-"""The standard gRPC health service, for the whole server and for GRPCInferenceService: SERVING while calls are answered.
+"""The standard gRPC services: health, for the whole server and for GRPCInferenceService, and reflection.
 
-The library's asyncio version notifies only one of several watchers of the same name. Here every watcher gets a change of readiness within
-`INTERVAL` seconds, and immediately when the shutdown gate closes; then its stream ends, so that watchers do not delay the shutdown.
-Clients need no key, so the numbers of messages and watchers are limited.
+The health service replies SERVING while calls are answered. The library's asyncio version notifies only one of several watchers of the
+same name. Here every watcher gets a change of readiness within `INTERVAL` seconds, and immediately when the shutdown gate closes; then
+its stream ends, so that watchers do not delay the shutdown. Neither service needs a key, so the numbers of messages, watchers and
+reflection streams are limited.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
 from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns
+from service.serving.lifecycle import ShutdownGate
 from service.serving.service import Service
+from service.serving.streams import in_time
 from service.web.grpc.channel import KEYLESS, WATCHES, address_of
 from service.web.grpc.codes import code_of
 
+NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 INTERVAL = 0.5  # seconds between two checks
 STATE = health_pb2.HealthCheckResponse
 
@@ -82,3 +88,21 @@ class Health:
         if name not in self.names:
             return int(STATE.SERVICE_UNKNOWN)
         return int(STATE.SERVING if await self.service.serves() else STATE.NOT_SERVING)
+
+
+class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
+    """The library's service; a stream ends when `gate` closes; it is aborted if no request arrives within `seconds`."""
+
+    def __init__(self, gate: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
+        super().__init__(names)
+        self.gate, self.seconds, self._streams = gate, seconds, CallLimit(KEYLESS, "reflection streams")
+
+    async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Answers each request, until the client ends the stream or the gate closes."""
+        try:
+            with self._streams.place(address_of(context.peer())):
+                questions = self.gate.until_closed(in_time(request_iterator, self.seconds))
+                async for reply in super().ServerReflectionInfo(questions, context):
+                    yield reply
+        except AttendError as refusal:
+            await context.abort(code_of(refusal), refusal.detail)

@@ -1,0 +1,197 @@
+"""Lists of numbers in a JSON text, as arrays.
+
+The compiled reader (`wire/native`) reads a list that is plainly right. The plain reader, Python's `json`, reads every other one, and finds
+the place of a fault. It makes an object of each number and holds the GIL, so it reads a long list in pieces. A piece ends at a comma; where
+that is inside of lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
+from service.tensors import BY_NUMPY, Array
+from service.wire.arrays import MAX_RANK, Kind, beyond_float64, converted, range_text
+from service.wire.json.strict import line_and_column, parse_strictly
+from service.wire.limits import WireLimits
+from service.wire.native import numbers
+from service.wire.problems import describe_value
+
+PIECE = 1 << 17  # bytes of a list that the plain reader parses at a time
+LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor
+EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
+NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
+FLOAT64 = np.dtype(np.float64)
+WORDS: dict[Kind, int] = {"bias": numbers.MINUS_INFINITY, "mask": numbers.FLAGS}
+ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and their description
+    "number": ({int, float}, "a number"),
+    "bias": ({int, float, str}, 'a number or "-inf"'),
+    "mask": ({int, float, bool}, "0, 1, true or false"),
+    "count": ({int, float}, "a whole number"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberList:
+    """A list in a JSON text, brackets included: text[start:stop]. It has no objects and no strings except "-inf"; it may be malformed."""
+
+    text: bytes
+    start: int
+    stop: int
+    limits: WireLimits
+
+    @property
+    def nested(self) -> bool:
+        """Whether the first item is a list."""
+        return NESTED.match(self.text, self.start) is not None
+
+    @property
+    def empty(self) -> bool:
+        return EMPTY.fullmatch(self.text, self.start, self.stop) is not None
+
+    def array(self, kind: Kind, at: str, dtype: np.dtype[Any] = FLOAT64) -> Array:
+        """The list as an array of that datatype. Raises MalformedBody, TooLarge, or InvalidRequest with a pointer below `at`."""
+        if (found := numbers.read(self.text, self.start, self.stop, self.limits.lists, dtype)) is not None:
+            array, words = found
+            if not words & ~WORDS.get(kind, 0) and not beyond_float64(array, dtype):
+                return converted(array, dtype, at)
+        return self._read_in_pieces(ArrayBuilder(kind, at, dtype))
+
+    def _read_in_pieces(self, builder: "ArrayBuilder") -> Array:
+        start, opened, lists = self.start, 0, 0  # `opened`: lists around the piece that begins at `start`
+        while True:
+            stop = self.stop if self.stop - start <= PIECE else self.text.rfind(b",", start, start + PIECE)
+            piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE]
+            left = opened + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
+            lists += piece.count(b"[")
+            self._demand_bounded(builder.at, lists, left)
+            if stop < 0:
+                raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE} bytes", "a longer one")
+            try:
+                items = self._parse(piece, start, opened, left, stop == self.stop)
+            except RequestError as refusal:
+                raise type(refusal)(problems=[builder.in_whole(problem) for problem in refusal.problems]) from None
+            builder.add(items, opened, left)
+            if stop == self.stop:
+                return builder.array()
+            start, opened = stop + 1, left
+
+    def _parse(self, piece: bytes, start: int, opened: int, left: int, is_last: bool) -> Any:
+        """The piece as Python lists. The commas between pieces are not parsed, so there must be items on both sides. If not, text is added
+        that makes the piece malformed."""
+        before = b"[" * opened + (b"0," if start > self.start and piece.lstrip()[:1] == b"]" else b"")
+        no_item = left <= 0 or piece.rstrip()[-1:] in (b"", b",", b"[")
+        after = b"" if is_last else b"," if no_item else b"]" * left
+        place_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
+        return parse_strictly(b"".join((before, piece, after)), place_of=place_of)
+
+    def _demand_bounded(self, at: str, lists: int, depth: int) -> None:
+        if depth > self.limits.depth:
+            raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
+        if lists > self.limits.lists:
+            raise TooLarge.where(at, f"at most {self.limits.lists} lists in one tensor", "more")
+
+    def plain(self, at: str) -> Any:
+        """The list as Python objects."""
+        if self.stop - self.start > LARGEST_PLAIN:
+            raise TooLarge.where(at, f"a list of at most {LARGEST_PLAIN} bytes", str(self.stop - self.start))
+        return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
+
+
+class ArrayBuilder:
+    """Builds an array from nested Python lists, whole or in pieces. Raises InvalidRequest with the place of the first fault."""
+
+    def __init__(self, kind: Kind, at: str, dtype: np.dtype[Any] = FLOAT64) -> None:
+        self.kind, self.at, self.dtype = kind, at, dtype
+        self.exact = dtype.kind in "iu" and dtype.itemsize == 8  # float64 cannot represent all of them
+        self.numbers: list[Any] = []  # of the current piece
+        self.pieces: list[Array] = []
+        self.rank = 0  # 0: not known yet
+        self.lengths: dict[int, int] = {}  # of the lists at each depth
+        self.places: list[int] = []  # how many items each open list has so far
+
+    def add(self, items: list[Any], opened: int = 0, left: int = 0) -> None:
+        """Adds a piece. Its outer `opened` lists continue those that the piece before left open; the last `left` ones stay open."""
+        self._add_list(items, 1, opened, left)
+        self.pieces.append(np.array(self.numbers, self.dtype if self.exact else FLOAT64))
+        self.numbers = []
+
+    def array(self) -> Array:
+        """The whole array."""
+        array = np.concatenate(self.pieces) if len(self.pieces) > 1 else self.pieces[0]
+        return converted(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
+
+    def in_whole(self, problem: Problem) -> Problem:
+        """A problem of the next piece, with a pointer into the whole. The first items at each depth continue open lists."""
+        if not problem.at:  # the text is not JSON
+            return problem
+        index = [int(part) for part in problem.at.split("/")[1:]]
+        for depth, before in enumerate(self.places):
+            if depth < len(index) and not any(index[:depth]):
+                index[depth] += before
+        return Problem(self.at + pointer(index), problem.expected, problem.got)
+
+    def place(self, more: int = 0) -> str:
+        """Pointer to the next item, or to one of those after it."""
+        return self.at + pointer([*self.places[:-1], self.places[-1] + more] if self.places else [])
+
+    def _add_list(self, items: list[Any], depth: int, opened: int, left: int) -> None:
+        if depth > opened:
+            self.places.append(0)
+        if depth > left:
+            self._demand_length(depth, self.places[depth - 1] + len(items))
+        if not self.rank and not (items and isinstance(items[0], list)):
+            self.rank = depth
+        if depth == self.rank:
+            self._add_row(items)
+        elif depth == MAX_RANK:
+            raise InvalidRequest.where(self.at, f"at most {MAX_RANK} nested lists", str(depth + _rank(items[0])))
+        else:
+            for i, item in enumerate(items):
+                if not isinstance(item, list):
+                    raise InvalidRequest.where(self.place(), f"a list of {self.lengths.get(depth + 1, 'numbers')}", describe_value(item))
+                stays = left if i == len(items) - 1 else 0
+                self._add_list(item, depth + 1, 0 if i else opened, stays)
+                self.places[depth - 1] += depth + 1 > stays
+        if depth > left:
+            self.places.pop()
+
+    def _add_row(self, items: list[Any]) -> None:
+        types, expected = ALLOWED[self.kind]
+        if not set(map(type, items)) <= types or (self.kind == "bias" and any(isinstance(item, str) and item != "-inf" for item in items)):
+            for i, item in enumerate(items):
+                if type(item) not in types or (isinstance(item, str) and item != "-inf"):
+                    raise InvalidRequest.where(self.place(i), expected, describe_value(item))
+        if self.exact:
+            limits = np.iinfo(self.dtype)
+            for i, item in enumerate(items):
+                if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
+                    raise InvalidRequest.where(self.place(i), range_text(BY_NUMPY[self.dtype]), describe_value(item))
+            items = list(map(int, items))
+        self.numbers += items
+        self.places[-1] += len(items)
+
+    def _demand_length(self, depth: int, length: int) -> None:
+        expected = self.lengths.setdefault(depth, length)
+        if length != expected:
+            at = self.at + pointer(self.places[: depth - 1])
+            raise InvalidRequest.where(at, f"{expected} values, as in the rows before", str(length))
+        if not length:
+            raise InvalidRequest.where(self.at, EMPTY_AXIS, "an empty list")
+
+
+def _rank(value: Any) -> int:
+    """How many lists begin with this one."""
+    rank = 0
+    while isinstance(value, list):
+        value, rank = value[0] if value else None, rank + 1
+    return rank
+
+
+def array_of_lists(value: list[Any], kind: Kind, at: str, dtype: np.dtype[Any] = FLOAT64) -> Array:
+    """Nested Python lists as an array. Raises InvalidRequest with the place of the first fault."""
+    builder = ArrayBuilder(kind, at, dtype)
+    builder.add(value)
+    return builder.array()

@@ -1,0 +1,189 @@
+/* Reads rows of numbers with 256-bit vectors: first finds the commas of up to 64 numbers, then converts these numbers without a branch.
+ *
+ * A number's 32 characters up to its comma are one vector. Those before the number are cleared; the digits before the point move up by one,
+ * into its place, by taking them from a vector loaded one character earlier. Three multiply-adds turn 32 digits into four integers of eight.
+ * Numbers of up to 19 digits, with or without an exponent of two digits (1.5e-07, as C and Python write it), have this form. A row with
+ * anything else is read by read_row(), from that point on. */
+#include "numbers.h"
+#ifdef X86
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#define WINDOW 32      /* characters of a number that are looked at, */
+#define NO_POINT WINDOW /* and where its point is among them if it has none */
+#define MARGIN 64      /* characters that must exist on either side of what is read */
+
+enum { REFUSED = 1, NOT_ZERO = 2 }; /* forms: not simple; simple, unless the first digit is 0 (a leading zero; -0, which is 0 as an integer) */
+
+typedef struct {
+    uint32_t digits[AT_ONCE][4], minus[AT_ONCE]; /* eight digits each, the first ones first */
+    int32_t point[AT_ONCE], exponent[AT_ONCE];
+} block_of_decimals;
+
+static uint8_t MASKS[3 * WINDOW + 1];
+#define LAST(count) (MASKS + 1 + (count)) /* a vector that is true in its last bytes, -1 to 64 of them */
+static uint8_t FORMS[2][WINDOW][WINDOW + 1]; /* by minus sign, number of other characters, and position of the point */
+static double FACTORS[2 * EXACT_POWER + 1];   /* 10^exponent for positive exponents, 1 for others */
+
+void prepare_reading(void)
+{
+    memset(LAST(WINDOW), 255, 2 * WINDOW);
+    for (int count = 0; count < WINDOW; count++)
+        for (int point = 0; point <= WINDOW; point++) {
+            int before = point - (WINDOW - count);
+            int refused = before < 1 || point == WINDOW - 1;
+            FORMS[0][count][point] = (uint8_t)(refused * REFUSED | (before > 1) * NOT_ZERO);
+            FORMS[1][count][point] = (uint8_t)(refused * REFUSED | (before > 1 || point == NO_POINT) * NOT_ZERO);
+        }
+    for (int i = 0; i <= 2 * EXACT_POWER; i++) FACTORS[i] = i < EXACT_POWER ? 1 : POWERS_EXACT[i - EXACT_POWER];
+}
+
+/* Finds the next commas from p on. Returns how many numbers end, the last one perhaps at the bracket `close`. */
+TARGET_AVX2 static inline int find_ends(const char *p, const char *close, const char **ends, uint32_t *has_exponents)
+{
+    int count = 0;
+    const __m256i comma = _mm256_set1_epi8(','), exponent = _mm256_set1_epi8('e'), small = _mm256_set1_epi8('a' - 'A');
+    __m256i exponents = _mm256_setzero_si256();
+    for (; p < close && count < AT_ONCE; p += 64) {
+        __m256i first = _mm256_loadu_si256((const __m256i *)p), second = _mm256_loadu_si256((const __m256i *)(p + 32));
+        uint64_t found = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(second, comma));
+        found = found << 32 | (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(first, comma));
+        exponents = _mm256_or_si256(exponents, _mm256_cmpeq_epi8(_mm256_or_si256(first, small), exponent));
+        exponents = _mm256_or_si256(exponents, _mm256_cmpeq_epi8(_mm256_or_si256(second, small), exponent));
+        if (close - p < 64) found &= ((uint64_t)1 << (close - p)) - 1;
+        int before = count;
+        count += __builtin_popcountll(found);
+        for (int i = before; i < count; i += 8) /* eight at once, since their number cannot be predicted */
+            for (int j = 0; j < 8; j++, found &= found - 1) ends[i + j] = p + _tzcnt_u64(found);
+    }
+    *has_exponents = (uint32_t)_mm256_movemask_epi8(exponents);
+    if (count >= AT_ONCE) return AT_ONCE;
+    ends[count++] = close;
+    return count;
+}
+
+/* The exponent of two digits that ends at *end, which moves before it; 0 if there is none. */
+TARGET_AVX2 static inline int32_t take_exponent(const char **end)
+{
+    uint32_t tail;
+    memcpy(&tail, *end - 4, 4);
+    uint32_t tens = (tail >> 16 & 0xff) - '0', ones = (tail >> 24) - '0', sign = tail >> 8 & 0xff;
+    uint32_t found = ((tail & 0xdf) == 'E') & (tens < 10) & (ones < 10) & ((sign == '-') | (sign == '+'));
+    *end -= 4 * found;
+    int32_t exponent = (int32_t)((tens * 10 + ones) & (0 - found));
+    return sign == '-' ? -exponent : exponent;
+}
+
+/* 32 digits, as values of 0 to 9, as four integers of eight. */
+TARGET_AVX2 static inline void join_digits(__m256i digits, uint32_t joined[4])
+{
+    __m256i pairs = _mm256_maddubs_epi16(digits, _mm256_set1_epi16(1 << 8 | 10));
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 << 16 | 100));
+    __m256i eights = _mm256_madd_epi16(_mm256_packus_epi32(fours, fours), _mm256_set1_epi32(1 << 16 | 10000));
+    _mm_storeu_si128((__m128i *)joined, _mm256_castsi256_si128(_mm256_permute4x64_epi64(eights, 2 << 2)));
+}
+
+/* Number i, which is the text from `start` to `end`. Returns 0 if it has the form. */
+TARGET_AVX2 static inline uint64_t read_simple(const char *start, const char *end, int i, block_of_decimals *into)
+{
+    const __m256i zeros = _mm256_set1_epi8('0'), nine = _mm256_set1_epi8(9), full_stop = _mm256_set1_epi8('.' - '0');
+    uint64_t minus = *start == '-';
+    into->minus[i] = (uint32_t)minus;
+    start += minus;
+    uint64_t length = (uint64_t)(end - start), kept = length & 31;
+    __m256i near = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(end - WINDOW)), zeros);
+    __m256i far = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(end - WINDOW - 1)), zeros);
+    uint32_t digits = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(near, nine), near));
+    uint32_t points = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(near, full_stop));
+    uint32_t others = ~digits & ~(uint32_t)(0xffffffffu >> kept), point = _tzcnt_u32(others);
+    near = _mm256_and_si256(near, _mm256_loadu_si256((const __m256i *)LAST(kept)));
+    far = _mm256_and_si256(far, _mm256_loadu_si256((const __m256i *)LAST(kept - 1)));
+    __m256i after_point = _mm256_loadu_si256((const __m256i *)LAST((31 - point) & 63)); /* all, if there is no point */
+    join_digits(_mm256_blendv_epi8(far, near, after_point), into->digits[i]);
+    into->point[i] = (int32_t)point;
+    uint8_t form = FORMS[minus][kept][point];
+    return length >> 5 | (others & (others - 1)) | (others & ~points) | (form & REFUSED) | (form / NOT_ZERO & (*start == '0'));
+}
+
+/* Converts numbers. Returns 0 if one of them has more than 19 digits. */
+TARGET_AVX2 static inline int convert(block_of_decimals *from, int count, uint32_t has_exponents, double *values)
+{
+    uint32_t too_long = 0, inexact = 0;
+    for (int i = 0; i < count; i++) {
+        int32_t fraction = from->point[i] == NO_POINT ? 0 : WINDOW - 1 - from->point[i];
+        from->exponent[i] = (has_exponents ? from->exponent[i] : 0) - fraction;
+        too_long |= from->digits[i][0] | (from->digits[i][1] > 999);
+        inexact |= from->digits[i][1] | (from->digits[i][2] >= EXACT_DIGITS / 100000000);
+        inexact |= (from->exponent[i] < -EXACT_POWER) | (from->exponent[i] > EXACT_POWER);
+    }
+    for (int i = 0; i < count; i++) {
+        int32_t exponent = from->exponent[i];
+        const uint32_t *digits = from->digits[i];
+        if (inexact)
+            values[i] = nearest_double(((uint64_t)digits[1] * 100000000 + digits[2]) * 100000000 + digits[3], exponent);
+        else
+            values[i] = ((double)(int32_t)digits[2] * 1e8 + (double)(int32_t)digits[3]) * FACTORS[EXACT_POWER + exponent] /
+                        FACTORS[EXACT_POWER - exponent];
+    }
+    for (int i = 0; i < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, &values[i], 8);
+        bits |= (uint64_t)from->minus[i] << 63;
+        memcpy(&values[i], &bits, 8);
+    }
+    return !too_long;
+}
+
+/* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one has another form. */
+TARGET_AVX2 static int read_block(const char **p, const char *close, double *values)
+{
+    const char *ends[2 * AT_ONCE + 8], *start = *p;
+    block_of_decimals found;
+    uint32_t has_exponents;
+    uint64_t refused = 0;
+    int count = find_ends(start, close, ends, &has_exponents);
+    for (int i = 0; i < count; i++) {
+        const char *end = ends[i];
+        start += *start == ' ';
+        if (has_exponents) found.exponent[i] = take_exponent(&end);
+        refused |= read_simple(start, end, i, &found);
+        start = ends[i] + 1;
+    }
+    *p = ends[count - 1];
+    return refused || !convert(&found, count, has_exponents, values) ? 0 : count;
+}
+
+/* Appends the numbers. Returns whether there was room and they are finite in the datatype. */
+TARGET_AVX2 static int append_block(const double *values, int count, list_of_numbers *into)
+{
+    int infinite = 0;
+    if (into->room - into->count < (size_t)count) return 0;
+    if (into->narrow) {
+        float *numbers = (float *)into->numbers + into->count;
+        for (int i = 0; i < count; i++) {
+            numbers[i] = (float)values[i];
+            infinite |= isinf(numbers[i]) != 0;
+        }
+    } else {
+        memcpy((double *)into->numbers + into->count, values, (size_t)count * sizeof(double));
+        for (int i = 0; i < count; i++) infinite |= isinf(values[i]) != 0;
+    }
+    into->count += (size_t)count;
+    return !infinite;
+}
+
+TARGET_AVX2 const char *read_row_avx2(const char *text, const char *p, const char *end, list_of_numbers *into)
+{
+    const char *close = memchr(p, ']', (size_t)(end - p));
+    double values[AT_ONCE];
+    if (!close || end - close < MARGIN || p - text < MARGIN) return read_row(p, end, into);
+    for (;;) {
+        const char *start = p;
+        int count = read_block(&p, close, values);
+        if (!count) return read_row(start, end, into);
+        if (!append_block(values, count, into)) return NULL;
+        if (p++ == close) return p;
+    }
+}
+#endif

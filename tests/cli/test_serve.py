@@ -1,0 +1,186 @@
+"""Where `attend serve` listens and whom it believes: TLS, a Unix socket, a proxy, and flags that it refuses at the start."""
+
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+from support.command import run_attend
+from support.server import Server
+from support.waiting import until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from service.settings import Settings
+
+SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
+QUERY = {"query": [[0.25] * 64] * 3}
+INJECTED = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "10.0.0.7", "ATTEND_SERVICE_HOST": "10.0.0.7"}
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[trustme.CA, Path, Path]:
+    """An authority, and the chain and the key that it gave this machine."""
+    authority, chain, key = trustme.CA(), tmp_path / "chain.pem", tmp_path / "key.pem"
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.private_key_pem.write_to_path(str(key))
+    leaf.cert_chain_pems[0].write_to_path(str(chain))
+    return authority, chain, key
+
+
+def test_over_https_too_who_never_reads_is_cut_off(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """Again and again, while others come and go: one that goes just when the server looks must not end the watch over the rest."""
+    authority, chain, key = certificate
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
+    request = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    for cut_off in range(1, 4):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+            mute = context.wrap_socket(plain, server_hostname="127.0.0.1")
+            mute.sendall(request)
+            count = f'attend_failures_total{{reason="slow_reply"}} {cut_off}.0'
+            until(lambda count=count: count in httpx.get(f"{server.url}/metrics", verify=context).text, count)
+            mute.close()
+
+
+def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
+    authority, chain, key = certificate
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--grpc-port", "0")
+    assert server.url.startswith("https://")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    answer = httpx.post(f"{server.url}/attend", json=QUERY, verify=context)
+    assert answer.status_code == 200
+    address = next(str(event["address"]) for event in server.events if event["event"] == "listening for gRPC")
+    trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    with grpc.secure_channel(address, trusted) as secure, grpc.insecure_channel(address) as plaintext:
+        alive = service_pb2.ServerLiveRequest()
+        assert service_pb2_grpc.GRPCInferenceServiceStub(secure).ServerLive(alive, timeout=60).live
+        with pytest.raises(grpc.RpcError):
+            service_pb2_grpc.GRPCInferenceServiceStub(plaintext).ServerLive(alive, timeout=60)
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
+        idle = context.wrap_socket(plain, server_hostname="127.0.0.1")  # one that does not answer a farewell
+        assert server.stop() == 0
+        idle.close()
+    for flags in (
+        ["--tls-cert", str(chain)],
+        ["--tls-cert", str(chain), "--tls-key", str(chain)],
+    ):
+        done = serve("--port", "0", *flags)
+        assert done.returncode == 2
+        assert done.stderr.startswith("attend serve: ")
+
+
+def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
+    """Served like a port, also over one that a killed server left behind; gone when the server is."""
+    path = tmp_path / "attend.sock"
+    server = start("--uds", str(path))
+    assert server.url == f"unix:{path}"
+    server.process.kill()
+    server.process.wait()
+    assert path.exists()
+    server = start("--uds", str(path))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+        assert client.post("/attend", json=QUERY).status_code == 200
+        refused = client.put("/layers/new", json=SPEC)  # every user of the machine can reach it
+        assert refused.status_code == 403 and "--keys-file" in refused.json()["detail"]
+        assert any(event["event"] == "open to everyone" for event in server.events)
+        second = serve("--uds", str(path))
+        assert second.returncode == 1 and "in use" in second.stderr
+        assert client.get("/health/live").status_code == 200
+    assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_layers_are_written_over_a_unix_socket_with_a_key(start: Callable[..., Server], tmp_path: Path) -> None:
+    """It is the admin's, as on a public address. What has taken the socket's place meanwhile is left alone."""
+    path, keyed = tmp_path / "attend.sock", tmp_path / "keys"
+    secret = run_attend("keys", "add", "one", "--scope", "infer,admin", "--file", str(keyed)).stdout.decode().strip()
+    server = start("--uds", str(path), "--keys-file", str(keyed))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+        assert client.put("/layers/new", json=SPEC).status_code == 401
+        assert client.put("/layers/new", json=SPEC, headers={"X-API-Key": secret}).status_code == 201
+    path.unlink()
+    path.write_text("mine")
+    assert server.stop() == 0
+    assert path.read_text() == "mine"
+
+
+def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
+    """The command where it is to refuse."""
+    done = run_attend("serve", *flags)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
+    """A file, a folder, a link to either stays what it is; a path that no socket can have is said to be too long."""
+    file, folder, link = tmp_path / "notes.txt", tmp_path / "folder", tmp_path / "link"
+    file.write_text("precious")
+    folder.mkdir()
+    link.symlink_to(file)
+    for path in (file, folder, link):
+        done = serve("--uds", str(path))
+        assert done.returncode == 1 and f"{path}: the file is not a socket" in done.stderr
+    assert file.read_text() == "precious" and folder.is_dir() and link.is_symlink()
+    done = serve("--uds", str(tmp_path / ("x" * 120)))
+    assert done.returncode == 1 and "too long" in done.stderr and "None" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--trusted-proxies", "banana"), "--trusted-proxies: expected addresses or networks such as 10.0.0.0/8"),
+        (("--trusted-proxies", "10.0.0.1/8"), "10.0.0.1/8"),
+        (("--trusted-proxies", "*, 10.0.0.1"), "* alone"),
+        (("--cors-origins", "notanorigin"), "--cors-origins: expected origins of web pages that may call, such as https://a.example"),
+        (("--cors-origins", "https://a.example/"), "such as https://a.example"),
+        (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names allowed in Host"),
+        (("--allowed-hosts", "a.example:8000"), "without ports"),
+        (("--grpc-port", "8765", "--port", "8765"), "port and grpc_port cannot both be 8765"),
+        (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
+    ],
+)
+def test_what_can_never_work_is_refused_at_the_start(flags: tuple[str, ...], told: str) -> None:
+    """With what is expected, and status 2."""
+    done = serve(*flags)
+    assert done.returncode == 2 and done.stderr.startswith("attend serve: ") and done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_lists_that_can_work_are_taken() -> None:
+    """Networks, several of a kind, spaces between them."""
+    settings = Settings(
+        trusted_proxies="10.0.0.0/8, ::1 ,192.0.2.7",
+        cors_origins="https://a.example, http://localhost:3000,null",
+        allowed_hosts="a.example , B.example,::1",
+    )
+    assert Settings(trusted_proxies="*", cors_origins="*", allowed_hosts="*").host == settings.host
+
+
+def test_behind_a_proxy(start: Callable[..., Server]) -> None:
+    """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone.
+
+    In Kubernetes, too: a Service of the name attend gives every pod ATTEND_PORT=tcp://…, which is no setting; the server says so.
+    """
+    server = start("--root-path", "/ml", "--trusted-proxies", "127.0.0.1", "--access-log", env=INJECTED)
+    assert "ATTEND_PORT" in server.log[0]
+    with httpx.Client(base_url=server.url, headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "proxied"}) as client:
+        assert client.post("/attend", json=QUERY).status_code == 200
+        assert '"/ml/openapi.json"' in client.get("/docs").text.replace("'", '"')
+        assert 'attend_requests_total{endpoint="/attend",status="200"} 1' in client.get("/metrics").text
+    server.stop()
+    assert {event["client"] for event in server.events if event.get("request_id") == "proxied"} == {"192.0.2.7"}
+
+
+def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Server) -> None:
+    """Anyone can write a header."""
+    http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
+    assert server.access_line("untrusted")["client"] == "127.0.0.1"

@@ -1,0 +1,252 @@
+"""Keys and their scopes on a real server: what each opens, how they come and go, and that they stay secret."""
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import typer
+from support.app import answers
+from support.command import run_attend
+from support.server import Server, fork_server
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typer.testing import CliRunner, Result
+
+from service.cli import keys
+from service.settings import Settings
+from service.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
+
+SCOPES = ("infer", "admin", "metrics")
+SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
+QUERY = {"query": [[0.25] * 64] * 3}
+ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that open it
+    ("POST", "/attend", {"infer"}),
+    ("POST", "/attend/plan", {"infer"}),
+    ("POST", "/v2/repository/index", set(SCOPES)),
+    ("PUT", "/layers/new", {"admin"}),
+    ("DELETE", "/layers/nobody", {"admin"}),
+    ("GET", "/metrics", {"metrics"}),
+    ("GET", "/", set(SCOPES)),
+    ("GET", "/layers", set(SCOPES)),
+    ("GET", "/layers/default", set(SCOPES)),
+    ("GET", "/openapi.json", set(SCOPES)),
+    ("GET", "/docs", set(SCOPES)),
+    ("HEAD", "/layers", set(SCOPES)),
+    ("GET", "/no/such/page", set(SCOPES)),
+    ("POST", "/no/such/page", {"admin"}),
+    ("OPTIONS", "/attend", {"admin"}),
+]
+
+
+def attend_keys(*arguments: str, file: Path) -> Result:
+    """The command, in this process: it loads neither torch nor a server."""
+    app = typer.Typer()
+    app.add_typer(keys.group, name="keys")
+    return CliRunner().invoke(app, ["keys", *arguments, "--file", str(file)])
+
+
+class Guarded:
+    """A server with a key of each scope, made by the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys.txt"
+        self.keys = {scope: attend_keys("add", f"only-{scope}", "--scope", scope, file=self.file).stdout.strip() for scope in SCOPES}
+        self.server = fork_server("--keys-file", str(self.file), "--grpc-port", "0", "--log-format", "json")
+
+    def ask(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"json": QUERY} if path.startswith("/attend") else {"json": SPEC} if method == "PUT" else {}
+        return httpx.request(method, self.server.url + path, headers=headers, timeout=60, **body)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    one = Guarded(tmp_path_factory.mktemp("keys"))
+    yield one
+    one.server.stop()
+
+
+@pytest.mark.parametrize(("method", "path", "scopes"), ASKS, ids=[f"{method} {path}" for method, path, _ in ASKS])
+def test_each_route_wants_a_key_of_its_scope(guarded: Guarded, method: str, path: str, scopes: set[str]) -> None:
+    """401 without a key and with an unknown one, and how to ask; 403 with the wrong scope; else what the route says."""
+    for key in ("", "attend-unknown"):
+        refused = guarded.ask(method, path, key)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == 'Bearer realm="attend"'
+    for scope in SCOPES:
+        answer = guarded.ask(method, path, guarded.keys[scope])
+        assert (answer.status_code not in (401, 403)) == (scope in scopes), (scope, answer.text)
+        if scope not in scopes:
+            assert answer.status_code == 403
+
+
+def test_the_page_is_an_empty_shell_for_anyone(guarded: Guarded) -> None:
+    """A browser gets it without a key, which it could not bring; the index, which names the layers, is closed."""
+    page = guarded.ask("GET", "/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert guarded.ask("GET", "/").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "scopes"),
+    [
+        ("ModelInfer", service_pb2.ModelInferRequest(model_name="default"), {"infer"}),
+        ("ModelMetadata", service_pb2.ModelMetadataRequest(name="default"), {"infer", "admin", "metrics"}),
+        ("RepositoryIndex", service_pb2.RepositoryIndexRequest(), {"infer", "admin", "metrics"}),
+        ("RepositoryModelLoad", service_pb2.RepositoryModelLoadRequest(model_name="default"), {"admin"}),
+        ("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name="nothing"), {"admin"}),
+        ("ServerLive", service_pb2.ServerLiveRequest(), None),
+    ],
+)
+def test_grpc_wants_the_same_keys(guarded: Guarded, method: str, request_: Any, scopes: set[str] | None) -> None:
+    """In the metadata, under either name; the scopes are those of the routes."""
+    address = next(str(event["address"]) for event in guarded.server.events if event["event"] == "listening for gRPC")
+
+    def code(*metadata: tuple[str, str]) -> grpc.StatusCode:
+        try:
+            getattr(service_pb2_grpc.GRPCInferenceServiceStub(channel), method)(request_, metadata=metadata, timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    with grpc.insecure_channel(address) as channel:
+        assert (code() == grpc.StatusCode.UNAUTHENTICATED) == (scopes is not None)
+        assert (code(("x-api-key", "attend-unknown")) == grpc.StatusCode.UNAUTHENTICATED) == (scopes is not None)
+        for scope, key in guarded.keys.items():
+            for metadata in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+                refused = code(metadata) in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+                assert refused == (scopes is not None and scope not in scopes), scope
+
+
+def test_every_documented_route_is_closed(guarded: Guarded) -> None:
+    """Whatever route is added later: none but health answers without a key."""
+    document = guarded.ask("GET", "/openapi.json", guarded.keys["infer"]).json()
+    for path, operations in document["paths"].items():
+        for method in operations:
+            status = guarded.ask(method.upper(), path.replace("{name}", "default")).status_code
+            assert (status == 401) == ("/health/" not in path), (method, path, status)
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup"])
+def test_health_wants_no_key(guarded: Guarded, path: str) -> None:
+    """Whoever asks for health has no key to show."""
+    assert guarded.ask("GET", path).status_code == 200
+
+
+def test_a_key_comes_in_either_header(guarded: Guarded) -> None:
+    """As a Bearer token, in whatever case the word is, or as X-API-Key."""
+    key = guarded.keys["infer"]
+    for headers in ({"X-API-Key": key}, {"Authorization": f"bearer {key}"}):
+        assert guarded.ask("POST", "/attend", **headers).status_code == 200
+    for headers in (
+        {"Authorization": f"Basic {key}"},
+        {"Authorization": key},
+        {"X-API-Key": key[:-1]},
+        {"X-API-Key": "ключ".encode("latin-1", "replace").decode()},
+    ):
+        assert guarded.ask("POST", "/attend", **headers).status_code == 401
+
+
+def test_keys_come_and_go_while_the_server_runs(guarded: Guarded) -> None:
+    """A new one opens the door at the next request, a removed one no longer does; a broken file leaves things as they were."""
+    key = attend_keys("add", "passing", "--scope", "infer", "--scope", "admin", file=guarded.file).stdout.strip()
+    assert guarded.ask("POST", "/attend", key).status_code == 200
+    assert guarded.ask("DELETE", "/layers/nobody", key).status_code == 404
+    assert "passing  admin,infer" in attend_keys("list", file=guarded.file).stdout
+
+    good = guarded.file.read_text()
+    guarded.file.write_text(good + "half a li")
+    assert guarded.ask("POST", "/attend", key).status_code == 200
+    guarded.file.write_text(good)
+
+    assert attend_keys("remove", "passing", file=guarded.file).exit_code == 0
+    assert guarded.ask("POST", "/attend", key).status_code == 401
+    assert guarded.ask("POST", "/attend", guarded.keys["infer"]).status_code == 200
+
+
+def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
+    """The file holds digests and is its owner's alone; the log names keys and shows none."""
+    for scope in SCOPES:
+        guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
+        assert guarded.keys[scope] not in guarded.file.read_text()
+        assert guarded.server.access_line(f"by-{scope}")["key"] == f"only-{scope}"
+    assert guarded.file.stat().st_mode & 0o77 == 0
+    assert not any(key in "".join(guarded.server.log) for key in guarded.keys.values())
+
+
+def test_the_command_refuses_what_makes_no_sense(tmp_path: Path) -> None:
+    """A scope that does not exist, a name taken, nobody to remove, no file to list: in one line, with nothing written."""
+    file = tmp_path / "keys.txt"
+    assert "infer, admin, metrics" in attend_keys("add", "one", "--scope", "everything", file=file).stderr
+    assert not file.exists()
+    assert attend_keys("add", "one", "--scope", "infer", file=file).exit_code == 0
+    assert "already" in attend_keys("add", "one", "--scope", "admin", file=file).stderr
+    assert "nobody" in attend_keys("remove", "nobody", file=file).stderr
+    assert attend_keys("list", file=tmp_path / "none").exit_code == 1
+    assert len(read_keys(file)) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["one infer", "one infer abc", f"one all {'0' * 64}", f"../one infer {'0' * 64}", f"one infer {'0' * 64} more"]
+)
+def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, line: str) -> None:
+    """By file and line, without what stands there."""
+    file = tmp_path / "keys.txt"
+    file.write_text(f"# comment\n\n{line}\n")
+    with pytest.raises(BadKeys, match=r"line 3: expected"):
+        Keyring(file)
+
+
+def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> None:
+    """A server does not start open by mistake, nor does it close because a mount was away for a moment."""
+    file = tmp_path / "keys.txt"
+    with pytest.raises(BadKeys):
+        Keyring(file)
+    done = run_attend("serve", "--port", "0", "--keys-file", str(file))
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+    secret, key = make_key("one", ["infer"])
+    write_keys(file, [key])
+    ring = Keyring(file)
+    file.unlink()
+    assert ring.find(secret) == key
+    assert ring.find("") is None
+    assert digest(secret) == key.digest != secret
+
+
+def test_layers_are_written_on_a_public_address_with_a_key_alone(tmp_path: Path) -> None:
+    """Without keys writing is off there; with them it is the admin's."""
+    put = {"method": "PUT", "url": "/layers/new", "json": SPEC}
+    public = {"host": "0.0.0.0", "access_log": False}
+    secret, key = make_key("one", ["admin"])
+    write_keys(tmp_path / "keys", [key])
+    (refused,) = answers(Settings(**public), put)
+    assert refused.status_code == 403
+    assert "--keys-file" in refused.json()["detail"]
+    guarded = Settings(**public, keys_file=tmp_path / "keys")
+    assert [a.status_code for a in answers(guarded, put, {**put, "headers": {"X-API-Key": secret}})] == [401, 201]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("hosts", [[], ["localhost"], ["localhost", "localhost"], ["evil.example", "localhost"]])
+def test_a_request_has_one_host(server: Server, guarded: Guarded, hosts: list[str], version: str) -> None:
+    """Two may be read one way here and the other in a proxy; none is for HTTP/1.0 alone."""
+    for where in (server, guarded.server):
+        with socket.create_connection(("127.0.0.1", int(where.url.rpartition(":")[2])), timeout=60) as connection:
+            lines = [f"GET /health/live HTTP/{version}", *(f"Host: {host}" for host in hosts), "Connection: close"]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            with connection.makefile("rb") as reader:
+                answer = reader.read()
+        good = len(hosts) == 1 or (not hosts and version == "1.0")
+        assert answer.split()[1] == (b"200" if good else b"400"), answer
+        assert good or b"one Host header" in answer
+
+
+def test_keys_of_nobody_are_told(start: Callable[..., Server], tmp_path: Path) -> None:
+    """A file without any key lets nobody in: allowed, since a running server follows it, and said."""
+    (tmp_path / "keys").write_text("")
+    server = start("--keys-file", str(tmp_path / "keys"))
+    assert [event["level"] for event in server.events if event["event"] == "open to nobody"] == ["warning"]
+    assert not any(event["event"] == "open to everyone" for event in server.events)

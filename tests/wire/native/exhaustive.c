@@ -1,0 +1,45 @@
+/* Compares the digits of every positive float32 from FIRST to LAST (their bits) with those that the exact algorithm finds.
+ *
+ *     gcc -O3 -ffp-contract=off -Iservice/wire/native tests/wire/native/exhaustive.c \
+ *         service/wire/native/{variants,powers,decimal,read,read_avx2}.c -o exhaustive && ./exhaustive avx2 0x00800000 0x7f800000 */
+#include "write.c"
+#include <stdio.h>
+#include <stdlib.h>
+
+static void convert_portable(const float *numbers, block_of_text *texts) { convert_block(numbers, NO_LIMIT, texts); }
+#ifdef X86
+TARGET_AVX2 static void convert_avx2(const float *numbers, block_of_text *texts) { convert_block(numbers, NO_LIMIT, texts); }
+TARGET_AVX512 static void convert_avx512(const float *numbers, block_of_text *texts) { convert_block(numbers, NO_LIMIT, texts); }
+static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {convert_portable, convert_avx2, convert_avx512};
+#else
+static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {convert_portable};
+#endif
+
+/* Whether the text of number `i` has the exact digits. */
+static int is_exact(uint32_t bits, const block_of_text *texts, int i)
+{
+    int32_t unit, length = 9;
+    uint32_t digits = shortest_digits(bits, &unit), found = 0;
+    for (; digits < 100000000; digits *= 10) length--;
+    const char *text = (const char *)texts->text[i] + DIGITS;
+    for (int j = 0; j < 9; j++) found = found * 10 + (uint32_t)(text[j] - '0');
+    return found == digits && texts->point[i] == length + unit;
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 4) return 2;
+    uint32_t first = (uint32_t)strtoul(arguments[2], NULL, 0), last = (uint32_t)strtoul(arguments[3], NULL, 0), wrong = 0;
+    while (variant < VARIANTS && strcmp(VARIANT_NAMES[variant], arguments[1])) variant++;
+    if (variant == VARIANTS || !can_run(variant)) return 2;
+    prepare_numbers();
+    block_of_text texts;
+    for (uint32_t bits = first; bits < last; bits += AT_ONCE) {
+        float numbers[AT_ONCE];
+        for (uint32_t i = 0; i < AT_ONCE; i++) memcpy(&numbers[i], &(uint32_t){bits + i}, 4);
+        CONVERT[variant](numbers, &texts);
+        for (int i = 0; i < AT_ONCE; i++) wrong += !is_special(numbers[i]) && !is_exact(bits + (uint32_t)i, &texts, i);
+    }
+    printf("%s, %08x to %08x: %u wrong\n", arguments[1], first, last, wrong);
+    return wrong != 0;
+}
