@@ -48,6 +48,7 @@ FROM dependencies AS project
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps --root /project /wheel/*.whl \
     && PYTHONPATH="$(echo /project/opt/attend/lib/python3*/site-packages)" /opt/attend/bin/python -c '\
+import service.attention.native._short; \
 from service.wire.native import numbers; \
 assert numbers.variant() != numbers.PYTHON, "the compiled extension is missing, or fails its self-test"'
 

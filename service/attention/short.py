@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
+from service.attention.native.kernel import extension
 from service.attention.selection import select_weights, selection
 from service.spec import PROJECTIONS, LayerSpec
-
-try:
-    from service.attention.native import _short as native
-except ImportError:  # installed without a C compiler
-    native = None  # type: ignore[assignment]
 
 MAX_WIDTH = 256  # d_model of a layer with short calls
 MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call: for more, torch is as fast,
@@ -27,17 +23,17 @@ class Short:
     """Computes short calls to one layer. Immutable."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
-        """`variant`: one of the implementations in `native.variants`, by default the fastest."""
+        """`variant`: one of the implementations in `extension.variants`, by default the fastest."""
         none = torch.zeros(spec.d_model)
-        self._layer = native.layer(
+        self._layer = extension.layer(
             spec.d_model,
             spec.num_heads,
-            variant or native.variants[0],
+            variant or extension.variants[0],
             tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
             tuple(weights.get(f"{name}.bias", none).numpy() for name in PROJECTIONS),
         )
         self._num_heads = spec.num_heads
-        self._largest = MAX_PORTABLE if native.variants[0] == "portable" else MAX_PRODUCT
+        self._largest = MAX_PORTABLE if extension.variants[0] == "portable" else MAX_PRODUCT
 
     @staticmethod
     def suits_layer(spec: LayerSpec, device: torch.device) -> bool:
@@ -46,7 +42,7 @@ class Short:
         widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, heads * spec.head_dim, heads * spec.value_head_dim}
         is_plain = spec.projections and len(widths) == 1 and spec.d_model <= MAX_WIDTH and spec.num_kv_heads == heads
         more = spec.alibi or spec.relative_bias or spec.rope or spec.qk_norm or spec.sinks
-        return bool(native and is_plain and not more and spec.dtype == "float32" and device.type == "cpu")
+        return bool(extension and is_plain and not more and spec.dtype == "float32" and device.type == "cpu")
 
     def suits(self, call: Call) -> bool:
         """Whether the call is short, has no masks or modifiers, and requests only output and weights."""
@@ -65,7 +61,7 @@ class Short:
         (items, queries, _), keys = call.query.shape, call.key.shape[1]
         output, weights = torch.empty(call.query.shape), torch.empty(items, self._num_heads, queries, keys)
         query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
-        if not native.attend(self._layer, items, queries, keys, call.scale, query, key, value, output.numpy(), weights.numpy()):
+        if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output.numpy(), weights.numpy()):
             return None
         tensors = {"output": output} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:

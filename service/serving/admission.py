@@ -1,6 +1,6 @@
 """Bounds the bytes, calls and messages that one process accepts at once, over all protocols, and each caller's share of them.
 
-`cost.py` bounds the cost of one call, `occupancy.py` the cost of the calls that wait for the device.
+`cost.py` bounds the cost of one call, `load.py` the cost of the calls that wait for the device.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ from service.attention.call import Call, Result
 from service.attention.layer import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
-from service.serving.occupancy import INTERNAL, Flow
+from service.serving.load import INTERNAL, Flow
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
 MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ

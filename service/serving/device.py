@@ -1,6 +1,8 @@
-"""Finds the torch device to compute on, and reads its memory in use."""
+"""The torch device to compute on: finds it, reads its memory in use, and keeps a thread of one core."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,3 +29,23 @@ def memory_in_use(device: torch.device) -> int:
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+@cache
+def one_core() -> ThreadPoolExecutor:
+    """An executor whose one thread computes on one core. Created by the first call, which must precede computation in other threads.
+
+    `torch.set_num_threads` sets the number for the calling thread and the default for all threads that start to compute later. So it is
+    called once in the new thread, and the default is then restored. If it were called around each reproducible call, a thread that starts
+    to compute at that moment would keep one core for ever.
+    """
+    default = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
+    thread.submit(_use_one_core).result()
+    torch.set_num_threads(default)
+    return thread
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
+    torch.set_num_threads(1)

@@ -5,9 +5,8 @@ If the computation raises, every call of the batch gets the error. A batch that 
 
 import errno
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -15,6 +14,7 @@ from service.attention.call import Call, Result
 from service.attention.layer import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, split, stack
+from service.serving.device import one_core
 from service.serving.layers.registry import LoadedLayer
 
 NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # messages of torch, Python and the linker
@@ -83,26 +83,6 @@ def run(layer: LoadedLayer, call: Call, operation: Operation | None = None) -> R
     call = call.to(attention.device)
     forward = attention.forward if operation is None else partial(operation.to(attention.device), attention)
     return one_core().submit(forward, call).result() if call.reproducible else forward(call)
-
-
-@cache
-def one_core() -> ThreadPoolExecutor:
-    """An executor whose one thread computes on one core. Created by the first call, which must precede computation in other threads.
-
-    `torch.set_num_threads` sets the number for the calling thread and the default for all threads that start to compute later. So it is
-    called once in the new thread, and the default is then restored. If it were called around each reproducible call, a thread that starts
-    to compute at that moment would keep one core for ever.
-    """
-    default = torch.get_num_threads()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
-    thread.submit(_use_one_core).result()
-    torch.set_num_threads(default)
-    return thread
-
-
-def _use_one_core() -> None:
-    torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
-    torch.set_num_threads(1)
 
 
 def _on_cpu(result: Result) -> Result:

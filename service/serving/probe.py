@@ -14,7 +14,8 @@ from service.serving.scheduler import Scheduler
 from service.wire.schemas.attend import AttendRequest
 
 RECOVERY = 1.0  # seconds between probes of a device that ran out of memory
-SHORTEST, LONGEST, TELLING = 16, 1024, 100_000_000  # least and most queries, and intended operations, of the call that measures the device
+MIN_QUERIES, MAX_QUERIES = 16, 1024  # of the call that measures the device
+MEASURED_OPERATIONS = 100_000_000  # intended operations of that call
 
 
 class Probe:
@@ -34,8 +35,8 @@ class Probe:
 
     async def measure(self, layer: LoadedLayer) -> None:
         """Measure the device's speed with one call large enough to be reliable: the first Retry-After values depend on it."""
-        length = SHORTEST
-        while length < LONGEST and cost.predict(_zeros(layer, length), layer.spec).operations < TELLING:
+        length = MIN_QUERIES
+        while length < MAX_QUERIES and cost.predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
             length *= 2
         operations = cost.predict(_zeros(layer, length), layer.spec).operations
         self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)

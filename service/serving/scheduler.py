@@ -35,10 +35,9 @@ from service.serving.cost import Cost
 from service.serving.executor import Outcome, Settled, compute, failure
 from service.serving.fair_queue import FairQueue
 from service.serving.layers.registry import LoadedLayer
+from service.serving.load import LIGHT, Flow, Occupancy, Throughput, size_class
 from service.serving.metrics import Metrics
-from service.serving.occupancy import Flow, Occupancy
 from service.serving.requests import TOO_LATE
-from service.serving.throughput import LIGHT, Throughput, size_class
 
 INLINE_OPERATIONS = LIGHT  # most operations of a call that is computed on the event loop
 OVERHEAD = 1 << 20  # operations added to the cost of any call

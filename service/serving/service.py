@@ -13,9 +13,8 @@ from service.serving.admission import ByteBudget
 from service.serving.batching import limits_on
 from service.serving.cost import ServingLimits
 from service.serving.decoding import read_document, read_layer, read_object
-from service.serving.device import find_device, memory_in_use
+from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
-from service.serving.executor import one_core
 from service.serving.layers.files import Source, write_layer_file
 from service.serving.layers.loader import LayerLoader
 from service.serving.layers.registry import LayerRegistry, LoadedLayer

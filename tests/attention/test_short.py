@@ -28,7 +28,7 @@ def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
     """The layer as torch computes it, and with each implementation in C."""
     layer.short = None
     yield layer
-    for variant in short.native.variants if short.native is not None else ():
+    for variant in short.extension.variants if short.extension is not None else ():
         layer.short = Short(layer.spec, layer.weights, variant)
         yield layer
 
@@ -209,7 +209,7 @@ def test_other_layers_have_no_short_calls(fields: dict[str, Any]) -> None:
 
 
 def test_without_the_extension_torch_computes_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short, "native", None)
+    monkeypatch.setattr(short, "extension", None)
     layer, plain = make(d_model=64, num_heads=8)
     call = call_of(layer, 1, 16)
     assert layer.short is None
@@ -222,11 +222,11 @@ def test_sizes_that_do_not_fit_are_refused(wrong: str) -> None:
     square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
     sizes = {"query": 12, "key": 18, "value": 18, "output": 12, "weights": 18}
     arrays = [np.zeros(size - (name == wrong), np.float32) for name, size in sizes.items()]
-    for variant in short.native.variants if short.native is not None else ():
-        layer = short.native.layer(6, 3, variant, (square,) * 4, (row,) * 4)
+    for variant in short.extension.variants if short.extension is not None else ():
+        layer = short.extension.layer(6, 3, variant, (square,) * 4, (row,) * 4)
         with pytest.raises(ValueError, match="sizes"):
-            short.native.attend(layer, 1, 2, 3, 1.0, *arrays)
+            short.extension.attend(layer, 1, 2, 3, 1.0, *arrays)
         with pytest.raises(ValueError, match="sizes"):
-            short.native.layer(7, 1, variant, (square,) * 4, (row,) * 4)
+            short.extension.layer(7, 1, variant, (square,) * 4, (row,) * 4)
         with pytest.raises(ValueError, match="variant"):
-            short.native.layer(6, 3, "none", (square,) * 4, (row,) * 4)
+            short.extension.layer(6, 3, "none", (square,) * 4, (row,) * 4)

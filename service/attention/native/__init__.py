@@ -1,1 +1,1 @@
-"""Short calls in C. The extension is optional: without it they are computed by torch, like all others."""
+"""Compiled code for short calls: C sources, and the Python module that finds out whether it was built."""

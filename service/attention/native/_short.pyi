@@ -1,6 +1,6 @@
 from service.tensors import Array
 
-variants: tuple[str, ...]
+variants: list[str]
 """The implementations that this processor can run, fastest first."""
 
 class Layer:

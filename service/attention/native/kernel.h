@@ -10,6 +10,7 @@
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef int int_vector __attribute__((vector_size(4 * LANES)));
+typedef unsigned bits_vector __attribute__((vector_size(4 * LANES)));
 
 INLINE vector load(const float *from) { vector x; memcpy(&x, from, sizeof x); return x; }
 INLINE void store(float *to, vector x) { memcpy(to, &x, sizeof x); }
@@ -22,7 +23,7 @@ INLINE vector exponential(vector x)
     const vector shifted = x * 1.44269504f + round, n = shifted - round;
     const vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     const vector p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 0.5f;
-    const vector power = (vector)(((int_vector)shifted - 0x4b400000 + 127) << 23); /* 2^n */
+    const vector power = (vector)(((bits_vector)shifted - 0x4b400000 + 127) << 23); /* 2^n */
     return choose(x < -87.0f, (vector){0}, (p * r * r + r + 1.0f) * power);
 }
 
@@ -53,7 +54,6 @@ struct matrix {
 
 INLINE float *row_of(struct matrix x, int row) { return x.at + (size_t)row * x.stride; }
 INLINE struct matrix columns_from(struct matrix x, int column) { return (struct matrix){x.at + column, x.stride}; }
-INLINE struct matrix constant(const float *at, int stride) { return (struct matrix){(float *)at, stride}; }
 
 /* y [rows][columns] = x [rows][terms] w [terms][columns], plus bias [columns] unless that is NULL. Reads and writes whole vectors of columns.
    In a last block of fewer rows, its last row is computed several times. */
@@ -117,7 +117,8 @@ INLINE void attend(const struct layer *layer, const struct item *item)
     scores = (struct matrix){row_of(transposed, depth), whole_vectors(keys)};
 
     for (int i = QUERY; i <= VALUE; i++)
-        multiply(constant(item->input[i], width), rows[i], width, constant(layer->weight[i], layer->stride), width, layer->bias[i], projected[i]);
+        multiply((struct matrix){(float *)item->input[i], width}, rows[i], width, (struct matrix){layer->weight[i], layer->stride}, width,
+                 layer->bias[i], projected[i]);
     for (int head = 0; head < layer->heads; head++) {
         for (int i = 0; i < depth; i++)
             for (int key = 0; key < transposed.stride; key++)
@@ -127,6 +128,6 @@ INLINE void attend(const struct layer *layer, const struct item *item)
         copy_rows(scores, queries, keys, item->weights + (size_t)head * queries * keys);
         multiply(scores, queries, keys, columns_from(projected[VALUE], head * depth), depth, NULL, columns_from(merged, head * depth));
     }
-    multiply(merged, queries, width, constant(layer->weight[OUTPUT], layer->stride), width, layer->bias[OUTPUT], projected[QUERY]);
+    multiply(merged, queries, width, (struct matrix){layer->weight[OUTPUT], layer->stride}, width, layer->bias[OUTPUT], projected[QUERY]);
     copy_rows(projected[QUERY], queries, width, item->output);
 }

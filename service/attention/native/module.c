@@ -11,51 +11,7 @@
 
 #define CAPSULE "service.attention.native._short.layer"
 
-static const struct { const char *name; void (*attend)(const struct layer *, const struct item *); } variants[] = {
-#if defined(__x86_64__)
-    {"avx512", attend_avx512},
-    {"avx2", attend_avx2},
-#endif
-    {"portable", attend_portable},
-};
-enum { VARIANTS = sizeof variants / sizeof *variants };
-
-/* The first variant that this processor can run. It can run the later ones, too. */
-static int first_variant(void)
-{
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) return 0;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
-#endif
-    return VARIANTS - 1;
-}
-
 static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, CAPSULE)); }
-
-/* A layer with room for its weights behind it; they are zero. NULL if memory is short. */
-static struct layer *new_layer(int width, int heads)
-{
-    const size_t stride = stride_of(width);
-    struct layer *layer = calloc(1, sizeof *layer + PROJECTIONS * stride * ((size_t)width + 1) * sizeof(float));
-    if (!layer) return NULL;
-    float *at = (float *)(layer + 1);
-    for (int i = 0; i < PROJECTIONS; i++, at += stride * ((size_t)width + 1)) {
-        layer->weight[i] = at;
-        layer->bias[i] = at + stride * width;
-    }
-    layer->width = width;
-    layer->heads = heads;
-    layer->stride = (int)stride;
-    return layer;
-}
-
-static void fill(struct layer *layer, int projection, const float *weight, const float *bias)
-{
-    float *to = (float *)layer->weight[projection];
-    for (int out = 0; out < layer->width; out++)
-        for (int in = 0; in < layer->width; in++) to[(size_t)in * layer->stride + out] = weight[(size_t)out * layer->width + in];
-    memcpy((float *)layer->bias[projection], bias, sizeof(float) * layer->width);
-}
 
 static PyObject *make_layer(PyObject *module, PyObject *args)
 {
@@ -66,14 +22,13 @@ static PyObject *make_layer(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "iis(y*y*y*y*)(y*y*y*y*)", &width, &heads, &name, parts, parts + 1, parts + 2, parts + 3, parts + 4, parts + 5,
                           parts + 6, parts + 7))
         return NULL;
-    while (variant < VARIANTS && strcmp(name, variants[variant].name)) variant++;
-    int fits = variant < VARIANTS && 0 < width && width < 1 << 14 && 0 < heads && width % heads == 0;
+    while (variants[variant].name && strcmp(name, variants[variant].name)) variant++;
+    int fits = variants[variant].name && 0 < width && width < 1 << 14 && 0 < heads && width % heads == 0;
     for (int i = 0; i < 2 * PROJECTIONS; i++) fits &= parts[i].len == (Py_ssize_t)sizeof(float) * width * (i < PROJECTIONS ? width : 1);
-    struct layer *layer = fits ? new_layer(width, heads) : NULL;
-    for (int i = 0; layer && i < PROJECTIONS; i++) fill(layer, i, parts[i].buf, parts[PROJECTIONS + i].buf);
+    struct layer *layer = fits ? new_layer(&variants[variant], width, heads) : NULL;
+    for (int i = 0; layer && i < PROJECTIONS; i++) set_projection(layer, i, parts[i].buf, parts[PROJECTIONS + i].buf);
     for (int i = 0; i < 2 * PROJECTIONS; i++) PyBuffer_Release(&parts[i]);
     if (!layer) return fits ? PyErr_NoMemory() : (PyErr_SetString(PyExc_ValueError, "sizes or variant"), NULL);
-    layer->attend = variants[variant].attend;
     PyObject *capsule = PyCapsule_New(layer, CAPSULE, free_layer);
     if (!capsule) free(layer);
     return capsule;
@@ -91,7 +46,7 @@ static void attend_items(const struct layer *layer, struct item item, Py_ssize_t
 {
     const size_t rows[3] = {item.queries, item.keys, item.keys};
     for (; items; items--) {
-        layer->attend(layer, &item);
+        layer->variant->attend(layer, &item);
         for (int i = QUERY; i <= VALUE; i++) item.input[i] += rows[i] * layer->width;
         item.output += rows[QUERY] * layer->width;
         item.weights += (size_t)layer->heads * item.queries * item.keys;
@@ -134,9 +89,12 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short 
 
 PyMODINIT_FUNC PyInit__short(void)
 {
-    PyObject *module = PyModule_Create(&definition), *names = PyTuple_New(VARIANTS - first_variant());
-    for (int i = first_variant(); names && i < VARIANTS; i++)
-        if (PyTuple_SetItem(names, i - first_variant(), PyUnicode_FromString(variants[i].name))) return NULL;
+    PyObject *module = PyModule_Create(&definition), *names = PyList_New(0);
+    for (const struct variant *variant = variants + first_variant(); names && variant->name; variant++) {
+        PyObject *name = PyUnicode_FromString(variant->name);
+        if (!name || PyList_Append(names, name)) return NULL;
+        Py_DECREF(name);
+    }
     if (!module || !names || PyModule_AddObjectRef(module, "variants", names)) return NULL;
     Py_DECREF(names);
     return module;

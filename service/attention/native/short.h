@@ -11,14 +11,12 @@
 
 enum { QUERY, KEY, VALUE, OUTPUT, PROJECTIONS };
 
-struct item;
-
 struct layer {
-    int width, heads;                  /* of every input, projection and output; width is a multiple of heads */
-    int stride;                        /* floats from one row of a weight to the next */
-    const float *weight[PROJECTIONS];  /* transposed, [in][out] */
-    const float *bias[PROJECTIONS];
-    void (*attend)(const struct layer *, const struct item *);
+    const struct variant *variant;
+    int width, heads;           /* of every input, projection and output; width is a multiple of heads */
+    int stride;                 /* floats from one row of a weight to the next */
+    float *weight[PROJECTIONS]; /* transposed, [in][out] */
+    float *bias[PROJECTIONS];
 };
 
 /* One element of the batch axis. */
@@ -31,10 +29,23 @@ struct item {
     float *scratch;  /* scratch_size() floats */
 };
 
-/* The computation for each instruction set; the first two exist on x86-64 only. */
+/* The computation for each instruction set. The first two exist on x86-64 only. */
 void attend_avx512(const struct layer *, const struct item *);
 void attend_avx2(const struct layer *, const struct item *);
 void attend_portable(const struct layer *, const struct item *);
+
+/* All of them, fastest first; the last has no name. The processor can run those from first_variant() on. */
+extern const struct variant {
+    const char *name;
+    void (*attend)(const struct layer *, const struct item *);
+} variants[];
+int first_variant(void);
+
+/* A layer whose weights are zero; NULL if memory is short. free() frees it. */
+struct layer *new_layer(const struct variant *variant, int width, int heads);
+
+/* Copy a weight [out][in] and a bias [out]. */
+void set_projection(struct layer *layer, int projection, const float *weight, const float *bias);
 
 /* Matrices are read and written in vectors of up to MOST_LANES floats, also at the end of a row. */
 enum { MOST_LANES = 16 };

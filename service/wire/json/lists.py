@@ -6,8 +6,7 @@ that is inside of lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2]
 """
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and the
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NumberList:
+class NumberList(NamedTuple):
     """A list in a JSON text, brackets included: text[start:stop]. It has no objects and no strings except "-inf"; it may be malformed."""
 
     text: bytes

@@ -100,6 +100,8 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
         position = start + 1
         if value is not None:
             cut.append(value)
+            if len(cut) > limits.values:
+                raise TooLarge.where("", f"at most {limits.values} plain values in one body", "more")
             pieces += text[begin:start], PLACEHOLDER
             size += start - begin
             begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1

@@ -7,7 +7,9 @@ from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 
-DIGITS = 308  # characters of an integer that is surely in the range of float64
+HUGE = b"0" * 309  # an integer with fewer digits is in the range of float64
+ZEROS = bytes.maketrans(b"123456789", b"000000000")
+SCALARS = {str, int, float, bool, type(None)}
 
 
 class _RepeatedKey:
@@ -44,7 +46,8 @@ def parse_strictly(
 
     try:
         text = body.decode("utf-8-sig")
-        document = json.loads(text, object_pairs_hook=_members, parse_constant=constant, parse_int=_integer)
+        integer = _integer if HUGE in body.translate(ZEROS) else None
+        document = json.loads(text, object_pairs_hook=_members, parse_constant=constant, parse_int=integer)
         fault = _fault(document, ())
     except UnicodeDecodeError as error:
         raise MalformedBody.where("", "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
@@ -63,7 +66,7 @@ def parse_strictly(
 
 def _integer(text: str) -> int | float:
     """An integer. A huge one becomes a float; one beyond float64 becomes infinity, which `_fault` reports."""
-    return int(text) if len(text) <= DIGITS else float(text)
+    return int(text) if len(text) < len(HUGE) else float(text)
 
 
 def _members(pairs: list[tuple[str, Any]]) -> Any:
@@ -82,6 +85,8 @@ def _fault(value: Any, at: tuple[Any, ...]) -> RequestError | None:
         return MalformedBody.where(pointer(at), "a JSON number", value.text)
     if isinstance(value, float) and not math.isfinite(value):
         return InvalidRequest(problems=[Problem(pointer(at), "a finite number", "a number beyond the range of a float64")])
+    if isinstance(value, list) and set(map(type, value)) <= SCALARS and math.inf not in value and -math.inf not in value:
+        return None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(item, list | dict | _RepeatedKey | _Constant | float) and (fault := _fault(item, (*at, key))):

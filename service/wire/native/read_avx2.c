@@ -22,13 +22,13 @@ typedef struct {
 } block_of_decimals;
 
 static uint8_t MASKS[3 * WINDOW + 1];
-#define LAST(count) (MASKS + 1 + (count)) /* a vector that is true in its last bytes, -1 to 64 of them */
-static uint8_t FORMS[2][WINDOW][WINDOW + 1]; /* by minus sign, number of other characters, and position of the point */
-static double FACTORS[2 * EXACT_POWER + 1];   /* 10^exponent for positive exponents, 1 for others */
+#define LAST(count) (const __m256i *)(MASKS + 1 + (count)) /* a vector that is true in its last bytes, -1 to 63 of them */
+static uint8_t FORMS[2][WINDOW][2 * WINDOW]; /* by minus sign, number of other characters, and position of the point */
+static double FACTORS[2][2 * EXACT_POWER + 1]; /* by minus sign: 10^exponent for positive exponents, 1 for others, negative with a minus */
 
 void prepare_reading(void)
 {
-    memset(LAST(WINDOW), 255, 2 * WINDOW);
+    memset(MASKS + 1 + WINDOW, 255, 2 * WINDOW);
     for (int count = 0; count < WINDOW; count++)
         for (int point = 0; point <= WINDOW; point++) {
             int before = point - (WINDOW - count);
@@ -36,7 +36,10 @@ void prepare_reading(void)
             FORMS[0][count][point] = (uint8_t)(refused * REFUSED | (before > 1) * NOT_ZERO);
             FORMS[1][count][point] = (uint8_t)(refused * REFUSED | (before > 1 || point == NO_POINT) * NOT_ZERO);
         }
-    for (int i = 0; i <= 2 * EXACT_POWER; i++) FACTORS[i] = i < EXACT_POWER ? 1 : POWERS_EXACT[i - EXACT_POWER];
+    for (int i = 0; i <= 2 * EXACT_POWER; i++) {
+        FACTORS[0][i] = i < EXACT_POWER ? 1 : POWERS_EXACT[i - EXACT_POWER];
+        FACTORS[1][i] = -FACTORS[0][i];
+    }
 }
 
 /* Finds the next commas from p on. Returns how many numbers end, the last one perhaps at the bracket `close`. */
@@ -52,10 +55,10 @@ TARGET_AVX2 static inline int find_ends(const char *p, const char *close, const 
         exponents = _mm256_or_si256(exponents, _mm256_cmpeq_epi8(_mm256_or_si256(first, small), exponent));
         exponents = _mm256_or_si256(exponents, _mm256_cmpeq_epi8(_mm256_or_si256(second, small), exponent));
         if (close - p < 64) found &= ((uint64_t)1 << (close - p)) - 1;
-        int before = count;
-        count += __builtin_popcountll(found);
-        for (int i = before; i < count; i += 8) /* eight at once, since their number cannot be predicted */
-            for (int j = 0; j < 8; j++, found &= found - 1) ends[i + j] = p + _tzcnt_u64(found);
+        const char **next = ends + count, **last = next + __builtin_popcountll(found);
+        for (; next < last; next += 8) /* eight at once, since their number cannot be predicted */
+            for (int i = 0; i < 8; i++, found &= found - 1) next[i] = p + _tzcnt_u64(found);
+        count = (int)(last - ends);
     }
     *has_exponents = (uint32_t)_mm256_movemask_epi8(exponents);
     if (count >= AT_ONCE) return AT_ONCE;
@@ -97,42 +100,51 @@ TARGET_AVX2 static inline uint64_t read_simple(const char *start, const char *en
     uint32_t digits = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(near, nine), near));
     uint32_t points = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(near, full_stop));
     uint32_t others = ~digits & ~(uint32_t)(0xffffffffu >> kept), point = _tzcnt_u32(others);
-    near = _mm256_and_si256(near, _mm256_loadu_si256((const __m256i *)LAST(kept)));
-    far = _mm256_and_si256(far, _mm256_loadu_si256((const __m256i *)LAST(kept - 1)));
-    __m256i after_point = _mm256_loadu_si256((const __m256i *)LAST((31 - point) & 63)); /* all, if there is no point */
+    near = _mm256_and_si256(near, _mm256_loadu_si256(LAST(kept)));
+    far = _mm256_and_si256(far, _mm256_loadu_si256(LAST(kept - 1)));
+    __m256i after_point = _mm256_loadu_si256(LAST((31 - point) & 63)); /* all, if there is no point */
     join_digits(_mm256_blendv_epi8(far, near, after_point), into->digits[i]);
     into->point[i] = (int32_t)point;
     uint8_t form = FORMS[minus][kept][point];
-    return length >> 5 | (others & (others - 1)) | (others & ~points) | (form & REFUSED) | (form / NOT_ZERO & (*start == '0'));
+    return length >> 5 | (others ^ (_blsi_u32(others) & points)) | (form & REFUSED) | (form / NOT_ZERO & (*start == '0'));
 }
 
 /* Converts numbers. Returns 0 if one of them has more than 19 digits. */
-TARGET_AVX2 static inline int convert(block_of_decimals *from, int count, uint32_t has_exponents, double *values)
+TARGET_AVX2 static inline int convert(block_of_decimals *from, int count, double *values)
 {
     uint32_t too_long = 0, inexact = 0;
     for (int i = 0; i < count; i++) {
         int32_t fraction = from->point[i] == NO_POINT ? 0 : WINDOW - 1 - from->point[i];
-        from->exponent[i] = (has_exponents ? from->exponent[i] : 0) - fraction;
+        from->exponent[i] -= fraction;
         too_long |= from->digits[i][0] | (from->digits[i][1] > 999);
         inexact |= from->digits[i][1] | (from->digits[i][2] >= EXACT_DIGITS / 100000000);
         inexact |= (from->exponent[i] < -EXACT_POWER) | (from->exponent[i] > EXACT_POWER);
     }
+    for (int i = 0; i < count && !inexact; i++) values[i] = (double)(int32_t)from->digits[i][2] * 1e8 + (double)(int32_t)from->digits[i][3];
     for (int i = 0; i < count; i++) {
-        int32_t exponent = from->exponent[i];
         const uint32_t *digits = from->digits[i];
+        int32_t exponent = from->exponent[i];
         if (inexact)
-            values[i] = nearest_double(((uint64_t)digits[1] * 100000000 + digits[2]) * 100000000 + digits[3], exponent);
+            values[i] = nearest_double(((uint64_t)digits[1] * 100000000 + digits[2]) * 100000000 + digits[3], exponent) *
+                        FACTORS[from->minus[i]][0];
         else
-            values[i] = ((double)(int32_t)digits[2] * 1e8 + (double)(int32_t)digits[3]) * FACTORS[EXACT_POWER + exponent] /
-                        FACTORS[EXACT_POWER - exponent];
-    }
-    for (int i = 0; i < count; i++) {
-        uint64_t bits;
-        memcpy(&bits, &values[i], 8);
-        bits |= (uint64_t)from->minus[i] << 63;
-        memcpy(&values[i], &bits, 8);
+            values[i] = values[i] * FACTORS[from->minus[i]][EXACT_POWER + exponent] / FACTORS[0][EXACT_POWER - exponent];
     }
     return !too_long;
+}
+
+/* The numbers of a block, of which the first one begins at `start`. Returns 0 if all have the form. */
+TARGET_AVX2 INLINE uint64_t read_numbers(const char *start, const char **ends, int count, int has_exponents, block_of_decimals *into)
+{
+    uint64_t refused = 0;
+    for (int i = 0; i < count; i++) {
+        const char *end = ends[i];
+        start += *start == ' ';
+        into->exponent[i] = has_exponents ? take_exponent(&end) : 0;
+        refused |= read_simple(start, end, i, into);
+        start = ends[i] + 1;
+    }
+    return refused;
 }
 
 /* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one has another form. */
@@ -141,17 +153,10 @@ TARGET_AVX2 static int read_block(const char **p, const char *close, double *val
     const char *ends[2 * AT_ONCE + 8], *start = *p;
     block_of_decimals found;
     uint32_t has_exponents;
-    uint64_t refused = 0;
     int count = find_ends(start, close, ends, &has_exponents);
-    for (int i = 0; i < count; i++) {
-        const char *end = ends[i];
-        start += *start == ' ';
-        if (has_exponents) found.exponent[i] = take_exponent(&end);
-        refused |= read_simple(start, end, i, &found);
-        start = ends[i] + 1;
-    }
+    uint64_t refused = has_exponents ? read_numbers(start, ends, count, 1, &found) : read_numbers(start, ends, count, 0, &found);
     *p = ends[count - 1];
-    return refused || !convert(&found, count, has_exponents, values) ? 0 : count;
+    return refused || !convert(&found, count, values) ? 0 : count;
 }
 
 /* Appends the numbers. Returns whether there was room and they are finite in the datatype. */

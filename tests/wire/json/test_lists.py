@@ -272,3 +272,25 @@ def test_a_first_row_longer_than_all_others_takes_no_memory_for_each() -> None:
     """An array as wide as the first row would be far larger than the body."""
     kind, ((at, *_),) = outcome(json.dumps({"query": [[1] * 3000, *[[1]] * 3000]}).encode(), -1)
     assert (kind, at) == (InvalidRequest, "/query/1")
+
+
+def test_lists_are_counted_as_they_are_found() -> None:
+    """Before the rest is parsed: finding them costs more than their bytes."""
+    body = "{" + '"a":[1],' * 20 + '"b":1}'
+    assert outcome(body.encode(), -1)[0] is MalformedBody
+    assert outcome(body.encode(), -1, WireLimits(values=15))[0] is TooLarge
+
+
+@pytest.mark.parametrize("field", ["query", "tokens"])
+@pytest.mark.parametrize(
+    ("number", "finite"),
+    [("1" + "0" * 308, True), ("-1" + "0" * 308, True), ("2" + "0" * 308, False), ("-1" + "0" * 5000, False)],
+    ids=["large", "-large", "huge", "-longest"],
+)
+def test_integers_near_the_limit_of_float64(number: str, finite: bool, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lists, "PIECE", 1 << 17)
+    members = assert_same(f'{{"{field}":[1,2,{number},3]}}'.encode())
+    if finite:
+        assert list(members[field]) == [1, 2, float(number), 3]
+    else:
+        assert members == (InvalidRequest, [(f"/{field}/2", "a finite number", "a number beyond the range of a float64")])

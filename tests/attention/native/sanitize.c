@@ -1,0 +1,121 @@
+/* Random short calls in memory of exactly the promised sizes, so that the sanitizers see every access beyond it. Every implementation must
+ * agree with a plain loop in double, and infinite and huge numbers must neither crash nor be hidden.
+ *
+ *     native=service/attention/native
+ *     gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -I$native tests/attention/native/sanitize.c \
+ *         $native/{avx512,avx2,portable,layer}.c -lm -o sanitize && ./sanitize CALLS SEED */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "short.h"
+
+static unsigned long long state;
+
+static unsigned draw(unsigned below) /* SplitMix64 */
+{
+    unsigned long long z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (unsigned)((z ^ z >> 31) >> 32) % below;
+}
+
+static float *random_numbers(size_t n, float size)
+{
+    float *x = malloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = ((float)draw(2001) / 1000 - 1) * size;
+    return x;
+}
+
+/* y [rows][width] = x w^T + b */
+static double *project(const float *x, int rows, int width, const float *w, const float *b)
+{
+    double *y = malloc(sizeof *y * rows * width);
+    for (int row = 0; row < rows; row++)
+        for (int out = 0; out < width; out++) {
+            double sum = b[out];
+            for (int in = 0; in < width; in++) sum += (double)x[row * width + in] * w[out * width + in];
+            y[row * width + out] = sum;
+        }
+    return y;
+}
+
+/* The attention weights [heads][queries][keys] and the weighted values [queries][width]. */
+static void attend(double *const projected[3], int queries, int keys, int width, int heads, double scale, double *weights, float *values)
+{
+    const int depth = width / heads;
+    for (int head = 0; head < heads; head++)
+        for (int query = 0; query < queries; query++) {
+            double *row = weights + ((size_t)head * queries + query) * keys, most = -INFINITY, sum = 0;
+            for (int key = 0; key < keys; key++) {
+                row[key] = 0;
+                for (int i = head * depth; i < (head + 1) * depth; i++) row[key] += projected[0][query * width + i] * projected[1][key * width + i];
+                row[key] *= scale;
+                most = fmax(most, row[key]);
+            }
+            for (int key = 0; key < keys; key++) sum += row[key] = exp(row[key] - most);
+            for (int key = 0; key < keys; key++) row[key] /= sum;
+            for (int i = head * depth; i < (head + 1) * depth; i++) {
+                double value = 0;
+                for (int key = 0; key < keys; key++) value += row[key] * projected[2][key * width + i];
+                values[query * width + i] = (float)value;
+            }
+        }
+}
+
+static void compare(const char *what, const char *variant, const float *got, const double *wanted, size_t n)
+{
+    double largest = 0;
+    for (size_t i = 0; i < n; i++) largest = fmax(largest, fabs(wanted[i]));
+    for (size_t i = 0; i < n; i++)
+        if (!(fabs(got[i] - wanted[i]) <= 1e-5 * largest)) {
+            fprintf(stderr, "%s of %s: %g instead of %g\n", what, variant, got[i], wanted[i]);
+            abort();
+        }
+}
+
+static void one_call(void)
+{
+    const int heads = 1 + (int)draw(8), width = heads * (1 + (int)draw(20)), queries = 1 + (int)draw(40), keys = 1 + (int)draw(40);
+    const int rows[3] = {queries, keys, keys}, is_extreme = !draw(8);
+    const size_t pairs = (size_t)heads * queries * keys, outputs = (size_t)queries * width;
+    struct item item = {.queries = queries, .keys = keys, .scale = 1 / sqrtf((float)width / heads)};
+    float *weight[PROJECTIONS], *bias[PROJECTIONS], *values = malloc(sizeof *values * outputs);
+    double *projected[3], *weights = malloc(sizeof *weights * pairs);
+    for (int i = 0; i < PROJECTIONS; i++) {
+        weight[i] = random_numbers((size_t)width * width, 1.5f / sqrtf((float)width));
+        bias[i] = random_numbers(width, 0.5f);
+    }
+    for (int i = QUERY; i <= VALUE; i++) {
+        item.input[i] = random_numbers((size_t)rows[i] * width, is_extreme ? 3e38f : 1);
+        projected[i] = project(item.input[i], rows[i], width, weight[i], bias[i]);
+    }
+    attend(projected, queries, keys, width, heads, item.scale, weights, values);
+    double *wanted = project(values, queries, width, weight[OUTPUT], bias[OUTPUT]);
+    item.output = malloc(sizeof(float) * outputs);
+    item.weights = malloc(sizeof(float) * pairs);
+    for (const struct variant *variant = variants + first_variant(); variant->name; variant++) {
+        struct layer *layer = new_layer(variant, width, heads);
+        for (int i = 0; i < PROJECTIONS; i++) set_projection(layer, i, weight[i], bias[i]);
+        item.scratch = malloc(sizeof(float) * scratch_size(layer, queries, keys));
+        variant->attend(layer, &item);
+        if (!is_extreme) {
+            compare("weights", variant->name, item.weights, weights, pairs);
+            compare("output", variant->name, item.output, wanted, outputs);
+        }
+        free(item.scratch);
+        free(layer);
+    }
+    for (int i = 0; i < PROJECTIONS; i++) free(weight[i]), free(bias[i]);
+    for (int i = QUERY; i <= VALUE; i++) free((float *)item.input[i]), free(projected[i]);
+    free(item.output), free(item.weights), free(wanted), free(weights), free(values);
+}
+
+int main(int count, char **arguments)
+{
+    const int calls = count > 1 ? atoi(arguments[1]) : 1000;
+    state = count > 2 ? strtoull(arguments[2], NULL, 10) : 1;
+    for (int i = 0; i < calls; i++) one_call();
+    printf("%d calls, in each implementation from %s on\n", calls, variants[first_variant()].name);
+}
