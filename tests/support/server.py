@@ -14,7 +14,7 @@ from typing import TextIO
 
 FLAGS = ("--port", "0", "--log-format", "json", "--drain-seconds", "0")
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["__main__", "pytest", "service.cli.process"])
+FORKS.set_forkserver_preload(["__main__", "pytest", "service.cli.processes"])
 
 
 class ForkedProcess(FORKS.Process):  # type: ignore[name-defined,misc]
