@@ -24,7 +24,7 @@ from service.wire.native import numbers
 log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
 WITHOUT_EXTENSION = (
-    "no compiled extension is installed: Python reads and writes numbers in JSON, which takes 5 to 10 times as long and more memory, "
+    "no compiled extension is installed: Python reads and writes numbers in JSON, which takes 3 to 20 times as long and more memory, "
     "and delays other requests meanwhile (install a C compiler, then attend again)"
 )
 
