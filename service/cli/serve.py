@@ -34,7 +34,7 @@ def serve(config: Config = None, **flags: Any) -> None:
         fail("serve", f"{error}; reduce --workers or --threads", code=2)
     _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch creates its thread pool
-    from service.cli.process import serve_processes
+    from service.cli.processes import serve_processes
     from service.serving.device import find_device
 
     try:

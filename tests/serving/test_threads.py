@@ -203,8 +203,8 @@ def stop(settings, threads, listening):
     raise SystemExit(0)
 
 serve.plan_threads = planned
-import service.cli.process
-service.cli.process.serve_processes = stop
+import service.cli.processes
+service.cli.processes.serve_processes = stop
 sys.argv = ["attend", "serve", "--port", "0"]
 service.cli.main()
 """

@@ -40,7 +40,7 @@ from support.processes import (
 )
 from support.server import Server, start_server
 
-from service.cli.supervisor import Worker
+from service.cli.processes import Worker
 from service.serving.threads import usable_cores
 
 # Workers
@@ -314,17 +314,17 @@ def test_several_workers_need_a_folder_to_count_in() -> None:
     """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
     script = """
 import os, sys, tempfile
-from service.cli import process
+from service.cli import processes
 def nowhere():
     raise FileNotFoundError(2, "No usable temporary directory found")
-process.tempfile.gettempdir = nowhere
-assert process.shared_folder() == process.SHARED_MEMORY
-process.SHARED_MEMORY = "/nowhere"
+processes.tempfile.gettempdir = nowhere
+assert processes.shared_folder() == processes.SHARED_MEMORY
+processes.SHARED_MEMORY = "/nowhere"
 from service.settings import Settings
 import socket
 try:
-    process.serve_processes(Settings(workers=2), 1, socket.create_server(("127.0.0.1", 0)))
-except process.typer.Exit as ended:
+    processes.serve_processes(Settings(workers=2), 1, socket.create_server(("127.0.0.1", 0)))
+except processes.typer.Exit as ended:
     sys.exit(ended.exit_code)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE)
