@@ -27,6 +27,10 @@ Flag = Annotated[bool, Field(strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
+LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
+    "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
+    "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
+}
 
 
 def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
@@ -87,6 +91,22 @@ class Rope(Part):
     dims: Width | None = Field(default=None, description="Number of dimensions of each head that are rotated, even; head_dim if left out.")
     interleaved: Flag = False
     scaling: RopeScaling | None = None
+    frequencies: tuple[Finite, ...] | None = Field(
+        default=None, description="Radians per position of each pair, dims/2 numbers, in place of theta and scaling (yarn, longrope)."
+    )
+    attention_factor: Positive = Field(default=1.0, description="Factor on cosines and sines (yarn, longrope).")
+    max_length: Width | None = Field(
+        default=None, description="Longer calls are refused, since the model has other frequencies there (longrope, dynamic)."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.frequencies is not None:
+            if self.scaling is not None:
+                raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
+            if self.dims is not None and len(self.frequencies) * 2 != self.dims:
+                raise disagreement("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
+        return self
 
 
 class RelativeBias(Part):
@@ -107,10 +127,25 @@ class RelativeBias(Part):
 
 
 class QKNorm(Part):
-    """Normalisation of queries and keys over head_dim, before RoPE, by the weights `query_norm.weight` and `key_norm.weight`."""
+    """Normalisation of queries and keys, with the weights `query_norm.weight` and `key_norm.weight`."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: Positive = 1e-6
+    over: Literal["head", "all"] = Field(default="head", description="Each head by itself, or all heads as one vector (OLMo-2).")
+    weights: Literal["shared", "own", "none"] = Field(
+        default="shared", description="One weight [head_dim] for all heads, one for each head [heads, head_dim] (Cohere), or none."
+    )
+    bias: Flag = Field(default=False, description="Whether the norms have biases, `query_norm.bias` and `key_norm.bias`.")
+    after_rope: Flag = Field(default=False, description="Whether the norm follows RoPE instead of preceding it.")
+    values: Flag = Field(default=False, description="Whether values are normalised too, without weights (Gemma 4).")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.bias and self.weights == "none":
+            raise disagreement("/bias", "false, since the norm has no weights", "true")
+        if self.over == "all" and self.weights == "shared":
+            raise disagreement("/weights", "own or none, since the norm is over all heads", "shared")
+        return self
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
@@ -264,6 +299,12 @@ class LayerSpec(BaseModel):
         parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
         return next((name for name, part in parts.items() if part), "")
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether results depend on differences of positions only. A norm after RoPE that treats dimensions differently ends that."""
+        norm = self.qk_norm
+        return not (self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer"))
+
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
 
@@ -277,8 +318,10 @@ class LayerSpec(BaseModel):
             shapes[f"{name}.weight"] = (out, ins[name])
             if self.has_bias(name):
                 shapes[f"{name}.bias"] = (out,)
-        if self.qk_norm:
-            shapes |= {"query_norm.weight": (self.head_dim,), "key_norm.weight": (self.head_dim,)}
+        if self.qk_norm and self.qk_norm.weights != "none":
+            for name, heads in (("query_norm", self.num_heads), ("key_norm", self.num_kv_heads)):
+                shape = (self.head_dim,) if self.qk_norm.weights == "shared" else (heads, self.head_dim)
+                shapes |= {f"{name}.{part}": shape for part in ("weight", "bias")[: 1 + self.qk_norm.bias]}
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
@@ -313,11 +356,14 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
 
-    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init` and
-    `matmul_precision`), then for each weight in order of name a line `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its
-    little-endian row-major bytes.
+    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `matmul_precision`
+    and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
+    (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
     document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
+    for part, defaults in LATER.items():
+        if document[part] is not None:
+            document[part] = {name: x for name, x in document[part].items() if name not in defaults or x != defaults[name]}
     digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(weights):
         array = weights[name]

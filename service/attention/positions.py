@@ -22,7 +22,7 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     angles = positions.to(torch.float64)[:, None, :, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
     turned, rest = x[..., :dims].to(exact), x[..., dims:]
-    cos, sin = angles.cos().to(exact), angles.sin().to(exact)
+    cos, sin = ((rope.attention_factor * wave).to(exact) for wave in (angles.cos(), angles.sin()))
     if rope.interleaved:
         even, odd = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
@@ -34,7 +34,9 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def _frequencies(rope: Rope, dims: int) -> Tensor:
-    """theta^(-2i/dims) for each pair, scaled as `rope.scaling` says: float64 [dims/2]."""
+    """theta^(-2i/dims) for each pair, scaled as `rope.scaling` says, or `rope.frequencies`: float64 [dims/2]."""
+    if rope.frequencies is not None:
+        return torch.tensor(rope.frequencies, dtype=torch.float64)
     exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
     frequencies = 1.0 / torch.tensor(rope.theta, dtype=torch.float64) ** exponents
     if (scaling := rope.scaling) is not None:

@@ -9,7 +9,7 @@ from service.attention.call import Call
 from service.attention.linear import Linear
 from service.attention.positions import rotate
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import PROJECTIONS, LayerSpec, QKNorm
 
 Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 
@@ -48,12 +48,15 @@ class Projections:
         shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim)
         projected = self._linear(call) if spec.projections else (call.query, call.key, call.value)
         query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
-        if spec.qk_norm is not None:
-            query, key = self._norm(query, "query_norm.weight"), self._norm(key, "key_norm.weight")
+        norm = spec.qk_norm
+        if norm is not None and not norm.after_rope:
+            query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
             positions = torch.arange(key.shape[2], device=key.device)[None]
             query, key = rotate(query, call.masks.positions, spec.rope), rotate(key, positions, spec.rope)
-        return query, key, value
+        if norm is not None and norm.after_rope:
+            query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
+        return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
 
     def _linear(self, call: Call) -> tuple[Tensor, ...]:
         """Query, key and value after their linear maps, [b, n, heads * …]. Those that are one input share a product, if it is packed."""
@@ -65,15 +68,22 @@ class Projections:
             return query, *torch.split(self.product(call.key, "key+value"), widths[1:], -1)
         return query, self.product(call.key, "key"), self.product(call.value, "value")
 
-    def _norm(self, x: Tensor, weight: str) -> Tensor:
-        """RMS norm (Zhang & Sennrich 2019) or layer norm without bias, over head_dim, in float32 or better."""
-        assert self.spec.qk_norm is not None
+    def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:
+        """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d], in float32 or better.
+
+        The weight and bias, [d] or [heads, d], are those of `name`_norm, if the layer has them.
+        """
         accumulate = torch.float64 if self.dtype == torch.float64 else torch.float32
-        x = x.to(accumulate)
-        if self.spec.qk_norm.kind == "layer":
-            x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.qk_norm.eps)
-        return (x * self.weights[weight].to(accumulate)).to(self.dtype)
+        x, axes = x.to(accumulate), (-1,) if norm.over == "head" else (1, 3)
+        if norm.kind == "layer":
+            x = x - x.mean(axes, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + norm.eps)
+        weight, bias = (self.weights.get(f"{name}_norm.{part}") for part in ("weight", "bias"))
+        if weight is not None:
+            x = x * weight.to(accumulate).unsqueeze(-2)
+        if bias is not None:
+            x = x + bias.to(accumulate).unsqueeze(-2)
+        return x.to(self.dtype)
 
     def project_back(self, concatenated: Tensor) -> Tensor:
         """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]; unchanged if the layer has no projections."""

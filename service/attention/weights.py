@@ -38,7 +38,7 @@ def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
 def _constants(spec: LayerSpec) -> Weights:
     """Default values of the weights that are not drawn: norms 1; biases, sinks and relative bias 0."""
     shapes = spec.weight_shapes().items()
-    return {name: np.full(shape, float("norm" in name), np.float32) for name, shape in shapes if name not in DRAWN}
+    return {name: np.full(shape, float(name.endswith("norm.weight")), np.float32) for name, shape in shapes if name not in DRAWN}
 
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from service.checkpoints.layout import Fields
 from service.errors import InvalidRequest
 
 MAX_SHOWN = 60
@@ -20,6 +19,7 @@ ABOUT_ATTENTION = re.compile(
 WITHOUT_EFFECT = re.compile(
     r"dropout|(layer|rms|batch)_?norm\w*_eps|norm_eps|norm_epsilon|layer_norm_epsilon|initializer|^init_|mlp_bias|classifier|^max_position|"
     r"^_|chunk_size_feed_forward|pretraining|vocab|expert|router|moe|mlp|ffn|ff_|lm_head|logits?_|final_logit|embed|residual|output_att|"
+    r"^temperature$|answer_loss|pdrop|pre_norm|reset_position|^n_positions|prediction_head|aggregation|sparse_step|prefix_dense|softmax_in_fp32|normalize_before|layer_norm_before|post_norm|routed|route_scale|scale_embedding|altup|activation_sparsity|"
     r"cross_attention_hidden_size|add_cross_attention|num_heads_for_|^torch|^use_cache|^label|id2label|label2id|^tie|^layer_norm_|^norm_"
 )
 
@@ -90,47 +90,3 @@ class Config:
 
 def brief(value: Any) -> str:
     return json.dumps(value)[:MAX_SHOWN]
-
-
-ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-ALIKE = {"mrope": "default", "su": "longrope"}
-EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-
-
-def rope_fields(config: Config, layer_type: str, head_dim: int, theta: float | None, partial: float, interleaved: bool) -> Fields:
-    """LayerSpec's `rope` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
-
-    `rope_parameters` may have one entry for each layer type. `theta` and `partial` are the family's defaults. Raises InvalidRequest.
-    m-RoPE is RoPE for text, where all its positions are equal.
-    """
-    given = config.get("rope_parameters", "rope_scaling", default={})
-    if isinstance(given, Mapping) and isinstance(given.get(layer_type), Mapping):
-        given = given[layer_type]
-    if not isinstance(given, Mapping):
-        raise config.refusal("rope_parameters", "an object", given)
-    settings = Config(given, f"{config.at}/rope_parameters")
-    kind = settings.get("rope_type", "type", default="default")
-    kind = ALIKE.get(kind, kind)
-    if kind not in ROPE_FIELDS:
-        raise settings.refusal("rope_type", " or ".join(ROPE_FIELDS), kind)
-    if surplus := [name for name in given if name not in (*EVERY_KIND, *ROPE_FIELDS[kind]) and given[name] is not None]:
-        raise settings.refusal(surplus[0], f"only fields that rope_type {kind} has", given[surplus[0]])
-    share = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=partial))
-    base = settings.number("rope_theta", default=config.number("rope_theta", "rotary_emb_base", default=theta))
-    rope: Fields = {"theta": base, "dims": int(head_dim * share), "interleaved": interleaved}
-    if kind == "linear":
-        rope["scaling"] = {"type": "linear", "factor": settings.number("factor")}
-    if kind == "llama3":
-        numbers = {name: settings.number(name) for name in ROPE_FIELDS[kind][:3]}
-        rope["scaling"] = {"type": "llama3", **numbers, "original_max_position": original_length(config, settings)}
-    return rope
-
-
-def original_length(config: Config, settings: Config) -> int:
-    """The context length before scaling, which may stand beside the rope's settings or among them."""
-    length = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    return int(length) if length else config.count("max_position_embeddings")

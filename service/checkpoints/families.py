@@ -1,157 +1,329 @@
 """The table of model families: `model_type` -> where its attention layers are, and how its config's fields become a LayerSpec.
 
-Every row was compared with transformers' own eager attention; `docs/checkpoints.md` has the largest differences. A row says only what
-differs from Llama: for most families that is one or two words.
+A row says only what differs from Llama, for most families one or two words. `tests/golden/generate_models.py` compares every row with
+transformers' own eager attention; `docs/checkpoints.md` lists them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from service.checkpoints.config import Config, rope_fields
+from service.checkpoints.config import Config
 from service.checkpoints.layout import Fields
-
-Traits = Callable[[Config, int, str], Fields]  # config, layer, layer type -> fields
-LINEAR = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "rwkv", "minimax_linear")
+from service.checkpoints.rope import Rotary, rope_fields
+from service.checkpoints.traits import (
+    FULL,
+    SLIDING,
+    WITHOUT,
+    LayerType,
+    Trait,
+    alternating,
+    biased,
+    biased_apart,
+    bigcode,
+    capped,
+    constant,
+    every_nth_full,
+    falcon,
+    from_layer,
+    gemma4_heads,
+    gemma_values,
+    gpt2_scale,
+    gpt_neo,
+    layer_thetas,
+    modernbert_decoder_window,
+    modernbert_window,
+    mpt,
+    no_rope_layers,
+    normed,
+    original_full,
+    qwen_type,
+    refused,
+    rope_if_rotary,
+    rope_if_sliding,
+    scale,
+    sliding,
+    t5_bias,
+    window,
+    window_around,
+    window_everywhere,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One kind of attention layer of a family."""
+    """One kind of attention layer of a family: names of the config's fields, and traits that its code has whatever the config says."""
 
     path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
-    layout: str = "llama"
-    heads: tuple[str, ...] = ("num_attention_heads",)
+    layout: str = "separate"
+    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     kv_heads: tuple[str, ...] = ("num_key_value_heads",)
-    width: tuple[str, ...] = ("hidden_size",)
+    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
     head_dim: tuple[str, ...] = ("head_dim",)
-    layers: tuple[str, ...] = ("num_hidden_layers",)
-    rotary: bool = True
-    theta: float | None = 10000.0  # None: required in the config
-    partial: float = 1.0
-    interleaved: bool = False
+    layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    rotary: Rotary | None = None
     causal: bool = True
-    layer_type: Callable[[Config, int], str] = lambda config, n: "full_attention"  # where the config has no layer_types
-    more: tuple[Traits, ...] = ()
-    irrelevant: str = ""  # pattern of fields that sound like attention and are not about it
-    tables: tuple[str, ...] = ()  # endings of tensors outside the layer that it needs
+    bias: Trait | None = None  # None: the tensors tell
+    traits: tuple[Trait, ...] = ()
+    layer_type: LayerType | None = None  # for configs without layer_types
+    types: tuple[str, ...] = (FULL, SLIDING)  # that are computed
+    table: str = ""  # the end of the name of a table of relative biases
+    ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that are without effect
+    irrelevant: str = ""  # pattern of fields that sound like attention and are without effect
 
 
-Family = Mapping[str, Attention]  # part -> attention: encoder, decoder, cross, vision, text
-
-
-def layer_type(attention: Attention, config: Config, n: int) -> str:
-    return config.each("layer_types", n) or attention.layer_type(config, n)
+Family = Mapping[str, Attention]  # part -> attention
 
 
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    attention.layer_type(config, n)  # reads the fields that layer_types replace
-    kind = layer_type(attention, config, n)
-    if kind in LINEAR:
-        raise config.refusal("layer_types", f"softmax attention in layer {n}", kind)
-    heads = config.count(*attention.heads)
-    fields: Fields = {"num_heads": heads}
-    if (kv_heads := config.get(*attention.kv_heads)) is not None:
+    kind = attention.layer_type(config, n) if attention.layer_type else FULL
+    kind = config.each("layer_types", n) or kind
+    if kind not in attention.types:
+        raise config.refusal("layer_types", f"{' or '.join(attention.types)} in layer {n}", kind)
+    heads, width = config.count(*attention.heads), config.get(*attention.width)
+    head_dim = config.get(*attention.head_dim) or (config.count(*attention.width) // heads if width else None)
+    fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
+    if (kv_heads := config.get(*attention.kv_heads) if attention.kv_heads else None) is not None:
         fields["num_kv_heads"] = kv_heads
-    fields["head_dim"] = config.get(*attention.head_dim) or config.count(*attention.width) // heads
-    config.get(*attention.width)
-    if attention.rotary:
-        fields["rope"] = rope_fields(config, kind, fields["head_dim"], attention.theta, attention.partial, attention.interleaved)
-    else:
-        fields["rope"] = None
-    for trait in attention.more:
+    for trait in attention.traits:
         fields |= trait(config, n, kind)
-    return fields
+    if attention.rotary:
+        rope = rope_fields(config, attention.rotary, kind, fields["head_dim"])
+        fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
+    fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
+    return fields | (attention.bias(config, n, kind) if attention.bias else {})
 
 
-def window(config: Config, n: int, kind: str) -> Fields:
-    """A window in layers of type sliding_attention."""
-    config.ignore("sliding_window")
-    return {"window": {"left": config.count("sliding_window") - 1}} if kind == "sliding_attention" else {}
+LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
 
 
-def window_everywhere(config: Config, n: int, kind: str) -> Fields:
-    """A window in every layer, unless the config has none."""
-    return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
+def decoder(*traits: Trait, **changes: Any) -> Family:
+    """Llama's attention with these traits and changes."""
+    return {"decoder": replace(LLAMA, traits=traits, **changes)}
 
 
-def biased(field: str | None, projections: str, otherwise: bool = False, default: bool = False) -> Traits:
-    """Biases of these projections (letters q, k, v, o) if the flag `field` is true, or always if it is None; of others `otherwise`."""
-
-    def trait(config: Config, n: int, kind: str) -> Fields:
-        on = field is None or config.flag(field, default=default)
-        names = ("query", "key", "value", "output")
-        return {"bias": {name: on if letter in projections else otherwise for name, letter in zip(names, "qkvo", strict=True)}}
-
-    return trait
+def encoder(*traits: Trait, **changes: Any) -> Family:
+    """BERT's attention with these traits and changes: all biases, no RoPE, both directions."""
+    return {"encoder": replace(BERT, traits=traits, **changes)}
 
 
-def scale(field: str, power: float = 1.0) -> Traits:
-    """The factor of scores is a field of the config, raised to `power`."""
-    return lambda config, n, kind: {"scale": config.number(field) ** power}
+ALL, PLAIN, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
+BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL)
+PAIRS = Rotary(interleaved=True)
+ABSOLUTE = refused("position_embedding_type", "absolute")
+GRANITE = scale("attention_multiplier", default=1.0)
+PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
+ALL_HEADS = normed(over="all", weights="own")
+LAYER_NORMED = normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5)
+MODERN = Rotary(thetas={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
+MODERN_TYPE: LayerType = lambda config, n: SLIDING if n % int(config.number("global_attn_every_n_layers", default=3)) else FULL  # noqa: E731
 
+NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
+GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL)
+GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
+EXAONE = decoder(normed(), window, rope_if_sliding, bias=PLAIN, irrelevant="sliding_window_pattern")
+GEMMA3 = Attention(
+    layout="separate, norms less 1",
+    bias=LLAMA.bias,
+    traits=(PRE_SCALAR, capped, window, normed(), refused("use_bidirectional_attention", False)),
+    layer_type=every_nth_full("sliding_window_pattern", 6),
+    rotary=Rotary(theta=1e6, thetas={SLIDING: ("rope_local_base_freq", 1e4)}, scaled=(FULL,)),
+)
+GEMMA4 = (gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+PRIVACY_FILTER = replace(GPT_OSS, causal=False, layer_type=sliding, rotary=PAIRS)
 
-def capped(config: Config, n: int, kind: str) -> Fields:
-    cap = config.get("attn_logit_softcapping")
-    return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
-
-
-def normed(eps: str = "rms_norm_eps", default: float = 1e-6, flag: str | None = None, kind: str = "rms") -> Traits:
-    """A norm of queries and keys, head by head, before RoPE; only if `flag` is true, if given."""
-
-    def trait(config: Config, n: int, _: str) -> Fields:
-        on = flag is None or config.flag(flag, default=False)
-        return {"qk_norm": {"kind": kind, "eps": config.number(eps, default=default)} if on else None}
-
-    return trait
-
-
-def without_rope(config: Config, n: int, kind: str) -> Fields:
-    """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
-    config.ignore("no_rope_layer_interval")
-    flag = config.each("no_rope_layers", n)
-    every = config.get("no_rope_layer_interval", default=4)
-    return {} if (flag if flag is not None else (n + 1) % every) else {"rope": None}
-
-
-def rope_if_sliding(config: Config, n: int, kind: str) -> Fields:
-    """Only layers with a window have RoPE."""
-    return {} if kind == "sliding_attention" else {"rope": None}
-
-
-def every_nth_full(field: str, default: int) -> Callable[[Config, int], str]:
-    """Every nth layer is full attention, n given by `field`; the others have a window."""
-    return lambda config, n: "full_attention" if (n + 1) % int(config.number(field, default=default)) == 0 else "sliding_attention"
-
-
-def qwen_layer_type(config: Config, n: int) -> str:
-    config.ignore("max_window_layers", "sliding_window")
-    sliding = config.flag("use_sliding_window", default=False) and config.get("sliding_window") is not None
-    return "sliding_attention" if sliding and n >= config.number("max_window_layers", default=28) else "full_attention"
-
-
-def decoder(**changes: object) -> Family:
-    return {"decoder": replace(LLAMA, **changes)}  # type: ignore[arg-type]
-
-
-LLAMA = Attention(more=(biased("attention_bias", "qkvo"),))
-PLAIN = (biased(None, ""),)  # no biases
-GEMMA = Attention(more=(biased("attention_bias", "qkvo"), scale("query_pre_attn_scalar", -0.5)))
-ROWS: dict[str, Family] = {
-    "llama": decoder(),
-    "arcee": decoder(),
-    "gemma": decoder(),
-    "mistral": decoder(more=(*PLAIN, window_everywhere)),
-    "mixtral": decoder(more=(*PLAIN, window_everywhere)),
-    "ministral": decoder(more=(*PLAIN, window), layer_type=lambda config, n: "sliding_attention"),
-    "qwen2": decoder(more=(biased(None, "qkv"), window), layer_type=qwen_layer_type),
-    "qwen2_moe": decoder(more=(biased("qkv_bias", "qkv", default=True), window), layer_type=qwen_layer_type),
-    "qwen3": decoder(more=(*LLAMA.more, normed(), window), layer_type=qwen_layer_type),
-    "granite": decoder(more=(*LLAMA.more, scale("attention_multiplier"))),
-    "granitemoe": decoder(more=(*LLAMA.more, scale("attention_multiplier"))),
-    "granitemoeshared": decoder(more=(*LLAMA.more, scale("attention_multiplier"))),
-    "smollm3": decoder(more=(*LLAMA.more, without_rope, window), layer_type=qwen_layer_type),
-    "gemma2": decoder(more=(*GEMMA.more, capped, window), layer_type=lambda config, n: "full_attention" if n % 2 else "sliding_attention"),
+DECODERS: dict[str, Family] = {
+    **dict.fromkeys(("llama", "arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), decoder(GRANITE)),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
+    **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=PLAIN)),
+    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=PLAIN, layer_type=sliding)),
+    "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
+    "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
+    "qwen3": decoder(normed(), window, layer_type=qwen_type),
+    "qwen3_moe": decoder(normed(), window_everywhere, irrelevant="use_sliding_window|max_window_layers"),
+    "qwen3_vl_text": decoder(normed()),
+    "qwen3_vl_moe_text": decoder(normed(), irrelevant="sliding_window|max_window_layers"),
+    "seed_oss": decoder(bias=biased_apart),
+    "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
+    "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
+    "dots1": decoder(normed(), window, layer_type=from_layer("max_window_layers", "sliding_window")),
+    **dict.fromkeys(("apertus", "hy_v3"), decoder(normed())),
+    "mellum": decoder(normed(), window),
+    "flint": decoder(normed(), window, rope_if_sliding, constant(sinks=True)),
+    **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), EXAONE),
+    "olmo": decoder(refused("clip_qkv", None)),
+    "olmo2": decoder(ALL_HEADS),
+    "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled=(FULL,))),
+    "olmoe": decoder(ALL_HEADS, refused("clip_qkv", None)),
+    "flex_olmo": decoder(ALL_HEADS),
+    "minimax_m2": decoder(ALL_HEADS, bias=PLAIN),
+    "solar_open": decoder(bias=biased("attention_bias", "qkv")),
+    "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=PAIRS),
+    "cohere2": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    "cohere2_moe": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=PAIRS)),
+    **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
+    "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
+    "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=PAIRS),
+    "internlm3": decoder(bias=biased_apart),
+    "nemotron": decoder(rotary=Rotary(partial=0.5)),
+    "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(backwards=True)),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), decoder(normed(after_rope=True))),
+    "stablelm": decoder(refused("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
+    "phimoe": decoder(window_everywhere),
+    "phi": decoder(LAYER_NORMED, bias=ALL, rotary=Rotary(partial=0.5)),
+    "phi3": decoder(window_everywhere, bias=PLAIN, layout="stacked"),
+    "persimmon": decoder(LAYER_NORMED, bias=ALL, layout="grouped", rotary=Rotary(theta=25000.0, partial=0.5)),
+    "gpt_oss": {"decoder": GPT_OSS},
+    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped, window, layer_type=alternating)),
+    "gemma3_text": {"decoder": GEMMA3},
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", traits=(window, gemma_values))},
+    "gemma4_text": {
+        "decoder": replace(
+            GEMMA3, layout="separate", traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+        )
+    },
+    "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
+    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim")),
+    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim"), layout="codegen"),
+    "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
+    "openai-gpt": {"decoder": GPT2},
+    "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
+    "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
+    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL),
+    "falcon": decoder(falcon, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=PLAIN),
+    "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
+    "xglm": decoder(rotary=None, bias=ALL, heads=("attention_heads",)),
+    "biogpt": decoder(rotary=None, bias=ALL),
+    "ctrl": decoder(path="h.{n}.multi_head_attention", rotary=None, bias=ALL),
+    "modernbert-decoder": decoder(
+        modernbert_decoder_window, bias=biased("attention_bias"), path="layers.{n}.attn", rotary=MODERN, layer_type=MODERN_TYPE
+    ),
 }
-REFUSED: dict[str, str] = {}
-FAMILIES = ROWS
+ENCODERS: dict[str, Family] = {
+    **dict.fromkeys(
+        [
+            "bert",
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "electra",
+            "ernie",
+            "data2vec-text",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "layoutlm",
+            "markuplm",
+            "splinter",
+            "visual_bert",
+            "rembert",
+            "bert-generation",
+            "tapas",
+        ],
+        encoder(),
+    ),
+    "xlm-roberta-xl": encoder(ignored=("self_attn_layer_norm.*",)),
+    "megatron-bert": encoder(ignored=("ln.*",)),
+    "big_bird": encoder(original_full),
+    "distilbert": encoder(path="transformer.layer.{n}.attention"),
+    "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
+    "mpnet": encoder(
+        constant(relative_bias={"max_distance": 128, "bidirectional": True}),
+        table="encoder.relative_attention_bias.weight",
+        irrelevant="relative_attention_num_buckets",
+    ),
+    "esm": encoder(rope_if_rotary, rotary=Rotary()),
+    "roformer": encoder(refused("rotary_value", False), rotary=PAIRS),
+    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(theta=1000.0), bias=PLAIN),
+    "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary(theta=160000.0)),
+    "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary(theta=20000.0)),
+    "eurobert": {"encoder": replace(LLAMA, causal=False)},
+    "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
+    "modernbert": encoder(
+        modernbert_window, path="layers.{n}.attn", layout="stacked", bias=biased("attention_bias"), rotary=MODERN, layer_type=MODERN_TYPE
+    ),
+    "openai_privacy_filter": {
+        "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=PAIRS)
+    },
+    "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
+    "xlm": encoder(refused("causal", False), path="attentions.{n}"),
+    "flaubert": encoder(refused("causal", False), path="attentions.{n}"),
+}
+
+
+def both(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL) -> Family:
+    """BART's encoder, decoder and cross-attention."""
+    parts = {"encoder": ("encoder", "self_attn"), "decoder": ("decoder", "self_attn"), "cross": ("decoder", cross)}
+    return {
+        part: replace(
+            BERT,
+            path=f"{side}.layers.{{n}}.{name}",
+            heads=(f"{side}_attention_heads",),
+            layers=(f"{side}_layers",),
+            causal=part == "decoder",
+            bias=bias,
+            irrelevant=f"coder_attention_heads|coder_layers|{irrelevant}",
+        )
+        for part, (side, name) in parts.items()
+    }
+
+
+def t5(table_of_each_block: bool = False) -> Family:
+    """T5's encoder, decoder and cross-attention, whose first block has the table of biases for all, unless each has its own."""
+    common = Attention(
+        heads=("num_heads",), head_dim=("d_kv",), kv_heads=(), causal=False, bias=PLAIN, irrelevant="is_gated_act|scale_decoder"
+    )
+    block = "{n}" if table_of_each_block else "0"
+    own, table = "block.{n}.layer.0.SelfAttention", f"block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
+    decoder_layers = ("num_decoder_layers", "num_layers")
+    return {
+        "encoder": replace(common, path=f"encoder.{own}", traits=(t5_bias(True),), table=f"encoder.{table}"),
+        "decoder": replace(
+            common, path=f"decoder.{own}", traits=(t5_bias(False),), table=f"decoder.{table}", layers=decoder_layers, causal=True
+        ),
+        "cross": replace(
+            common,
+            path="decoder.block.{n}.layer.1.EncDecAttention",
+            traits=(constant(scale=1.0),),
+            layers=decoder_layers,
+            irrelevant="relative_attention|is_gated_act|scale_decoder",
+            ignored=("relative_attention_bias.weight",),  # old files have one there, without effect
+        ),
+    }
+
+
+def without_encoder(family: Family) -> Family:
+    return {part: attention for part, attention in family.items() if part != "encoder"}
+
+
+LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
+
+ENCODER_DECODERS: dict[str, Family] = {
+    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], both()),
+    "nllb-moe": both("cross_attention"),
+    "bigbird_pegasus": without_encoder(both(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
+    "pegasus_x": without_encoder(both(irrelevant="num_global_tokens|block|stagger", bias=PLAIN)),
+    "led": without_encoder(both(irrelevant="attention_window")),  # whose encoder has a window and global tokens
+    **dict.fromkeys(("t5", "mt5", "switch_transformers"), t5()),
+    "umt5": t5(table_of_each_block=True),
+    "longt5": {part: replace(a, irrelevant=a.irrelevant + LONGT5_FIELDS) for part, a in without_encoder(t5()).items()},
+}
+REASONS = {  # what the layer cannot compute -> model types that need it
+    "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
+        longcat_flash mistral4 youtu axk1 axk2""",
+    "an output gate": "qwen3_next qwen3_5_text qwen3_5_moe_text afmoe step3p7 laguna beam muse_spark_text hrm_text",
+    "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
+    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
+    "differential attention": "diffllama",
+    "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
+    "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
+    "queries of their own for entities": "luke",
+    "quantised arithmetic": "ibert",
+    "a factor on values": "mimo_v2_flash",
+    "queries scaled by position, or chunks": "llama4_text ministral3",
+}
+REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
+FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS

@@ -10,18 +10,18 @@ the caller's spec raise InvalidRequest; nothing is guessed.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 from service.checkpoints.config import Config
-from service.checkpoints.detection import ALL_LAYOUTS, Match, complete, find_matches, normalised
+from service.checkpoints.detection import Match, complete, find_matches, normalised
 from service.checkpoints.families import FAMILIES, REFUSED, Attention, Family, fields_of
 from service.checkpoints.layout import Fields, Weights
+from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
-from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
+from service.checkpoints.refusals import field_pointer, listed
 from service.errors import InvalidRequest
-from service.spec import LayerSpec
 from service.tensors import Array
 
 SECTIONS = {"text": "text_config", "vision": "vision_config", "decoder": "text_config"}  # part -> section of a composite config
@@ -41,8 +41,9 @@ class ModelLayer:
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
         path = self.attention.path.format(n=self.number)
-        layouts = [layout for layout in ALL_LAYOUTS if layout.name == self.attention.layout]
-        at = [match for match in find_matches(names, layouts) if f".{match.stem}".endswith(f".{path}")]
+        names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
+        layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
+        at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1 and self.part != "vision":
             at = [match for match in at if not any(word in match.stem for word in OTHER_TOWERS)]
         matches = complete(at)
@@ -50,15 +51,22 @@ class ModelLayer:
             got = listed(match.prefix for match in matches)
             if not matches and at:
                 got = f"{at[0].prefix} without {listed(at[0].missing)}"
-            raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with tensors as layout {layouts[0].name}", got)
-        return matches[0]
+            raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with {layout.name} matrices", got)
+        return self._with_table(matches[0], names) if self.attention.table else matches[0]
+
+    def _with_table(self, match: Match, names: Iterable[str]) -> Match:
+        """The match with the table of relative biases that several layers share. Raises InvalidRequest if it is not there."""
+        ending = self.attention.table.format(n=self.number)
+        tables = [name for name in names if f".{normalised(name)}".endswith(f".{ending}")]
+        if len(tables) != 1:
+            raise InvalidRequest.where("/weights", f"one table of relative biases whose name ends with {ending}", listed(tables))
+        return replace(match, names={**match.names, "relative_bias": tables[0]})
 
     def tensors(self, names: Iterable[str]) -> list[str]:
         """The names of all tensors that the layer needs or that stand below its name."""
         names = list(names)
-        stem = self.find(names).stem
-        tables = tuple(self.attention.tables)
-        return [name for name in names if normalised(name).startswith(f"{stem}.") or (tables and normalised(name).endswith(tables))]
+        match = self.find(names)
+        return [name for name in names if normalised(name).startswith(f"{match.stem}.") or name in match.names.values()]
 
 
 def parse_config(text: str | bytes) -> Mapping[str, Any]:
@@ -79,7 +87,7 @@ def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
     if kind not in FAMILIES and kind not in REFUSED and (section := config.section("text_config")) is not None:
         config, kind = section, section.get("model_type")
     if kind in REFUSED:
-        raise config.refusal("model_type", f"a model whose attention this service computes ({REFUSED[kind]})", kind)
+        raise config.refusal("model_type", f"a model without {REFUSED[kind]}", kind)
     if kind not in FAMILIES:
         near = get_close_matches(str(kind), FAMILIES, n=4) or sorted(FAMILIES)
         raise config.refusal("model_type", f"a known model_type ({listed(near)})", kind)
@@ -93,12 +101,20 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
         (part,) = family
     if part is None or part not in family:
         raise InvalidRequest.where("/part", f"one of {', '.join(family)}, as {kind} has them", "none" if part is None else f'"{part}"')
-    attention = family[part]
+    attention, config = family[part], _for_layer(config, layer)
     if (count := config.get(*attention.layers)) is not None and not 0 <= layer < count:
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     spec = fields_of(attention, config, layer)
     config.demand_all_read(attention.irrelevant)
     return ModelLayer(kind, part, layer, attention, spec)
+
+
+def _for_layer(config: Config, layer: int) -> Config:
+    """The config with the fields of `per_layer_config` that replace others in this layer."""
+    own = config.get("per_layer_config", default={})
+    if not isinstance(own, Mapping) or not isinstance(own.get(str(layer), {}), Mapping):
+        raise config.refusal("per_layer_config", "fields for each layer", own)
+    return Config({**config.fields, **own.get(str(layer), {})}, config.at)
 
 
 def read_model_layer(
@@ -114,9 +130,4 @@ def read_model_layer(
             raise InvalidRequest.where(
                 field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
             )
-    found, weights = read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
-    for name, shape in LayerSpec.model_validate(found).weight_shapes().items():
-        if name not in weights or weights[name].shape != shape:
-            got = shape_of(weights[name]) if name in weights else "nothing"
-            raise InvalidRequest.where(weight_pointer(name), f"shape {list(shape)}, as the config has it", got)
-    return found, weights
+    return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)

@@ -35,8 +35,12 @@ def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> 
     """Raises InvalidRequest if the spec and the tensors disagree on norms, table or sinks, or if the spec lacks the kind of a tensor."""
     for field, weight in WITH_WEIGHTS.items():
         present, value = field not in absent, tensors.given.get(field)
+        if isinstance(value, Mapping) and value.get("weights") == "none" and not present:
+            continue
         if field in tensors.given and (value is not None and value is not False) != present:
-            raise InvalidRequest.where(field_pointer(field), "one" if present else "none, as no tensor is there", _brief(value))
+            raise InvalidRequest.where(
+                field_pointer(field), f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", _brief(value)
+            )
         if present and field not in assumed and field not in tensors.given and field != "sinks":
             raise InvalidRequest.where(field_pointer(field), f"the kind of the tensor {weight}", "nothing")
 
@@ -93,7 +97,7 @@ def _check_others(weights: Weights, tensors: LayerTensors, heads: int, head_dim:
     lengths = {f"{name}.bias": len(weights[f"{name}.weight"]) for name in PROJECTIONS}
     lengths |= {"query_norm.weight": head_dim, "key_norm.weight": head_dim, "sinks": heads}
     for name, length in lengths.items():
-        if name in weights and weights[name].shape != (length,):
+        if name in weights and weights[name].shape != (length,) and not (weights[name].ndim == 2 and "norm" in name):
             raise _unfit(tensors, name, f"{length} numbers for {name}")
     if "relative_bias" in weights and weights["relative_bias"].shape[1] != heads:
         raise _unfit(tensors, "relative_bias", f"shape [buckets, {heads}]")

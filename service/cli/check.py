@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from service.attention.compare import Agreement, compare
 from service.cli.clients import open_client
@@ -123,12 +124,17 @@ class ModuleReport:
         return document if self.agrees else {**document, "first": str(self.agreement.first), "again": self._command()}
 
     def show(self, console: Console) -> None:
-        lines = [self.name, *map(str, self.agreement.results)]
-        if self.agrees:
-            lines.append(f"agrees with the reference in {self.calls} calls")
-        else:
-            lines += [str(self.agreement.first), f"again: {self._command()}"]
-        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+        table = Table("case", "largest error", "tolerance", "", title=self.name, title_justify="left")
+        for result in self.agreement.results:
+            if result.skipped or result.raised:
+                table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
+            else:
+                verdict = "agrees" if result.agrees else "[bold red]WRONG"
+                table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
+        console.print(table)
+        disagreement = [str(self.agreement.first), f"again: {self._command()}"]
+        for line in [f"agrees with the reference in {self.calls} calls"] if self.agrees else disagreement:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _command(self) -> str:
         return f"attend check --module {self.name} --seed {self.seed}"

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.infer import numbers
 from service.cli.terminal import fail, read_file, report_errors
 from service.client.operations import post
 from service.client.responses import read_analysis
@@ -30,7 +29,8 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
 NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
 MAX_COLUMN = 12  # characters of a metric's name
-AXES = {"h": "head", "q": "query", "k": "key"}
+CELL = 6  # characters of a column for a head
+MAX_ROWS = 40  # of a table by position
 MAX_ITEMS = 8  # of a batch
 
 
@@ -75,7 +75,7 @@ def _with_metrics(body: bytes, names: str) -> bytes:
 
 
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
-    """The tables for the metrics of an `AnalysisResult`; text for those with more than one number per head."""
+    """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
     name = next(iter(metrics))
     part, letters = next(iter(SHAPES[name].items()))
     first = _part(metrics[name], part)
@@ -113,9 +113,12 @@ def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
         rows = ((str(n), str(int(head)) if head >= 0 else "-", _number(error)) for n, (head, error) in steps)
         yield _table("pruning order", ("step", "removed head", "error after"), rows)
     for title, letters, array in flat:
-        if letters not in ("b", "bh"):
-            axes = ", ".join(AXES[letter] for letter in letters[1:])
-            yield f"{title} {list(array.shape)}: {axes}\n{numbers(array, width)}\n"
+        if letters == "bq":
+            yield _grid(title, array[:, None], width, "query")
+        elif letters in ("bhh", "bhq", "bhk"):
+            yield _grid(title, array if letters == "bhh" else array.T, width, {"h": "head", "q": "query", "k": "key"}[letters[-1]])
+        elif letters == "bhqk":
+            yield _shape_only(title, array)
 
 
 def _part(value: Any, part: str) -> Array:
@@ -155,3 +158,18 @@ def _position(links: Mapping[str, Any], side: str, h: int, n: int) -> str:
     at = int(links["queries" if side == "query" else "keys"][h][n])
     words = links.get(f"{side}_words")
     return f"{printable(words[h][n] or '')}({at})" if words else str(at)
+
+
+def _grid(title: str, rows: Array, width: int, corner: str) -> Table | str:
+    """Numbers by position and head; only the shape if the table would be wider than the terminal."""
+    if 8 + rows.shape[1] * (CELL + 1) > width:
+        return _shape_only(title, rows)
+    columns = map(str, range(rows.shape[1])) if rows.shape[1] > 1 else [""]
+    table = _table(title, (corner, *columns), ((str(i), *map(_number, row)) for i, row in enumerate(rows[:MAX_ROWS])))
+    if len(rows) > MAX_ROWS:
+        table.caption = f"{len(rows) - MAX_ROWS} more rows; --json has them"
+    return table
+
+
+def _shape_only(title: str, array: Array) -> str:
+    return f"{title}: {' x '.join(map(str, array.shape))} numbers; --json has them"

@@ -127,14 +127,18 @@ class Client(_Connections[httpx.BaseTransport]):
         except Unreachable:
             return False
 
-    def perform(self, operation: Operation[T]) -> T:
+    def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
         """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
         if operation.json_body is not None and self._binary:
             try:
-                return operation.read(raise_for_status(self._exchange(operation)))
+                return operation.read(self.send(operation, timeout))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.read(raise_for_status(self._exchange(operation.as_json())))
+        return operation.read(self.send(operation.as_json(), timeout))
+
+    def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
+        """Send an operation. Raises for any status but success, as every method does."""
+        return raise_for_status(self._exchange(operation.with_timeout(timeout)))
 
     def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         """The last response. Raises Unreachable or one of its subclasses if there is none."""
@@ -203,14 +207,18 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
         except Unreachable:
             return False
 
-    async def perform(self, operation: Operation[T]) -> T:
+    async def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
         """As `Client.perform`."""
         if operation.json_body is not None and self._binary:
             try:
-                return operation.read(raise_for_status(await self._exchange(operation)))
+                return operation.read(await self.send(operation, timeout))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.read(raise_for_status(await self._exchange(operation.as_json())))
+        return operation.read(await self.send(operation.as_json(), timeout))
+
+    async def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
+        """As `Client.send`."""
+        return raise_for_status(await self._exchange(operation.with_timeout(timeout)))
 
     async def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         attempts = Attempts(self.retries, operation, self.timeout)

@@ -51,6 +51,10 @@ class Operation(Generic[T]):
     def headers(self) -> dict[str, str]:
         return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
 
+    def with_timeout(self, timeout: Timeout) -> "Operation[T]":
+        """The operation with this timeout, or with its own if `timeout` is left out."""
+        return self if timeout is USE_CLIENT_DEFAULT else replace(self, timeout=timeout)
+
     def as_json(self) -> "Operation[T]":
         """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
         if self.json_body is None:

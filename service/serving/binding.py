@@ -39,7 +39,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     request = validate(AttendRequest, members)
     fit(request, layer.spec)
     cost = predict(request, layer.spec)
-    problems, in_parts = refusals(request, cost, limits, shards)
+    problems, in_parts = refusals(request, cost, limits, shards if layer.spec.is_relative else 0)
     if problems:
         raise TooLarge(problems=problems)
     call = bind(request, layer.spec)
@@ -62,6 +62,12 @@ def fit(request: AttendRequest, spec: LayerSpec) -> None:
     if spec.positional and request.query_offset is None and q != k:
         expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if spec.rope is not None and spec.rope.max_length is not None:
+        offset = request.query_offset if isinstance(request.query_offset, int | list) else 0
+        length = max(k, q + max(offset if isinstance(offset, list) else [offset], default=0))
+        if length > spec.rope.max_length:
+            expected = f"positions below {spec.rope.max_length}, beyond which this model rotates by other frequencies, {layer}"
+            raise InvalidRequest.where("/query", expected, f"up to {length - 1}")
     if request.output_gradient is not None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.output_gradient.shape != wanted:

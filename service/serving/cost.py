@@ -134,7 +134,7 @@ def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: 
     """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
     One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
-    depend on all keys at once and are never cut.
+    depend on all keys at once and are never cut. For a layer whose spec is not `is_relative`, `shards` is 0.
     """
     problems = admit(cost, limits)
     if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:

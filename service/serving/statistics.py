@@ -85,11 +85,11 @@ class LayerStatistics(Collector):
         self._process = f"{os.getpid()}-{token_hex(4)}"  # process ids are reused
         self._tables: dict[str, _Table | None] = {}  # by loaded layer; None until its first call
 
-    def hold(self, layer: str) -> None:
+    def add_layer(self, layer: str) -> None:
         """Start counting calls to a layer."""
         self._tables.setdefault(layer)
 
-    def forget(self, layer: str) -> None:
+    def remove_layer(self, layer: str) -> None:
         """Delete the counts of a layer in this process and in those that have ended. Other processes delete their own."""
         self._tables.pop(layer, None)
         for path in self._files(layer):

@@ -145,13 +145,15 @@ def _why_not_writable(settings: Settings) -> Exception | None:
         where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
         return Forbidden(f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
     if settings.workers > 1 and settings.layers_dir is None:
-        return LayerConflict("with several workers layers can be changed over HTTP only with --layers-dir: the others would not follow")
+        return LayerConflict(
+            "with several workers, layers can be changed over HTTP only with --layers-dir, through which the workers share them"
+        )
     return None
 
 
 def _why_no_statistics(settings: Settings, service: Service) -> Exception | None:
     if settings.workers > 1 and not service.metrics.shared:
-        return LayerConflict("there are no statistics of models: several workers serve, and have no folder to count together in")
+        return LayerConflict("there are no model statistics: with several workers they need a shared folder, and this server has none")
     return None
 
 

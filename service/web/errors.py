@@ -102,7 +102,7 @@ def unrouted(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> R
     scope["attend"].reason, status, headers, detail = f"status_{error.status_code}", error.status_code, {}, error.detail
     if status == 405:
         matching = [route for route in routes if route.matches(scope)[0] != Match.NONE]
-        methods = {method for route in matching for method in getattr(route, "methods", None) or {"GET"}}  # static files have none
+        methods = {method for route in matching for method in getattr(route, "methods", None) or ()} or {"GET"}  # a static file
         allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()))
         headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {scope['method']}"
     elif status == 404:

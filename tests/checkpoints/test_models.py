@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def test_every_family_has_a_case() -> None:
     assert set(FAMILIES) <= {model["config"]["model_type"] for model in MODELS.values()}
 
 
+def test_the_page_lists_them() -> None:
+    """Written by `python docs/list_checkpoints.py`."""
+    docs = Path(__file__).parents[2] / "docs"
+    assert (docs / "checkpoints.md").read_text() == runpy.run_path(str(docs / "list_checkpoints.py"))["page"]()
+
+
 @pytest.mark.parametrize(
     ("config", "at"),
     [
@@ -66,8 +73,8 @@ def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Clie
     norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
     for given, words in (
         ({name: x for name, x in tensors.items() if "v_proj" not in name}, "layers.0.self_attn without v_proj.weight"),
-        (tensors | {"layers.0.self_attn.gate.weight": np.ones(8, np.float32)}, "only what a layer of layout llama has"),
-        (tensors | norms, "the kind of the tensor query_norm.weight"),
+        (tensors | {"layers.0.self_attn.gate.weight": np.ones(8, np.float32)}, "only what a layer of layout separate has"),
+        (tensors | norms, "one, as the tensor query_norm.weight is there"),
         ({name.replace("layers.0", "layers.1"): x for name, x in tensors.items()}, "ends with layers.0.self_attn"),
     ):
         refused = put(layers, "llama", 0, given)
@@ -119,3 +126,28 @@ def test_a_folder_by_the_command(tmp_path: Path) -> None:
     assert added.returncode == 0 and json.loads(added.stdout)["spec"]["num_kv_heads"] == 2, added.stderr
     for wrong in (("--part", "decoder"), ("--layer", "1", "--prefix", "layers.1")):
         assert run_attend("layers", "add", "one", str(tmp_path), *wrong, *kept).returncode == 2
+
+
+def test_fields_added_later_leave_fingerprints_as_they_were(layers: httpx.Client) -> None:
+    """Computed by 0.1.0's code, so that layers stored by it are accepted."""
+    tensors = tensors_of(MODELS["llama"]["cases"][0])
+    norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
+    query = {"spec": '{"rope": {"theta": 10000.0, "interleaved": false}}'}
+    made = layers.put("/layers/model", params=query, content=save(tensors | norms), headers=SAFETENSORS)
+    assert made.json()["fingerprint"] == "ad759485a0ddaa01290c537b28b5364b8a2137bf11d765fee1ffa09218c02a18", made.text
+
+
+def test_a_call_beyond_a_ropes_length_is_refused(layers: httpx.Client) -> None:
+    """In keys or in positions of queries."""
+    rope = {"max_length": 3, "frequencies": [0.5, 0.25], "attention_factor": 1.5}
+    assert layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1, "rope": rope}}).is_success
+    row = [0.1, 0.2, 0.3, 0.4]
+    for body, status in (
+        ({"query": [row] * 3}, 200),
+        ({"query": [row] * 4}, 422),
+        ({"query": [row], "key": [row] * 3, "query_offset": 2}, 200),
+        ({"query": [row], "key": [row] * 3, "query_offset": 3}, 422),
+        ({"query": [[row]], "key": [[row] * 3], "query_offset": [3]}, 422),
+        ({"query": [row], "key": [row] * 4, "query_offset": "end"}, 422),
+    ):
+        assert layers.post("/attend", json={"layer": "model", **body}).status_code == status, body

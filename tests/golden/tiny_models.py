@@ -6,6 +6,7 @@ their weights with the tensors of the file, so this works for any family.
 """
 
 import json
+import re
 import tempfile
 import warnings
 import zlib
@@ -24,6 +25,7 @@ torch.set_num_threads(1)
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
+KEPT = re.compile(r"embed_positions|inv_freq|position_ids")  # tables that are computed, not learnt
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 6),
@@ -67,7 +69,7 @@ def tiny_config(model_type, changes):
 
 def drawn(name, shape):
     """float32 numbers that depend on nothing but the tensor's name and shape."""
-    return (np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35).astype(np.float32)
+    return np.asarray(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35, np.float32)
 
 
 class TinyModel:
@@ -80,19 +82,19 @@ class TinyModel:
             AutoModel.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
             (path / "config.json").write_text(json.dumps(config))
             (file,) = path.glob("*.safetensors")
-            tensors = {name: drawn(name, x.shape) if x.dtype.kind == "f" else x for name, x in load_file(file).items()}
+            tensors = {name: x if KEPT.search(name) or x.dtype.kind != "f" else drawn(name, x.shape) for name, x in load_file(file).items()}
             save_file(tensors, file, metadata={"format": "pt"})
             self.model = AutoModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
         self.tensors = tensors
 
     def module(self, array):
-        """The module with these numbers as its weight, transposed or not; None if there is none."""
+        """The module with these numbers, or the first rows of them, as its weight, transposed or not. Raises LookupError."""
         for module in self.model.modules():
             for parameter in module._parameters.values():
-                own = None if parameter is None else parameter.detach().numpy()
-                if own is not None and (np.array_equal(own, array) or np.array_equal(own.T, array)):
+                own = np.zeros(0) if parameter is None else parameter.detach().numpy()
+                if own.ndim == 2 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
                     return module
-        return None
+        raise LookupError(f"no module has a tensor of shape {array.shape}")
 
     def run(self, layers):
         """`layers`: any key -> modules of queries, keys and output. Gives for each: query, key [b, n, width], output."""

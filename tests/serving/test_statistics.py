@@ -26,7 +26,7 @@ def test_calls_are_counted_by_batch_size() -> None:
     assert (found.failed.calls, found.failed.total) == (1, 2_000_000_000)
     batches = {size: (row.items, row.calls, row.executions, row.execution) for size, row in found.batches.items()}
     assert batches == {3: (3, 1, 1, 1_000_000_000), 8: (6, 2, 1, 1_000_000_000)}
-    statistics.forget("a")
+    statistics.remove_layer("a")
     assert set(statistics.all()) == {"b"}
 
 
@@ -62,9 +62,9 @@ def test_layers_that_come_and_go_leave_nothing(shared: bool, tmp_path: Path) -> 
     statistics.answered("a", PHASES, 1, Execution(1), 10)
     for turn in range(50):
         layer = f"layer.{turn}"
-        statistics.hold(layer)
+        statistics.add_layer(layer)
         statistics.answered(layer, PHASES, 1, Execution(1), 10)
-        statistics.forget(layer)
+        statistics.remove_layer(layer)
         statistics.answered(layer, PHASES, 1, Execution(1), 10)
         statistics.failed(layer, 1.0)
 
@@ -80,5 +80,5 @@ def test_counts_of_an_ended_process_stay_until_the_layer_is_removed(tmp_path: Pa
     statistics = started(tmp_path)
 
     assert statistics.all()["a"].answered.calls == 3
-    statistics.forget("a")
+    statistics.remove_layer("a")
     assert set(statistics.all()) == {"b"}

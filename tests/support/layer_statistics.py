@@ -12,8 +12,8 @@ PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
 def started(folder: Path | None = None, now: float = 1.5) -> LayerStatistics:
     """Statistics of two layers, without calls."""
     statistics = LayerStatistics(folder, lambda: now)
-    statistics.hold("a")
-    statistics.hold("b")
+    statistics.add_layer("a")
+    statistics.add_layer("b")
     return statistics
 
 

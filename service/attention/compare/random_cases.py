@@ -230,7 +230,7 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
         }
     if "qk_norm" in drawn:
         kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # the layer norm of two numbers is only their signs
-        fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()}
+        fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()} | _draw_norm(rng)
     return LayerSpec.model_validate(fields)
 
 
@@ -245,12 +245,25 @@ def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"theta": rng.choice([10.0, 10000.0, 500000.0]).item(), "interleaved": bool(rng.random() < 0.5)}
     if dims < head_dim or rng.random() < 0.5:
         rope["dims"] = dims
-    kind = rng.choice(["none", "linear", "llama3"])
+    kind = rng.choice(["none", "linear", "llama3", "own"])
+    if kind == "own":
+        rope["frequencies"] = [0.0, *rng.uniform(0, 2, dims // 2 - 1).tolist()]
+        rope["attention_factor"] = 1.25
     if kind == "linear":
         rope["scaling"] = {"type": "linear", "factor": 2.5}
     if kind == "llama3":
         rope["scaling"] = {"type": "llama3", "factor": 8.0, "original_max_position": rng.choice([16, 64, 8192]).item()}
     return rope
+
+
+def _draw_norm(rng: np.random.Generator) -> dict[str, Any]:
+    """The usual norm half of the time, else one over all heads, with weights of its own for each head, after RoPE, or of values too."""
+    if rng.random() < 0.5:
+        return {}
+    over = rng.choice(["head", "all"]).item()
+    weights = rng.choice(["shared", "own", "none"] if over == "head" else ["own", "none"]).item()
+    after, values, bias = (bool(rng.random() < 0.5) for _ in range(3))
+    return {"over": over, "weights": weights, "after_rope": after, "values": values, "bias": bias and weights != "none"}
 
 
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
@@ -264,7 +277,7 @@ def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collecti
     weights: dict[str, Array] = {}
     for name, shape in shapes.items():
         normal = rng.standard_normal(shape)
-        if name in ("query_norm.weight", "key_norm.weight"):
+        if name.endswith("norm.weight"):
             weights[name] = rng.uniform(0.5, 2, shape)
         elif name.endswith(".weight"):
             weights[name] = 1.5 * normal / np.sqrt(shape[1])

@@ -85,6 +85,8 @@ def attend(
     ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
         q, k = rotate(q, positions, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
+    if spec.qk_norm and spec.qk_norm.after_rope:
+        q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
 
     # Sum of the biases, and the blocked pairs.
     added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
@@ -137,7 +139,12 @@ def project_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: A
     if projected.shape[-1] != heads * width:
         raise ValueError(f"expected a {name} of {heads} heads of {width} numbers, got {projected.shape[-1]} numbers")
     split = split_heads(projected, heads)
-    return normalise(split, weights[f"{name}_norm.weight"], spec.qk_norm) if spec.qk_norm and name != "value" else split
+    return normalise_heads(split, weights, name, spec.qk_norm) if spec.qk_norm and normalises(spec.qk_norm, name) else split
+
+
+def normalises(norm: QKNorm, name: str) -> bool:
+    """Whether the norm applies to the projected query, key or value as it is, before RoPE."""
+    return norm.values if name == "value" else not norm.after_rope
 
 
 def project(x: ArrayLike, weights: Mapping[str, Array], name: str) -> Array:
@@ -163,12 +170,26 @@ def merge_heads(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3).reshape(b, n, h * d)
 
 
-def normalise(x: Array, weight: ArrayLike, norm: QKNorm) -> Array:
-    """x / √(mean x² + eps) · w over the last axis (RMS norm, Zhang and Sennrich 2019); the layer norm subtracts the mean of x first."""
+def normalise_heads(x: Array, weights: Mapping[str, Array], name: str, norm: QKNorm) -> Array:
+    """`normalise` for x [b, heads, n, d] with the weight and bias of `name`_norm, 1 and 0 if the layer has none."""
+    return normalise(x, norm_weight(weights, f"{name}_norm.weight", 1.0), norm, norm_weight(weights, f"{name}_norm.bias", 0.0))
+
+
+def normalise(x: Array, weight: ArrayLike, norm: QKNorm, bias: ArrayLike = 0.0) -> Array:
+    """x / √(mean x² + eps) · w + b (RMS norm, Zhang and Sennrich 2019); the layer norm subtracts the mean of x first.
+
+    The mean is over the last axis, or over all heads of a row: axes 1 and 3 of [b, heads, n, d].
+    """
+    axes = (-1,) if norm.over == "head" else (1, 3)
     if norm.kind == "layer":
-        x = x - x.mean(axis=-1, keepdims=True)
-    normed: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps) * np.asarray(weight, np.float64)
+        x = x - x.mean(axis=axes, keepdims=True)
+    normed: Array = x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + norm.eps) * np.asarray(weight, np.float64) + np.asarray(bias)
     return normed
+
+
+def norm_weight(weights: Mapping[str, Array], name: str, otherwise: float) -> Array:
+    """A norm's weight or bias, [d] or [heads, d], to be broadcast to [b, heads, n, d]; `otherwise` if the layer has none."""
+    return np.asarray(weights[name], np.float64)[..., None, :] if name in weights else np.array(otherwise)
 
 
 def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:

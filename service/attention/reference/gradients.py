@@ -25,7 +25,10 @@ from service.attention.reference.forward import (
     average_values,
     dropout_multiplier,
     merge_heads,
+    norm_weight,
+    normalises,
     project,
+    project_heads,
     repeat_kv_heads,
     split_heads,
 )
@@ -66,8 +69,12 @@ def gradients(
 
     through = dict(zip(inputs, _through_attention(spec, back, forward, call, batched), strict=True))
     if spec.rope:  # the gradient of a rotation is the opposite rotation
-        positions, keys = _positions(forward, call, batched), np.arange(inputs["key"].shape[1])[None]
-        through |= {"query": rotate(through["query"], -positions, spec.rope), "key": rotate(through["key"], -keys, spec.rope)}
+        places = {"query": _positions(forward, call, batched), "key": np.arange(inputs["key"].shape[1])[None]}
+        for name, positions in places.items():
+            if spec.qk_norm and spec.qk_norm.after_rope:
+                rotated = rotate(project_heads(spec, weights, name, inputs[name]), positions, spec.rope)
+                through[name] = _back_through_norm(rotated, weights, name, spec.qk_norm, through[name])
+            through[name] = rotate(through[name], -positions, spec.rope)
     input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
     return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
 
@@ -109,21 +116,23 @@ def _positions(forward: Reference, call: Mapping[str, Any], batched: bool) -> Ar
 
 def _back_through_projection(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
     """Reverses `project_heads`: from the gradient of the heads [b, heads, n, d] to that of the input x [b, n, in]."""
-    if spec.qk_norm and name != "value":
+    norm = spec.qk_norm
+    if norm and (normalises(norm, name) or (norm.after_rope and not spec.rope and name != "value")):
         projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
-        back = _back_through_norm(split_heads(projected, back.shape[1]), weights[f"{name}_norm.weight"], spec.qk_norm, back)
+        back = _back_through_norm(split_heads(projected, back.shape[1]), weights, name, norm, back)
     back = merge_heads(back)
     return back @ np.asarray(weights[f"{name}.weight"], np.float64) if spec.projections else back
 
 
-def _back_through_norm(x: Array, weight: ArrayLike, norm: QKNorm, back: Array) -> Array:
-    """Of y = n · w with n = x/r and r = √(mean x² + eps): x̄ = (n̄ - n · mean(n ∘ n̄)) / r.
+def _back_through_norm(x: Array, weights: Mapping[str, Array], name: str, norm: QKNorm, back: Array) -> Array:
+    """Of y = n · w + b with n = x/r and r = √(mean x² + eps): x̄ = (n̄ - n · mean(n ∘ n̄)) / r.
 
     The layer norm subtracts the mean of x first, so the mean of the gradient is subtracted last.
     """
+    axes = (-1,) if norm.over == "head" else (1, 3)
     if norm.kind == "layer":
-        x = x - x.mean(axis=-1, keepdims=True)
-    root = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
-    normed, back = x / root, back * np.asarray(weight, np.float64)
-    result: Array = (back - normed * (normed * back).mean(axis=-1, keepdims=True)) / root
-    return result - result.mean(axis=-1, keepdims=True) if norm.kind == "layer" else result
+        x = x - x.mean(axis=axes, keepdims=True)
+    root = np.sqrt((x**2).mean(axis=axes, keepdims=True) + norm.eps)
+    normed, back = x / root, back * norm_weight(weights, f"{name}_norm.weight", 1.0)
+    result: Array = (back - normed * (normed * back).mean(axis=axes, keepdims=True)) / root
+    return result - result.mean(axis=axes, keepdims=True) if norm.kind == "layer" else result

@@ -14,7 +14,8 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     """RoPE, Su et al. 2021, equation 34: x [b, h, n, d] at positions [b, n] or [1, n].
 
     The first `dims` numbers of a head are dims/2 points of the plane, and point i is rotated by the angle position · frequency_i. Its two
-    coordinates are neighbours (interleaved: GPT-J) or dims/2 apart (GPT-NeoX, Llama). The rest of the head is unchanged.
+    coordinates are neighbours (interleaved: GPT-J) or dims/2 apart (GPT-NeoX, Llama). The rest of the head is unchanged. Points are also
+    lengthened by `attention_factor` (yarn, Peng et al. 2023, section 3.4).
     """
     dims = rope.dims or x.shape[-1]
     if rope.interleaved:
@@ -22,9 +23,10 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     else:
         first, second = slice(0, dims // 2), slice(dims // 2, dims)
     angles = positions[:, None, :, None] * frequencies(rope, dims)  # [b, 1, n, dims/2]
+    cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
     turned = x.copy()
-    turned[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
-    turned[..., second] = x[..., first] * np.sin(angles) + x[..., second] * np.cos(angles)
+    turned[..., first] = x[..., first] * cos - x[..., second] * sin
+    turned[..., second] = x[..., first] * sin + x[..., second] * cos
     return turned
 
 
@@ -32,8 +34,10 @@ def frequencies(rope: Rope, dims: int) -> Array:
     """theta^(-2i/dims) for i < dims/2, in radians per position, scaled for long contexts: [dims/2].
 
     "linear" divides every frequency by `factor`. "llama3" does so for frequencies of less than low_freq_factor turns within the training
-    context, keeps those of more than high_freq_factor turns, and interpolates in between.
+    context, keeps those of more than high_freq_factor turns, and interpolates in between. `rope.frequencies` replaces all of this.
     """
+    if rope.frequencies is not None:
+        return np.array(rope.frequencies, np.float64)
     plain: Array = rope.theta ** (-np.arange(0, dims, 2) / dims)
     scaling = rope.scaling
     if scaling is None:

@@ -261,7 +261,7 @@ class LayerLoader:
 
     def _add(self, layer: LoadedLayer) -> bool:
         new = self.registry.put(layer)
-        self.statistics.hold(layer.name)
+        self.statistics.add_layer(layer.name)
         self.metrics.layers.set(len(self.registry))
         return new
 
@@ -271,5 +271,5 @@ class LayerLoader:
 
     def _drop_statistics(self, name: str) -> None:
         """Delete the statistics of a removed or unloaded layer, and update the number of layers."""
-        self.statistics.forget(name)
+        self.statistics.remove_layer(name)
         self.metrics.layers.set(len(self.registry))

@@ -36,15 +36,6 @@ class LoadedLayer:
         """The weights by canonical name, on the CPU."""
         return {name: numpy_of(self.attention.weights[name].cpu()) for name in self.spec.weight_shapes()}
 
-    def document(self) -> LayerDocument:
-        return LayerDocument(
-            name=self.name,
-            spec=self.spec,
-            fingerprint=self.fingerprint,
-            parameters=self.spec.num_parameters,
-            device=str(self.attention.device),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class UnloadedLayer:
@@ -54,12 +45,6 @@ class UnloadedLayer:
     spec: LayerSpec
     fingerprint: str
     weights: Mapping[str, Array] | None = None
-
-    def document(self, device: torch.device) -> LayerDocument:
-        parameters = self.spec.num_parameters
-        return LayerDocument(
-            name=self.name, state="unloaded", spec=self.spec, fingerprint=self.fingerprint, parameters=parameters, device=str(device)
-        )
 
 
 class LayerRegistry:
@@ -101,14 +86,22 @@ class LayerRegistry:
 
     def documents(self) -> list[LayerDocument]:
         """Descriptions of all layers, including the unloaded ones."""
-        unloaded = (layer.document(self.device) for layer in self._unloaded.values())
-        return sorted((*(layer.document() for layer in self._layers.values()), *unloaded), key=lambda document: document.name)
+        layers: dict[str, LoadedLayer | UnloadedLayer] = {**self._unloaded, **self._layers}
+        return [self.describe(layers[name]) for name in sorted(layers)]
 
     def document(self, name: str) -> LayerDocument:
         """Description of one layer, unloaded or not. Raises LayerNotFound."""
-        if (unloaded := self._unloaded.get(name)) is not None:
-            return unloaded.document(self.device)
-        return self.find(name).document()
+        return self.describe(self._unloaded.get(name) or self.find(name))
+
+    def describe(self, layer: LoadedLayer | UnloadedLayer) -> LayerDocument:
+        return LayerDocument(
+            name=layer.name,
+            state="ready" if isinstance(layer, LoadedLayer) else "unloaded",
+            spec=layer.spec,
+            fingerprint=layer.fingerprint,
+            parameters=layer.spec.num_parameters,
+            device=str(self.device),
+        )
 
     def _named(self) -> str:
         """The first NAMED layer names and the number of the others, for an error."""

@@ -1,5 +1,6 @@
 // Makes the request from the controls: from a sentence and /words, or from a pasted request with the masks and layer of the controls.
 
+import { $ } from "./dom.js";
 import * as form from "./form.js";
 import { fromWords, lengths, tokensOf, withMasks } from "./request.js";
 import { get, post, Refusal } from "./wire.js";
@@ -22,10 +23,10 @@ export function fieldsOf(error) {
 }
 
 async function composeSentence(blocked, signal) {
-  const [layer, cross] = [form.value("layer"), form.isChecked("cross")];
+  const [layer, cross] = [$("layer").value, $("cross").checked];
   const read = async (field, part) => {
     try {
-      return await readWords(form.value(field), layer, part, signal);
+      return await readWords($(field).value, layer, part, signal);
     } catch (error) {
       if (error instanceof Refusal) error.fields = { text: field };
       throw error;
@@ -43,7 +44,7 @@ async function composeSentence(blocked, signal) {
 }
 
 function composePasted(blocked) {
-  const text = form.value("request");
+  const text = $("request").value;
   let body = null;
   try {
     body = JSON.parse(text);
@@ -53,7 +54,7 @@ function composePasted(blocked) {
   if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
   const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
   const { queries, keys } = lengths(rest);
-  const request = withMasks({ ...rest, layer: form.value("layer") }, form.masks(blocked), queries, keys);
+  const request = withMasks({ ...rest, layer: $("layer").value }, form.masks(blocked), queries, keys);
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
 }
 

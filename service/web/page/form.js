@@ -10,14 +10,6 @@ export function mode() {
   return document.querySelector("input[name=input]:checked").value;
 }
 
-export function value(id) {
-  return $(id).value;
-}
-
-export function isChecked(id) {
-  return $(id).checked;
-}
-
 export function showMode() {
   $("sentence").hidden = mode() !== "sentence";
   $("pasted").hidden = mode() !== "request";

@@ -237,7 +237,7 @@ async function load() {
     for (const { name, spec } of layers) specs.set(name, spec);
     const [real] = vocabulary.layers;
     advice = real ? `Choose ${real} for one that does.` : vocabulary.note;
-    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, form.value("layer") || (real ?? "default"));
+    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, $("layer").value || (real ?? "default"));
   } catch (error) {
     if (error.name !== "AbortError") refuse(error);
     return;

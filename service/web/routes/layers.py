@@ -86,7 +86,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
         layer, new = await service.put_layer(name, raw, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
-        return layer.document()
+        return service.registry.describe(layer)
 
     @app.get(
         "/layers/{name}/weights",

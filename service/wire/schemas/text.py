@@ -22,7 +22,7 @@ class WordsRequest(Document):
 
     text: Annotated[str, Field(max_length=LONGEST)] = Field(description="At least one word.", json_schema_extra={"pattern": r"\S"})
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
-    part: Part = Field(default="query", description="Which input of the layer the vectors are for. Its width is theirs.")
+    part: Part = Field(default="query", description="The input of the layer that the vectors are for; they have its width.")
 
 
 class Words(Document):

@@ -62,6 +62,8 @@ def torchs(spec, weights, request, inputs, forward):
     if spec.rope:
         q = torch_rope(q, torch.arange(queries) + offset[:, None], spec.rope)
         k = torch_rope(k, torch.arange(keys).expand(len(k), keys), spec.rope)
+    if spec.qk_norm and spec.qk_norm.after_rope:
+        q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
@@ -90,10 +92,19 @@ def torch_heads(spec, weights, name, x):
     if spec.projections:
         x = functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
     x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    if name == "value" or not spec.qk_norm:
+    if not spec.qk_norm or not (spec.qk_norm.values if name == "value" else not spec.qk_norm.after_rope):
         return x
-    norm = functional.rms_norm if spec.qk_norm.kind == "rms" else functional.layer_norm
-    return norm(x, (spec.head_dim,), weight=weights[f"{name}_norm.weight"], eps=spec.qk_norm.eps)
+    return torch_norm(x, weights, name, spec.qk_norm)
+
+
+def torch_norm(x, weights, name, norm):
+    """torch's norm over the last axis: of one head, or of all heads put side by side."""
+    x = x.transpose(1, 2)
+    rows = x if norm.over == "head" else x.flatten(2)
+    function = functional.rms_norm if norm.kind == "rms" else functional.layer_norm
+    x = function(rows, rows.shape[-1:], eps=norm.eps).reshape(x.shape)
+    x = x * weights.get(f"{name}_norm.weight", 1.0) + weights.get(f"{name}_norm.bias", 0.0)  # [d], or [heads, d]
+    return x.transpose(1, 2)
 
 
 def offset_of(request, forward):
@@ -120,14 +131,18 @@ def torch_rope(x, positions, rope):
         turns = rope.scaling.original_max_position * frequencies / (2 * torch.pi)
         smooth = (turns - rope.scaling.low_freq_factor) / (rope.scaling.high_freq_factor - rope.scaling.low_freq_factor)
         frequencies = torch.lerp(frequencies / rope.scaling.factor, frequencies, smooth.clamp(0, 1))
+    if rope.frequencies:
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float64)
     angles = positions[:, None, :, None] * frequencies
+    lengths = torch.full_like(angles, rope.attention_factor)
     turning, rest = x[..., : rope.dims], x[..., rope.dims :]
     if rope.interleaved:
         points = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous())
-        return torch.cat([torch.view_as_real(points * torch.polar(torch.ones_like(angles), angles)).flatten(-2), rest], dim=-1)
+        return torch.cat([torch.view_as_real(points * torch.polar(lengths, angles)).flatten(-2), rest], dim=-1)
     angles = torch.cat([angles, angles], dim=-1)
     first, second = turning.chunk(2, dim=-1)
-    return torch.cat([turning * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin(), rest], dim=-1)
+    turned = turning * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return torch.cat([turned * rope.attention_factor, rest], dim=-1)
 
 
 def torch_bias(spec, weights, request, ahead):

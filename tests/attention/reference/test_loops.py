@@ -89,33 +89,48 @@ def same(got, expected):
 def head(spec, weights, name, x, n, position=None):
     """Head n of one query, key or value: its own rows of the projection, its norm, and its points turned."""
     width = spec.value_head_dim if name == "value" else spec.head_dim
-    rows = slice(n * width, (n + 1) * width)
-    if spec.projections:
-        x = weights[f"{name}.weight"][rows] @ x
-        if spec.has_bias(name):
-            x = x + weights[f"{name}.bias"][rows]
-    else:
-        x = x[rows]
-    if name == "value":
-        return x
-    if spec.qk_norm:
-        centre = math.fsum(x) / width if spec.qk_norm.kind == "layer" else 0.0
-        variance = math.fsum((a - centre) ** 2 for a in x) / width
-        x = np.array([(a - centre) / math.sqrt(variance + spec.qk_norm.eps) for a in x]) * weights[f"{name}_norm.weight"]
-    return turned(x.tolist(), spec.rope, position) if spec.rope else x
+    every = [slice(i * width, (i + 1) * width) for i in range(spec.num_heads if name == "query" else spec.num_kv_heads)]
+    heads = [projected(spec, weights, name, x, rows) for rows in every]
+    rotates, norm = spec.rope and name != "value", spec.qk_norm
+    if norm and (norm.values if name == "value" else not norm.after_rope):
+        heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
+    if rotates:
+        heads = [turned(one.tolist(), spec.rope, position) for one in heads]
+    if norm and norm.after_rope and name != "value":
+        heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
+    return heads[n]
+
+
+def projected(spec, weights, name, x, rows):
+    if not spec.projections:
+        return x[rows]
+    x = weights[f"{name}.weight"][rows] @ x
+    return x + weights[f"{name}.bias"][rows] if spec.has_bias(name) else x
+
+
+def normed(heads, n, weights, name, norm):
+    """Head n less the mean, over the root of the mean square: of its own numbers, or of those of all heads."""
+    among = heads[n] if norm.over == "head" else np.concatenate(heads)
+    centre = math.fsum(among) / len(among) if norm.kind == "layer" else 0.0
+    variance = math.fsum((a - centre) ** 2 for a in among) / len(among)
+    weight, bias = weights.get(f"{name}_norm.weight", np.ones(1)), weights.get(f"{name}_norm.bias", np.zeros(1))
+    weight, bias = (x if x.ndim == 1 else x[n] for x in (weight, bias))
+    return np.array([(a - centre) / math.sqrt(variance + norm.eps) for a in heads[n]]) * weight + bias
 
 
 def turned(x, rope, position):
     dims = rope.dims
     for i in range(dims // 2):
         first, second = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + dims // 2)
-        point = complex(x[first], x[second]) * cmath.exp(1j * position * frequency(rope, i))
+        point = complex(x[first], x[second]) * rope.attention_factor * cmath.exp(1j * position * frequency(rope, i))
         x[first], x[second] = point.real, point.imag
     return np.array(x)
 
 
 def frequency(rope, i):
     """transformers' `_compute_llama3_parameters`, in its words: by wavelengths."""
+    if rope.frequencies:
+        return rope.frequencies[i]
     plain, scaling = 1 / rope.theta ** (2 * i / rope.dims), rope.scaling
     if scaling is None:
         return plain

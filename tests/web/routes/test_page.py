@@ -92,6 +92,13 @@ def test_there_is_no_other_file(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 404
 
 
+def test_a_file_is_only_read(http: httpx.Client) -> None:
+    reply = http.post("/page/page.js")
+
+    assert reply.status_code == 405 and reply.headers["Allow"] == "GET, HEAD"
+    assert reply.json()["detail"] == "expected GET or HEAD, got POST"
+
+
 def test_words_become_vectors_that_the_layer_takes(http: httpx.Client) -> None:
     """The hash vectors that `attend demo` documents, in a form that goes into /attend as it is."""
     reply = http.post("/words", json={"text": SENTENCE})

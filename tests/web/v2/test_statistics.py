@@ -116,10 +116,10 @@ def test_the_index_is_everyones(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_workers_without_a_folder_to_count_in_say_so() -> None:
+def test_workers_without_a_shared_folder_have_no_statistics() -> None:
     """An application that somebody else runs in several processes: no number rather than a wrong one."""
     several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
 
     assert "statistics" not in several.get("/v2").json()["extensions"]
     for path in ("/v2/models/stats", "/v2/models/default/stats"):
-        assert "folder to count" in refused(several.get(path), 409)
+        assert "shared folder" in refused(several.get(path), 409)

@@ -1,0 +1,137 @@
+"""Layouts for models with a config, which names the family, its layers and their sizes.
+
+So a layout here has the names of many families at once: a name that means something else elsewhere is no danger, and a tensor that is left
+over is refused. `separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values, and `conv` is
+GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual names.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.checkpoints.layout import ALL_BIASES, Converted, Fields, LayerTensors, Layout, Weights
+from service.errors import InvalidRequest
+from service.spec import PROJECTIONS
+from service.tensors import Array
+
+SPELLINGS = {
+    "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj",
+    "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj",
+    "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv",
+    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj",
+    "query_norm": "q_norm query_layernorm q_layernorm query_norm",
+    "key_norm": "k_norm key_layernorm k_layernorm key_norm",
+}
+IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "bias": 4, "masked_bias": 0}  # norms of blocks, buffers of old files
+Take = Callable[[LayerTensors, Array], tuple[Array, ...]]
+
+
+def _names(*parts: str) -> dict[str, str]:
+    """Name below the stem -> part, for each spelling of these parts."""
+    return {
+        f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in ("weight", "bias")
+    } | {"sinks": "sinks", "softmax_offset": "sinks"}
+
+
+def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
+    """Weights and biases of norms: [head_dim], or [heads, head_dim] where each head has its own. `one_plus`: weights are stored less 1."""
+    own, found = (tensors.given.get("qk_norm") or {}).get("weights") == "own", Weights()
+    for part in (f"{name}_norm.{kind}" for kind in ("weight", "bias") for name in ("query", "key")):
+        if tensors.has(part):
+            array = tensors.arrays[part]
+            if own and array.size % tensors.given["head_dim"]:
+                raise tensors.misfit(part, f"a multiple of head_dim {tensors.given['head_dim']} numbers")
+            array = array.reshape(-1, tensors.given["head_dim"]) if own else tensors.get(part, "n")
+            found[part] = array.astype(np.float32) + np.float32(1) if one_plus else array
+    return found
+
+
+def _extras(tensors: LayerTensors) -> Weights:
+    found = {part: tensors.get(part, "n") for part in (*ALL_BIASES, "sinks") if tensors.has(part)}
+    return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {})
+
+
+def _converted(tensors: LayerTensors, weights: Weights, one_plus: bool = False) -> Converted:
+    extras = _extras(tensors)
+    known: Fields = {"num_heads": tensors.given["num_heads"]}
+    known |= {"relative_bias": {"buckets": len(extras["relative_bias"])}} if "relative_bias" in extras else {}
+    return Converted(weights | extras | _norms(tensors, one_plus), known)
+
+
+def separate(tensors: LayerTensors, one_plus: bool = False) -> Converted:
+    return _converted(tensors, {f"{name}.weight": tensors.get(f"{name}.weight", "out", "in") for name in PROJECTIONS}, one_plus)
+
+
+def one_plus(tensors: LayerTensors) -> Converted:
+    """As `separate`, for norm weights stored less 1: adds 1 in float32, as Gemma does."""
+    return separate(tensors, one_plus=True)
+
+
+def packed(take: Take, transposed: bool = False) -> Callable[[LayerTensors], Converted]:
+    """Queries, keys and values from the rows of one matrix and of its bias; `transposed`: matrices are [in, out]."""
+
+    def convert(tensors: LayerTensors) -> Converted:
+        axes = ("in", "out") if transposed else ("out", "in")
+        matrices = {part: tensors.get(f"{part}.weight", *axes) for part in ("qkv", "output")}
+        if transposed:
+            matrices = {part: matrix.T for part, matrix in matrices.items()}
+        weights: Weights = {"output.weight": matrices["output"]}
+        arrays = {"weight": matrices["qkv"]} | ({"bias": tensors.get("qkv.bias", "n")} if tensors.has("qkv.bias") else {})
+        for kind, array in arrays.items():
+            heads, kv_heads, head_dim = _sizes(tensors)
+            if len(array) != (rows := (heads + 2 * kv_heads) * head_dim) or heads % kv_heads:
+                raise tensors.misfit(f"qkv.{kind}", f"{rows} rows of queries, keys and values, as the config has them")
+            weights |= {f"{name}.{kind}": rows for name, rows in zip(PROJECTIONS, take(tensors, array), strict=False)}
+        return _converted(tensors, weights)
+
+    return convert
+
+
+def _sizes(tensors: LayerTensors) -> tuple[int, int, int]:
+    """Heads, kv heads and head_dim, as the config has them. Raises InvalidRequest."""
+    heads, head_dim = tensors.number("num_heads"), tensors.number("head_dim")
+    if heads is None or head_dim is None:
+        raise InvalidRequest.where("/config", "the number and width of heads", "nothing")
+    return heads, tensors.number("num_kv_heads") or heads, head_dim
+
+
+def stacked_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
+    """Rows [q; k; v]."""
+    heads, kv_heads, head_dim = _sizes(tensors)
+    return tuple(np.split(array, [heads * head_dim, (heads + kv_heads) * head_dim]))
+
+
+def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
+    """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
+    heads, kv_heads, head_dim = _sizes(tensors)
+    cut = array.reshape(kv_heads, heads // kv_heads + 2, head_dim, *array.shape[1:])
+    return tuple(part.reshape(-1, *array.shape[1:]) for part in (cut[:, :-2], cut[:, -2], cut[:, -1]))
+
+
+def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
+    """Rows in four blocks, one for each TPU core of its training, of [q; v; k] each."""
+    if len(array) % 12:
+        raise tensors.misfit("qkv.weight", "a multiple of 12 rows, four blocks of queries, values and keys")
+    query, value, key = (part.reshape(-1, *array.shape[1:]) for part in np.split(array.reshape(4, -1, *array.shape[1:]), 3, axis=1))
+    return query, key, value
+
+
+def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str) -> Layout:
+    """Biases, norms and sinks may be missing: the config says whether there are any."""
+    names = _names(*parts, "output", "query_norm", "key_norm")
+    needed = {f"{part}.weight" for part in (*parts, "output")}
+    return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
+
+
+MODEL_LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        _layout("separate", separate, "query", "key", "value"),
+        _layout("separate, norms less 1", one_plus, "query", "key", "value"),
+        _layout("stacked", packed(stacked_rows), "qkv"),
+        _layout("grouped", packed(grouped_rows), "qkv"),
+        _layout("codegen", packed(codegen_rows), "qkv"),
+        _layout("conv", packed(stacked_rows, transposed=True), "qkv"),
+    )
+}

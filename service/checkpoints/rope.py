@@ -1,0 +1,173 @@
+"""The rotary embedding of a config: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4), as LayerSpec's `rope`.
+
+Kinds that LayerSpec has no name for become frequencies and a factor: yarn (Peng et al. 2023, arXiv 2309.00071), longrope (Ding et al. 2024,
+arXiv 2402.13753) and Gemma 4's proportional. Where frequencies depend on the length of a call (longrope, dynamic), those of short calls
+are taken, and `max_length` refuses longer ones.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.checkpoints.config import Config
+from service.checkpoints.layout import Fields
+from service.tensors import Array
+
+LENGTH = "original_max_position_embeddings"
+KINDS: dict[str, tuple[str, ...]] = {  # rope_type -> its fields
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", LENGTH),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor", LENGTH),
+    "proportional": ("factor",),
+}
+ALIKE = {"mrope": "default", "su": "longrope"}
+EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What a family's code says about its rotary embedding; the numbers are defaults for fields that a config leaves out."""
+
+    theta: float | None = 10000.0  # None: required
+    partial: float = 1.0  # share of a head that is rotated
+    interleaved: bool = False
+    backwards: bool = False  # rotates by the opposite angle
+    thetas: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta, in configs of transformers 4, and default
+    scaled: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
+    dims: str = ""  # field with the number of rotated dims
+
+
+def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
+    """LayerSpec's `rope`. Raises InvalidRequest for a kind or a field that is not understood.
+
+    `rope_parameters` may have one entry for each layer type. m-RoPE is RoPE for text, where all its positions are equal.
+    """
+    settings = _settings(config, rotary, layer_type)
+    kind = settings.get("rope_type", "type", default="default")
+    kind = ALIKE.get(kind, kind)
+    if kind not in KINDS:
+        raise settings.refusal("rope_type", f"one of {', '.join(KINDS)}", kind)
+    for name, value in settings.fields.items():
+        if name not in (*EVERY_KIND, *KINDS[kind]) and value is not None:
+            raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
+    partial = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=rotary.partial))
+    field, default = (rotary.thetas or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
+    theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
+    if theta <= 0:
+        raise config.refusal("rope_theta", "a positive number", None)
+    dims = int(head_dim * partial) if kind != "proportional" else head_dim
+    dims = config.count(rotary.dims) if rotary.dims else dims
+    rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
+    plain = theta ** (-np.arange(0, dims, 2) / dims)
+    rope |= SCALINGS[kind](Scaled(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
+    if rotary.backwards:
+        rope["frequencies"] = [-x for x in rope.get("frequencies", plain.tolist())]
+    return rope
+
+
+def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
+    """The entry of the config for this layer type."""
+    config.ignore("rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
+    given = config.get("rope_parameters", default={})
+    if not given and (rotary.scaled is None or layer_type in rotary.scaled):
+        given = config.get("rope_scaling", default={})
+    if isinstance(given, Mapping) and any(isinstance(entry, Mapping) for entry in given.values()):
+        given = given.get(layer_type)
+    if not isinstance(given, Mapping):
+        raise config.refusal("rope_parameters", f"an object, or one for {layer_type}", given)
+    return Config(given, f"{config.at}/rope_parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Frequencies to be scaled."""
+
+    config: Config
+    settings: Config
+    plain: Array  # [dims / 2]
+    theta: float
+    partial: float
+
+    @property
+    def trained_length(self) -> int:
+        """The context length of training, which may stand beside the rope's settings or among them."""
+        if self.config.get(LENGTH) is not None:
+            return self.config.count(LENGTH)
+        return self.settings.count(LENGTH) if self.settings.get(LENGTH) is not None else self.config.count("max_position_embeddings")
+
+    @property
+    def factor(self) -> float:
+        """How much longer the context is than that of training."""
+        if self.settings.get("factor") is not None:
+            return self.settings.number("factor")
+        return self.config.count("max_position_embeddings") / self.trained_length
+
+
+def linear(scaled: Scaled) -> Fields:
+    return {"scaling": {"type": "linear", "factor": scaled.settings.number("factor")}}
+
+
+def llama3(scaled: Scaled) -> Fields:
+    numbers = {name: scaled.settings.number(name) for name in KINDS["llama3"][:3]}
+    return {"scaling": {"type": "llama3", **numbers, "original_max_position": scaled.trained_length}}
+
+
+def dynamic(scaled: Scaled) -> Fields:
+    """Plain up to max_position_embeddings; longer calls have a larger theta."""
+    scaled.settings.number("factor")
+    return {"max_length": scaled.config.count("max_position_embeddings")}
+
+
+def proportional(scaled: Scaled) -> Fields:
+    """The first share of the pairs turns as if the whole head did, the others do not turn."""
+    turning = int(scaled.partial * (2 * len(scaled.plain)) // 2)
+    frequencies = np.where(np.arange(len(scaled.plain)) < turning, scaled.plain, 0.0) / scaled.settings.number("factor", default=1.0)
+    return {"frequencies": frequencies.tolist()}
+
+
+def longrope(scaled: Scaled) -> Fields:
+    """Each frequency divided by its own short factor; cosines and sines lengthened."""
+    short, factor, length = scaled.settings.get("short_factor"), scaled.factor, scaled.trained_length
+    if not isinstance(short, list) or len(short) != len(scaled.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
+        raise scaled.settings.refusal("short_factor", f"{len(scaled.plain)} positive numbers", short)
+    default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    lengthened = scaled.settings.number("attention_factor", default=default)
+    return {"frequencies": (scaled.plain / short).tolist(), "attention_factor": lengthened, "max_length": length}
+
+
+def yarn(scaled: Scaled) -> Fields:
+    """Fast frequencies stay, slow ones are divided by the factor, with a ramp between; cosines and sines lengthened."""
+    settings, factor, dims = scaled.settings, scaled.factor, 2 * len(scaled.plain)
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so often within the context of training."""
+        return dims * math.log(scaled.trained_length / (turns * 2 * math.pi)) / (2 * math.log(scaled.theta))
+
+    low, high = pair_of(settings.get("beta_fast") or 32), pair_of(settings.get("beta_slow") or 1)
+    if settings.flag("truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = np.clip((np.arange(dims // 2) - low) / (high - low or 0.001), 0, 1)
+    frequencies = scaled.plain / factor * ramp + scaled.plain * (1 - ramp)
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    default = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
+    return {"frequencies": frequencies.tolist(), "attention_factor": settings.number("attention_factor", default=default)}
+
+
+def _mscale(factor: float, multiplier: float) -> float:
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+SCALINGS: dict[str, Callable[[Scaled], Fields]] = {
+    "linear": linear,
+    "dynamic": dynamic,
+    "llama3": llama3,
+    "yarn": yarn,
+    "longrope": longrope,
+    "proportional": proportional,
+}
