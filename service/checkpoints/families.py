@@ -204,7 +204,11 @@ DECODERS: dict[str, Family] = {
     "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, gemma_values))},
     "gemma4_text": {
         "decoder": replace(
-            GEMMA3, layout="separate", traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+            GEMMA3,
+            layout="separate",
+            layer_type=None,
+            rotary=Rotary(),
+            traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None)),
         )
     },
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
