@@ -20,7 +20,7 @@ from service.settings import Settings
 from service.wire.native import numbers
 
 COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
-BELOW = ["layers list", "layers add", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
+BELOW = ["layers list", "layers add", "layers inspect", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
