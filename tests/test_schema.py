@@ -40,6 +40,7 @@ def test_generated_requests_are_answered_as_documented(start: Callable[..., Serv
         "--seed",
         "7",
         "--no-color",
+        "--request-timeout=120",
         "--suppress-health-check=all",
         "--report-junit-path",
         str(report),

@@ -31,7 +31,7 @@ SHARED_MEMORY = "/dev/shm"
 ANSWER_SECONDS = 60  # in which a worker must answer, or it is replaced: it may be importing torch, or encoding a long reply
 LONGEST_PAUSE = 60.0  # seconds between two attempts to start a worker; 1 s after the second failure, then doubled
 WITHOUT_EXTENSION = (
-    "no compiled extension is installed: Python reads and writes numbers in JSON, which takes 5 to 10 times as long and more memory, "
+    "no compiled extension is installed: Python reads and writes numbers in JSON, which takes 3 to 20 times as long and more memory, "
     "and delays other requests meanwhile (install a C compiler, then attend again)"
 )
 

@@ -230,7 +230,7 @@ def test_a_server_without_the_compiled_extension_says_so_once(tmp_path):
     index = httpx.get(f"{server.url}/", headers={"accept": "application/json"}).json()
     (warning,) = [event for event in server.events if "extension" in str(event["event"])]
     assert index["json_numbers"] == "python"
-    assert warning["level"] == "warning" and "5 to 10 times as long" in warning["event"]
+    assert warning["level"] == "warning" and "3 to 20 times as long" in warning["event"]
     query = [[[0.5] * 64] * 3]
     assert np.shape(httpx.post(f"{server.url}/attend", json={"query": query}).json()["output"]) == (1, 3, 64)
     assert server.stop() == 0

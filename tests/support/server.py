@@ -80,6 +80,7 @@ def fork_server(*flags: str, env: dict[str, str] | None = None) -> Server:
 def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
     """Runs `attend serve` in this process."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where they run in the background
     os.dup2(stderr.fileno(), 2)
     stderr.close()
     os.environ.clear()

@@ -64,7 +64,7 @@ class NumberList(NamedTuple):
             piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE]
             left = opened + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
             lists += piece.count(b"[")
-            self._demand_bounded(builder.at, lists, left)
+            self._demand_bounded(builder.at, lists, opened + _deepest(piece))
             if stop < 0:
                 raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE} bytes", "a longer one")
             try:
@@ -96,6 +96,12 @@ class NumberList(NamedTuple):
         if self.stop - self.start > LARGEST_PLAIN:
             raise TooLarge.where(at, f"a list of at most {LARGEST_PLAIN} bytes", str(self.stop - self.start))
         return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
+
+
+def _deepest(piece: bytes) -> int:
+    """How many more lists are open, at most, than at the beginning of the piece."""
+    characters = np.frombuffer(piece, np.int8)
+    return int(np.cumsum((characters == ord("[")).view(np.int8) - (characters == ord("]")).view(np.int8), dtype=np.int32).max(initial=0))
 
 
 class ArrayBuilder:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
@@ -37,18 +37,28 @@ def parse_strictly(
     NaN in the text is replaced by the n-th item of `placed`; their numbers must agree.
     """
     values = iter(placed or ())
-    constants = 0
+    constants = faults = 0
 
     def constant(name: str) -> Any:
-        nonlocal constants
+        nonlocal constants, faults
         constants += name == "NaN"
-        return next(values, _Constant(name)) if name == "NaN" else _Constant(name)
+        value = next(values, _Constant(name)) if name == "NaN" else _Constant(name)
+        faults += isinstance(value, _Constant)
+        return value
 
+    def members(pairs: list[tuple[str, Any]]) -> Any:
+        nonlocal faults
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        faults += 1
+        return _RepeatedKey(_repeated(key for key, _ in pairs))
+
+    huge = HUGE in body.translate(ZEROS)
     try:
         text = body.decode("utf-8-sig")
-        integer = _integer if HUGE in body.translate(ZEROS) else None
-        document = json.loads(text, object_pairs_hook=_members, parse_constant=constant, parse_int=integer)
-        fault = _fault(document, ())
+        document = json.loads(text, object_pairs_hook=members, parse_constant=constant, parse_int=_integer if huge else None)
+        fault = _fault(document, ()) if faults or huge or b"e" in body or b"E" in body else None
     except UnicodeDecodeError as error:
         raise MalformedBody.where("", "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
     except json.JSONDecodeError as error:
@@ -69,12 +79,10 @@ def _integer(text: str) -> int | float:
     return int(text) if len(text) < len(HUGE) else float(text)
 
 
-def _members(pairs: list[tuple[str, Any]]) -> Any:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        seen: set[str] = set()
-        return _RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return members
+def _repeated(keys: Iterable[str]) -> str:
+    """The first key that is there already."""
+    seen: set[str] = set()
+    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
 def _fault(value: Any, at: tuple[Any, ...]) -> RequestError | None:

@@ -1,8 +1,8 @@
 /* Compares the digits of every positive float32 from FIRST to LAST (their bits) with those that the exact algorithm finds.
  *
  *     gcc -O3 -ffp-contract=off -Iservice/wire/native tests/wire/native/exhaustive.c \
- *         service/wire/native/{variants,powers,decimal,read,read_avx2}.c -o exhaustive && ./exhaustive avx2 0x00800000 0x7f800000 */
-#include "write.c"
+ *         service/wire/native/{variants,powers,decimal,read,read_avx2,write}.c -o exhaustive && ./exhaustive avx2 0x00800000 0x7f800000 */
+#include "shortest.h"
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -33,6 +33,7 @@ int main(int count, char **arguments)
     while (variant < VARIANTS && strcmp(VARIANT_NAMES[variant], arguments[1])) variant++;
     if (variant == VARIANTS || !can_run(variant)) return 2;
     prepare_numbers();
+    prepare_scales();
     block_of_text texts;
     for (uint32_t bits = first; bits < last; bits += AT_ONCE) {
         float numbers[AT_ONCE];
