@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: in
         assert result.tensors.keys() == OUTPUTS
         for name in OUTPUTS:
             assert distance(result.tensors[name], getattr(wanted, name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "queries", "keys"), [(8, 8, 16, 16), (3, 7, 11, 13), (5, 3, 2, 31)])
+def test_a_server_answers_as_the_reference(http: httpx.Client, heads: int, head_dim: int, queries: int, keys: int) -> None:
+    fields = {"d_model": heads * head_dim, "num_heads": heads, "init": "torch_linear", "seed": 3}
+    layer, _ = make(**fields)
+    call = cross_attention(layer, 2, queries, keys)
+    assert http.put("/layers/short", json={"spec": fields}).is_success
+    inputs = {name: getattr(call, name).tolist() for name in ("query", "key", "value")}
+    answer = http.post("/attend", json={"layer": "short", **inputs})
+    assert http.delete("/layers/short").is_success
+    wanted = reference(layer, call)
+    for name in OUTPUTS:
+        assert distance(torch.tensor(answer.json()[name]), getattr(wanted, name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("size", [1.0, 8.0, 15.0, 200.0])
