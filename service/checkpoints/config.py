@@ -12,6 +12,7 @@ from typing import Any
 from service.errors import InvalidRequest
 
 MAX_SHOWN = 60
+LARGEST = 1 << 31
 ABOUT_ATTENTION = re.compile(
     r"head|attn|attention|rope|rotary|window|sliding|chunk|scal|softcap|multiplier|norm|bias|position|layer_type|theta|sink|gate|gating|"
     r"temper|qk|kv|query|key|alibi|local|global|causal|pattern|mup|lora|clip|expert_layer|use_parallel|relative|block_sparse|attention_type|cross_att|diff"
@@ -42,13 +43,14 @@ class Config:
 
     def count(self, *names: str) -> int:
         """A required positive integer. Raises InvalidRequest."""
-        if type(value := self.get(*names)) is not int or value < 1:
-            raise self.refusal(names[0], "a positive integer", value)
+        if type(value := self.get(*names)) is not int or not 0 < value <= LARGEST:
+            raise self.refusal(names[0], f"an integer from 1 to {LARGEST}", value)
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A number. Raises InvalidRequest if it is none, or absent without a default."""
-        if isinstance(value := self.get(*names, default=default), bool) or not isinstance(value, int | float):
+        value = self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise self.refusal(names[0], "a number", value)
         return float(value)
 

@@ -14,6 +14,7 @@ from service.checkpoints.rope import Rotary, rope_fields
 from service.checkpoints.traits import (
     FULL,
     SLIDING,
+    WINDOWED,
     WITHOUT,
     LayerType,
     Trait,
@@ -22,6 +23,7 @@ from service.checkpoints.traits import (
     biased_apart,
     bigcode,
     capped,
+    capped_or_null,
     constant,
     every_nth_full,
     falcon,
@@ -47,7 +49,10 @@ from service.checkpoints.traits import (
     window,
     window_around,
     window_everywhere,
+    window_if_used,
 )
+
+WIDEST_HEAD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,6 @@ class Attention:
     bias: Trait | None = None  # None: the tensors tell
     traits: tuple[Trait, ...] = ()
     layer_type: LayerType | None = None  # for configs without layer_types
-    types: tuple[str, ...] = (FULL, SLIDING)  # that are computed
     table: str = ""  # the end of the name of a table of relative biases
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that are without effect
     irrelevant: str = ""  # pattern of fields that sound like attention and are without effect
@@ -77,15 +81,18 @@ Family = Mapping[str, Attention]  # part -> attention
 
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    kind = attention.layer_type(config, n) if attention.layer_type else FULL
-    kind = config.each("layer_types", n) or kind
-    if kind not in attention.types:
-        raise config.refusal("layer_types", f"{' or '.join(attention.types)} in layer {n}", kind)
+    kind, windowed = _layer_type(attention, config, n), any(trait in WINDOWED for trait in attention.traits)
+    if kind != FULL and not (kind == SLIDING and windowed):
+        raise config.refusal("layer_types", f"{FULL}{f' or {SLIDING}' if windowed else ''} in layer {n}", kind)
     heads, width = config.count(*attention.heads), config.get(*attention.width)
-    head_dim = config.get(*attention.head_dim) or (config.count(*attention.width) // heads if width else None)
+    head_dim = (
+        config.count(*attention.head_dim) if config.get(*attention.head_dim) else config.count(*attention.width) // heads if width else 1
+    )
+    if not 0 < head_dim <= WIDEST_HEAD:
+        raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    if (kv_heads := config.get(*attention.kv_heads) if attention.kv_heads else None) is not None:
-        fields["num_kv_heads"] = kv_heads
+    if attention.kv_heads and config.get(*attention.kv_heads) is not None:
+        fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
         fields |= trait(config, n, kind)
     if attention.rotary:
@@ -96,6 +103,15 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
 
 
 LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
+
+
+def _layer_type(attention: Attention, config: Config, n: int) -> str:
+    """By `layer_types`, or by the family's rule for configs without them."""
+    ruled = attention.layer_type(config, n) if attention.layer_type else None
+    listed = config.each("layer_types", n)
+    if listed is None and ruled is None and any(trait in WINDOWED for trait in attention.traits):
+        raise config.refusal("layer_types", "the type of each layer", None)
+    return str(listed or ruled or FULL)
 
 
 def decoder(*traits: Trait, **changes: Any) -> Family:
@@ -111,6 +127,8 @@ def encoder(*traits: Trait, **changes: Any) -> Family:
 ALL, PLAIN, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
 BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL)
 PAIRS = Rotary(interleaved=True)
+OLD = Rotary(theta=10000.0)  # of files that leave theta out
+GPTJ = Rotary(theta=10000.0, interleaved=True, dims="rotary_dim")
 ABSOLUTE = refused("position_embedding_type", "absolute")
 GRANITE = scale("attention_multiplier", default=1.0)
 PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
@@ -134,15 +152,19 @@ GEMMA4 = (gemma4_heads, window, gemma_values, refused("use_bidirectional_attenti
 PRIVACY_FILTER = replace(GPT_OSS, causal=False, layer_type=sliding, rotary=PAIRS)
 
 DECODERS: dict[str, Family] = {
-    **dict.fromkeys(("llama", "arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), decoder(GRANITE)),
+    "llama": decoder(rotary=OLD),
+    **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
     **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=PLAIN)),
-    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=PLAIN, layer_type=sliding)),
+    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=PLAIN)),
     "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
-    "qwen3_moe": decoder(normed(), window_everywhere, irrelevant="use_sliding_window|max_window_layers"),
+    "hyperclovax": decoder(scale("attention_multiplier")),
+    "qwen2_vl_text": decoder(window, bias=QKV, layer_type=qwen_type),
+    "qwen2_5_vl_text": decoder(window, bias=QKV, layer_type=qwen_type),
+    "qwen3_moe": decoder(normed(), window_if_used),
     "qwen3_vl_text": decoder(normed()),
     "qwen3_vl_moe_text": decoder(normed(), irrelevant="sliding_window|max_window_layers"),
     "seed_oss": decoder(bias=biased_apart),
@@ -175,25 +197,29 @@ DECODERS: dict[str, Family] = {
     "phimoe": decoder(window_everywhere),
     "phi": decoder(LAYER_NORMED, bias=ALL, rotary=Rotary(partial=0.5)),
     "phi3": decoder(window_everywhere, bias=PLAIN, layout="stacked"),
-    "persimmon": decoder(LAYER_NORMED, bias=ALL, layout="grouped", rotary=Rotary(theta=25000.0, partial=0.5)),
+    "persimmon": decoder(LAYER_NORMED, bias=ALL, layout="grouped", rotary=Rotary(partial=0.5)),
     "gpt_oss": {"decoder": GPT_OSS},
-    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped, window, layer_type=alternating)),
+    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating)),
     "gemma3_text": {"decoder": GEMMA3},
-    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", traits=(window, gemma_values))},
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, gemma_values))},
     "gemma4_text": {
         "decoder": replace(
-            GEMMA3, layout="separate", traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
+            GEMMA3,
+            layout="separate",
+            layer_type=None,
+            rotary=Rotary(),
+            traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None)),
         )
     },
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
-    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim")),
-    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=Rotary(interleaved=True, dims="rotary_dim"), layout="codegen"),
+    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=GPTJ),
+    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=GPTJ, layout="codegen"),
     "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
     "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL),
-    "falcon": decoder(falcon, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "falcon": decoder(falcon, rotary=OLD, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
     "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=PLAIN),
     "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
     "xglm": decoder(rotary=None, bias=ALL, heads=("attention_heads",)),
@@ -232,14 +258,14 @@ ENCODERS: dict[str, Family] = {
     "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
     "mpnet": encoder(
         constant(relative_bias={"max_distance": 128, "bidirectional": True}),
+        refused("relative_attention_num_buckets", 32),  # transformers counts 32 buckets whatever the config says
         table="encoder.relative_attention_bias.weight",
-        irrelevant="relative_attention_num_buckets",
     ),
-    "esm": encoder(rope_if_rotary, rotary=Rotary()),
-    "roformer": encoder(refused("rotary_value", False), rotary=PAIRS),
-    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(theta=1000.0), bias=PLAIN),
-    "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary(theta=160000.0)),
-    "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary(theta=20000.0)),
+    "esm": encoder(rope_if_rotary, rotary=OLD),
+    "roformer": encoder(refused("rotary_value", False), rotary=replace(PAIRS, theta=10000.0)),
+    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=PLAIN),
+    "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary()),
+    "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary()),
     "eurobert": {"encoder": replace(LLAMA, causal=False)},
     "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
     "modernbert": encoder(
@@ -302,6 +328,7 @@ def without_encoder(family: Family) -> Family:
 LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
 
 ENCODER_DECODERS: dict[str, Family] = {
+    "llama": decoder(rotary=OLD),
     **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], both()),
     "nllb-moe": both("cross_attention"),
     "bigbird_pegasus": without_encoder(both(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
@@ -327,3 +354,5 @@ REASONS = {  # what the layer cannot compute -> model types that need it
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS
+COMPOSITES = """aria gemma3 gemma4 got_ocr2 idefics3 internvl llava llava_next llava_onevision mistral3 qwen2_vl qwen2_5_vl qwen3_vl
+smolvlm vipllava"""  # model types with images or sounds, whose decoder is described in `text_config`

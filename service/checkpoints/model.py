@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from service.checkpoints.config import Config
+from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
@@ -24,7 +24,6 @@ from service.checkpoints.refusals import field_pointer, listed
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-SECTIONS = {"text": "text_config", "vision": "vision_config", "decoder": "text_config"}  # part -> section of a composite config
 OTHER_TOWERS = ("vision", "visual", "audio", "image")
 
 
@@ -73,7 +72,7 @@ def parse_config(text: str | bytes) -> Mapping[str, Any]:
     """A config.json. Raises InvalidRequest if it is no JSON object."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise InvalidRequest.where("/config", "the text of a config.json, a JSON object", "something else")
@@ -84,8 +83,10 @@ def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
     """The config or its section about text, its model_type and that model_type's row. Raises InvalidRequest for one without a row."""
     config = Config(fields)
     kind = config.get("model_type")
-    if kind not in FAMILIES and kind not in REFUSED and (section := config.section("text_config")) is not None:
+    if kind in COMPOSITES.split() and (section := config.section("text_config")) is not None:
         config, kind = section, section.get("model_type")
+    if not isinstance(kind, str):
+        raise config.refusal("model_type", "a name", kind)
     if kind in REFUSED:
         raise config.refusal("model_type", f"a model without {REFUSED[kind]}", kind)
     if kind not in FAMILIES:
@@ -102,9 +103,12 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     if part is None or part not in family:
         raise InvalidRequest.where("/part", f"one of {', '.join(family)}, as {kind} has them", "none" if part is None else f'"{part}"')
     attention, config = family[part], _for_layer(config, layer)
-    if (count := config.get(*attention.layers)) is not None and not 0 <= layer < count:
+    if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
-    spec = fields_of(attention, config, layer)
+    try:
+        spec = fields_of(attention, config, layer)
+    except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
+        raise InvalidRequest.where(config.at, f"values as {kind} has them", str(error)[:MAX_SHOWN]) from error
     config.demand_all_read(attention.irrelevant)
     return ModelLayer(kind, part, layer, attention, spec)
 

@@ -33,7 +33,7 @@ EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope
 class Rotary:
     """What a family's code says about its rotary embedding; the numbers are defaults for fields that a config leaves out."""
 
-    theta: float | None = 10000.0  # None: required
+    theta: float | None = None  # if the config has none; None: required
     partial: float = 1.0  # share of a head that is rotated
     interleaved: bool = False
     backwards: bool = False  # rotates by the opposite angle
@@ -63,8 +63,9 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
     dims = config.count(rotary.dims) if rotary.dims else dims
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
-    plain = theta ** (-np.arange(0, dims, 2) / dims)
-    rope |= SCALINGS[kind](Scaled(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
+    with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
+        plain = theta ** (-np.arange(0, dims, 2) / dims)
+        rope |= SCALINGS[kind](Scaled(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
     if rotary.backwards:
         rope["frequencies"] = [-x for x in rope.get("frequencies", plain.tolist())]
     return rope
@@ -95,10 +96,8 @@ class Scaled:
 
     @property
     def trained_length(self) -> int:
-        """The context length of training, which may stand beside the rope's settings or among them."""
-        if self.config.get(LENGTH) is not None:
-            return self.config.count(LENGTH)
-        return self.settings.count(LENGTH) if self.settings.get(LENGTH) is not None else self.config.count("max_position_embeddings")
+        """The context length of training, beside the rope's settings or among them. Raises InvalidRequest if it is not there."""
+        return self.config.count(LENGTH) if self.config.get(LENGTH) is not None else self.settings.count(LENGTH)
 
     @property
     def factor(self) -> float:

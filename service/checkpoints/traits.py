@@ -37,7 +37,8 @@ def window(config: Config, n: int, kind: str) -> Fields:
 
 
 def window_everywhere(config: Config, n: int, kind: str) -> Fields:
-    """A window in every layer, unless the config has none."""
+    """A window in every layer, unless `sliding_window` is null; it may not be left out."""
+    _demand_there(config, "sliding_window")
     return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
 
 
@@ -45,6 +46,18 @@ def window_around(config: Config, n: int, kind: str) -> Fields:
     """A window to both sides in layers of type sliding_attention, with both ends."""
     reach = config.count("sliding_window")
     return {"window": {"left": reach, "right": reach}} if kind == SLIDING else {}
+
+
+def window_if_used(config: Config, n: int, kind: str) -> Fields:
+    """A window in every layer where `use_sliding_window` says so."""
+    config.ignore("max_window_layers", "sliding_window")
+    return window_everywhere(config, n, kind) if config.flag("use_sliding_window", default=False) else {}
+
+
+def _demand_there(config: Config, field: str) -> None:
+    """Raises InvalidRequest if the field is left out, where null has a meaning and transformers' default is another."""
+    if field not in config.fields:
+        raise config.refusal(field, "a value, or null", None)
 
 
 def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait:
@@ -55,6 +68,12 @@ def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait
 def capped(config: Config, n: int, kind: str) -> Fields:
     cap = config.get("attn_logit_softcapping")
     return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
+
+
+def capped_or_null(config: Config, n: int, kind: str) -> Fields:
+    """A softcap that may be null, but not left out."""
+    _demand_there(config, "attn_logit_softcapping")
+    return capped(config, n, kind)
 
 
 def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any) -> Trait:
@@ -75,6 +94,7 @@ def no_rope_layers(config: Config, n: int, kind: str) -> Fields:
 
 def rope_if_sliding(config: Config, n: int, kind: str) -> Fields:
     """Where some layers have a window, only those have RoPE."""
+    _demand_there(config, "sliding_window")
     return {} if kind == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
 
 
@@ -162,11 +182,12 @@ def mpt(config: Config, n: int, kind: str) -> Fields:
     for name, value in {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "attn_uses_sequence_id": False, "alibi_bias_max": 8}.items():
         settings.expect(name, value)
     settings.expect("attn_type", "multihead_attention", "multiquery_attention")
-    settings.ignore("attn_impl", "softmax_scale", "attn_pdrop", "alibi", "model_type")
+    settings.expect("alibi", True)  # transformers adds these biases whatever the config says
+    settings.ignore("attn_impl", "softmax_scale", "attn_pdrop", "model_type")
     settings.demand_all_read("^_|attn_config")
     config.ignore("no_bias", "learned_pos_emb")
     own = {} if settings.get("softmax_scale") is None else {"scale": settings.number("softmax_scale")}
-    return {"alibi": settings.flag("alibi", default=True), **own}
+    return {"alibi": True, **own}
 
 
 def gemma_values(config: Config, n: int, kind: str) -> Fields:
@@ -199,7 +220,7 @@ def t5_bias(bidirectional: bool) -> Trait:
 
 def layer_thetas(config: Config, n: int, kind: str) -> Fields:
     """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
-    own, shared = config.each("layer_rope_theta", n), (config.get("rope_parameters") or {}).get("rope_theta")
+    own, shared = config.each("layer_rope_theta", n), (config.section("rope_parameters") or config).get("rope_theta")
     if own and own != shared:
         raise config.refusal("layer_rope_theta", f"{shared} in layer {n}, as rope_parameters has it", own)
     return {} if own is None or own else {"rope": WITHOUT}
@@ -229,3 +250,6 @@ def sliding(config: Config, n: int) -> str:
 def from_layer(field: str, condition: str) -> LayerType:
     """Layers from that number on have a window, if `condition` is there."""
     return lambda config, n: SLIDING if config.get(condition) is not None and n >= config.number(field, default=0) else FULL
+
+
+WINDOWED = (window, window_around, modernbert_window, modernbert_decoder_window)  # traits that know layers of type sliding_attention

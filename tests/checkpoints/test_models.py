@@ -4,21 +4,26 @@ import asyncio
 import json
 import runpy
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import save
 from support.command import run_attend
 from support.framework_cases import SAFETENSORS
 from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tensors_of, write_folder
 from support.server import Server
 
+from service.checkpoints import read_model_layer
 from service.checkpoints.families import FAMILIES
 from service.client import AsyncClient, Client
 from service.errors import InvalidRequest
+from service.spec import LayerSpec
 
 
 @pytest.fixture
@@ -58,13 +63,35 @@ def test_the_page_lists_them() -> None:
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "/config/rope_parameters/rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 3}}, "/config/rope_parameters/twist"),
         ({"rope_parameters": {"rope_type": "linear"}}, "/config/rope_parameters/factor"),
-        ({"num_hidden_layers": 0}, "/layer"),
+        ({"num_hidden_layers": 0}, "/config/num_hidden_layers"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
     refused = put(layers, "llama", 0, **config)
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"].startswith(at)
+
+
+NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
+
+
+@pytest.mark.parametrize("model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text"])
+def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
+    """Every field, also inside of others, with every wrong value."""
+    case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
+    for path in _paths(config):
+        for value in NASTY:
+            changed = json.loads(json.dumps(config))
+            reduce(lambda inner, name: inner[name], path[:-1], changed)[path[-1]] = value
+            with suppress(InvalidRequest, ValidationError):  # the spec is validated where it is read
+                LayerSpec.model_validate(read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0])
+
+
+def _paths(fields: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    for name, value in fields.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from _paths(value, *above, name)
 
 
 def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
+MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 SIZES = {  # model_type -> fields without which it cannot be made so small
     "helium": {"hidden_size": 32},
@@ -16,6 +17,8 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "big_bird": {"attention_type": "original_full"},
     "longt5": {"num_layers": 2, "num_decoder_layers": 2},
     "ctrl": {"dff": 16},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
 }
 VARIANTS = {  # name -> (model_type, fields)
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),

@@ -77,7 +77,8 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         """Create or replace a layer; it is usable once the reply arrives.
 
         The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
-        one layer is read.
+        one layer is read. If the file's metadata have `config` (the text of a model's config.json), `layer` (a number) and, where the model
+        has several, `part` (encoder, decoder or cross), the config decides what the layer computes.
         """
         require_writable()
         require_name(name)
