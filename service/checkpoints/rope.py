@@ -73,7 +73,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
-    config.ignore("rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
+    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
     given = config.get("rope_parameters", default={})
     if not given and (rotary.scaled is None or layer_type in rotary.scaled):
         given = config.get("rope_scaling", default={})

@@ -6,7 +6,16 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
@@ -277,6 +286,21 @@ class LayerDocument(Document):
     fingerprint: str
     parameters: int
     device: str
+
+
+class AddedLayer(LayerDocument):
+    """A layer that was added or replaced."""
+
+    assumed: dict[str, Any] = Field(
+        default={},
+        description="Fields of the spec that neither the tensors of a checkpoint nor the query gave, such as scale or rope.interleaved.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
+        """The document, without `assumed` if nothing was."""
+        document: dict[str, Any] = serialize(self)
+        return document if self.assumed else {name: value for name, value in document.items() if name != "assumed"}
 
 
 class Layers(Document):
