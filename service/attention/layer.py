@@ -41,7 +41,7 @@ class MultiHeadAttention:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights by canonical name, including packed ones, of which others are views."""
+        """The weights by canonical name."""
         return self.projections.weights
 
     @torch.inference_mode()

@@ -20,33 +20,13 @@ class Projections:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
         self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
-        if spec.projections and spec.d_model == spec.key_dim == spec.value_dim and self._pack("query", "key", "value"):
-            self._pack("key", "value", packed_in="query+key+value")
-        elif spec.projections and spec.key_dim == spec.value_dim:
-            self._pack("key", "value")
-
-    def _pack(self, *names: str, packed_in: str = "") -> bool:
-        """Concatenate the weights of projections that may share an input, so that one product computes all of them.
-
-        The single weights become views of the packed one. Does nothing and returns False if only some of them have a bias.
-        """
-        if len({self.spec.has_bias(name) for name in names}) > 1:
-            return False
-        for part in ("weight", "bias"):
-            tensors = [self.weights[f"{name}.{part}"] for name in names if f"{name}.{part}" in self.weights]
-            if tensors:
-                rows = sum(map(len, tensors))
-                packed = self.weights[f"{packed_in}.{part}"][-rows:] if packed_in else torch.cat(tensors)
-                self.weights["+".join(names) + f".{part}"] = packed
-                views = torch.split(packed, [len(tensor) for tensor in tensors])
-                self.weights |= {f"{name}.{part}": view for name, view in zip(names, views, strict=True)}
-        return True
 
     def project(self, call: Call) -> Projected:
         """Project, split into heads, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
         spec, kv_heads = self.spec, self.spec.num_kv_heads
         shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim)
-        projected = self._linear(call) if spec.projections else (call.query, call.key, call.value)
+        inputs = call.query, call.key, call.value
+        projected = [self.product(x, name) for x, name in zip(inputs, PROJECTIONS, strict=False)] if spec.projections else inputs
         query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
         norm = spec.qk_norm
         if norm is not None and not norm.after_rope:
@@ -57,16 +37,6 @@ class Projections:
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
-
-    def _linear(self, call: Call) -> tuple[Tensor, ...]:
-        """Query, key and value after their linear maps, [b, n, heads * …]. Those that are one input share a product, if it is packed."""
-        widths = [self.weights[f"{name}.weight"].shape[0] for name in PROJECTIONS[:3]]
-        if call.query is call.key is call.value and "query+key+value.weight" in self.weights:
-            return torch.split(self.product(call.query, "query+key+value"), widths, -1)
-        query = self.product(call.query, "query")
-        if call.value is call.key and "key+value.weight" in self.weights:
-            return query, *torch.split(self.product(call.key, "key+value"), widths[1:], -1)
-        return query, self.product(call.key, "key"), self.product(call.value, "value")
 
     def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:
         """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d], in float32 or better.
@@ -90,7 +60,7 @@ class Projections:
         return self.product(concatenated, "output") if self.spec.projections else concatenated
 
     def product(self, x: Tensor, name: str) -> Tensor:
-        """Apply a projection, or packed ones: [..., in] -> [..., out]."""
+        """Apply a projection: [..., in] -> [..., out]."""
         if (product := self._products.get(name)) is None:
             product = self._products[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return product(x)

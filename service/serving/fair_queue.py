@@ -73,12 +73,6 @@ class FairQueue(Generic[T]):
         if items:
             first = self._flows[self._flow(items[0])]
             self._virtual_time = max(self._virtual_time, first.tag)
-            if len(items) == 1 and first.items[0] is items[0]:  # fast path for the common case
-                first.tag += self._cost(items[0])
-                first.items.popleft()
-                self.length -= 1
-                self._drop_if_empty(self._flow(items[0]), first)
-                return
         for item in items:
             self._flows[self._flow(item)].tag += self._cost(item)
         self.remove(items)

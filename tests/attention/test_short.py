@@ -35,7 +35,7 @@ def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
 
 
 def reference(layer: MultiHeadAttention, call: Call) -> Reference:
-    weights = {name: tensor.double().numpy() for name, tensor in layer.weights.items() if "+" not in name}
+    weights = {name: tensor.double().numpy() for name, tensor in layer.weights.items()}
     query, key, value = (x.double().numpy() for x in (call.query, call.key, call.value))
     return forward.attend(layer.spec, weights, query=query, key=key, value=value)
 

@@ -8,6 +8,13 @@
 
 #define LARGE (1 << 14) /* bytes that are worth releasing the lock for */
 
+static PyThreadState *release_lock(Py_ssize_t size) { return size > LARGE ? PyEval_SaveThread() : NULL; }
+
+static void take_lock(PyThreadState *state)
+{
+    if (state) PyEval_RestoreThread(state);
+}
+
 static PyObject *variants(PyObject *self, PyObject *arguments)
 {
     (void)self, (void)arguments;
@@ -67,13 +74,15 @@ static PyObject *read_numbers(PyObject *self, PyObject *arguments)
     if (PyBytes_AsStringAndSize(body, &text, &size)) return NULL;
     if (start < 0 || stop < start || stop > size || most_lists < 0) return PyErr_Format(PyExc_ValueError, "no such part of the text");
     list.most_lists = (size_t)most_lists;
+    PyThreadState *state = release_lock(stop - start);
     list.room = count_numbers(text + start, (size_t)(stop - start));
+    take_lock(state);
     PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(list.room * (list.narrow ? sizeof(float) : sizeof(double))));
     if (!memory) return NULL;
     list.numbers = PyByteArray_AsString(memory);
-    PyThreadState *state = stop - start > LARGE ? PyEval_SaveThread() : NULL;
+    state = release_lock(stop - start);
     const char *end = read_list(text, text + start, text + size, &list);
-    if (state) PyEval_RestoreThread(state);
+    take_lock(state);
     PyObject *result = end == text + stop && list.count == list.room ? result_of(memory, &list) : Py_NewRef(Py_None);
     Py_DECREF(memory);
     return result;
@@ -86,9 +95,9 @@ static PyObject *write_view(const Py_buffer *view, int decimals)
     for (int i = 0; i < view->ndim; i++) shape[i] = (size_t)view->shape[i];
     char *out = malloc(text_room(view->ndim, shape));
     if (!out) return PyErr_NoMemory();
-    PyThreadState *state = view->len > LARGE ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = release_lock(view->len);
     size_t size = write_list(view->buf, view->ndim, shape, decimals, out);
-    if (state) PyEval_RestoreThread(state);
+    take_lock(state);
     PyObject *text = PyBytes_FromStringAndSize(out, (Py_ssize_t)size);
     free(out);
     return text;

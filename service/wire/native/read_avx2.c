@@ -1,7 +1,7 @@
 /* Reads rows of numbers with 256-bit vectors: first finds the commas of up to 64 numbers, then converts these numbers without a branch.
  *
  * A number's 32 characters up to its comma are one vector. Those before the number are cleared; the digits before the point move up by one,
- * into its place, by taking them from a vector loaded one character earlier. Three multiply-adds turn 32 digits into four integers of eight.
+ * into its place: they are taken from a vector loaded one character earlier. Three multiply-adds turn 32 digits into four integers of 8.
  * Numbers of up to 19 digits, with or without an exponent of two digits (1.5e-07, as C and Python write it), have this form. A row with
  * anything else is read by read_row(), from that point on. */
 #include "numbers.h"
@@ -14,7 +14,8 @@
 #define NO_POINT WINDOW /* and where its point is among them if it has none */
 #define MARGIN 64      /* characters that must exist on either side of what is read */
 
-enum { REFUSED = 1, NOT_ZERO = 2 }; /* forms: not simple; simple, unless the first digit is 0 (a leading zero; -0, which is 0 as an integer) */
+/* Forms: not simple; simple, unless the first digit is 0 (a leading zero, or -0, which as an integer is 0). */
+enum { REFUSED = 1, NOT_ZERO = 2 };
 
 typedef struct {
     uint32_t digits[AT_ONCE][4], minus[AT_ONCE]; /* eight digits each, the first ones first */

@@ -1,10 +1,11 @@
 /* float32 -> the fewest decimal digits that are read back as the same float32, and of those the nearest to it.
  *
- * Every decimal that is nearer to a float than to its neighbours is read back as that float. Let 10^unit be the largest power of ten that is
- * no larger than the gap between the neighbours. At most one multiple of 10^(unit + 1) is near enough: if there is one, it has the fewest
- * digits; if not, the nearest multiple of 10^unit has. A float64 has 29 bits more than a float32, so it decides this for all but a few
- * numbers in a million. These are recognised by how near they come to a decision, and decided exactly (Raffaello Giulietti: "The Schubfach
- * way to render doubles", 2020). With a limit of decimals d, 10^-d replaces a smaller 10^unit, and the nearest multiple is written.
+ * Every decimal that is nearer to a float than to its neighbours is read back as that float. Let 10^unit be the largest power of ten that
+ * is no larger than the gap between the neighbours. At most one multiple of 10^(unit + 1) is near enough: if there is one, it has the
+ * fewest digits; if not, the nearest multiple of 10^unit has. A float64 has 29 bits more than a float32, so it decides this for all but a
+ * few numbers in a million. These are recognised by how near they come to a decision, and decided exactly (Raffaello Giulietti: "The
+ * Schubfach way to render doubles", 2020). With a limit of decimals d, 10^-d replaces a smaller 10^unit, and its nearest multiple is
+ * written.
  *
  * Each step is a loop over a block of numbers without branches, which compilers turn into vector instructions. So these are functions of a
  * header, which write.c compiles once for each variant. */
