@@ -23,7 +23,7 @@ from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AddedLayer, AttendRequest, LayerDocument, Layers, Plan, PutLayer
+from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
@@ -182,11 +182,11 @@ def put_layer(
     weights: Mapping[str, ArrayLike] | None = None,
     *,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[AddedLayer]:
+) -> Operation[LayerDocument]:
     """Create or replace a layer, with weights by canonical name or drawn from the spec's `init` and `seed`."""
     document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
     body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
-    return Operation("PUT", layer_path(name), body, read_added, timeout, repeat="unbegun")
+    return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
 
 
 def put_layer_file(
@@ -197,7 +197,7 @@ def put_layer_file(
     prefix: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[AddedLayer]:
+) -> Operation[LayerDocument]:
     """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
 
     One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
@@ -207,7 +207,7 @@ def put_layer_file(
     parameters = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
-    return Operation("PUT", path, body, read_added, timeout, SAFETENSORS, repeat="unbegun")
+    return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="unbegun")
 
 
 def put_layer_from(
@@ -218,7 +218,7 @@ def put_layer_from(
     part: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[AddedLayer]:
+) -> Operation[LayerDocument]:
     """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
 
     Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
@@ -262,10 +262,6 @@ def post(path: str, body: bytes) -> Operation[httpx.Response]:
 def layer_path(name: str) -> str:
     """/layers/{name}, with the name escaped."""
     return f"/layers/{quote(name, safe='')}"
-
-
-def read_added(response: httpx.Response) -> AddedLayer:
-    return read_document(AddedLayer, response)
 
 
 def read_layer(response: httpx.Response) -> LayerDocument:

@@ -16,7 +16,7 @@ from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import LAYER_NAME, AddedLayer, LayerDocument, Layers
+from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 
 NAME = re.compile(LAYER_NAME)
 QUERY = ("layout", "prefix", "spec")
@@ -59,9 +59,9 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
     @app.put(
         "/layers/{name}",
         tags=["layers"],
-        response_model=AddedLayer,
+        response_model=LayerDocument,
         responses={
-            201: {"model": AddedLayer, "description": "The layer is new."},
+            201: {"model": LayerDocument, "description": "The layer is new."},
             **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
         openapi_extra=request_body_doc("PutLayer", (PUT_TINY, "A seeded layer."), binary=True),
@@ -73,7 +73,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
         prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
         spec: Annotated[str | None, Query(description="JSON: fields that the tensors do not determine, such as num_heads.")] = None,
-    ) -> AddedLayer:
+    ) -> LayerDocument:
         """Create or replace a layer; it is usable once the reply arrives.
 
         The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
@@ -87,7 +87,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
         layer, new, assumed = await service.put_layer(name, raw, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
-        return AddedLayer(**dict(service.registry.describe(layer)), assumed=dict(assumed))
+        return service.registry.describe(layer).model_copy(update={"assumed": dict(assumed) or None})
 
     @app.get(
         "/layers/{name}/weights",

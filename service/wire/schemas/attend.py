@@ -286,21 +286,15 @@ class LayerDocument(Document):
     fingerprint: str
     parameters: int
     device: str
-
-
-class AddedLayer(LayerDocument):
-    """A layer that was added or replaced."""
-
-    assumed: dict[str, Any] = Field(
-        default={},
-        description="Fields of the spec that neither the tensors of a checkpoint nor the query gave, such as scale or rope.interleaved.",
+    assumed: dict[str, Any] | None = Field(
+        default=None,
+        description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
     )
 
     @model_serializer(mode="wrap")
-    def _without_empty(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
+    def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
         """The document, without `assumed` if nothing was."""
-        document: dict[str, Any] = serialize(self)
-        return document if self.assumed else {name: value for name, value in document.items() if name != "assumed"}
+        return {name: value for name, value in serialize(self).items() if value is not None or name != "assumed"}
 
 
 class Layers(Document):
