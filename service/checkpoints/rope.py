@@ -73,7 +73,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
-    config.ignore("rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
+    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
     given = config.get("rope_parameters", default={})
     if not given and (rotary.scaled is None or layer_type in rotary.scaled):
         given = config.get("rope_scaling", default={})
@@ -131,7 +131,8 @@ def proportional(scaled: Scaled) -> Fields:
 
 def longrope(scaled: Scaled) -> Fields:
     """Each frequency divided by its own short factor; cosines and sines lengthened."""
-    short, factor, length = scaled.settings.get("short_factor"), scaled.factor, scaled.trained_length
+    short, length = scaled.settings.get("short_factor"), scaled.config.count(LENGTH)  # among the rope's settings it has no effect
+    factor = scaled.factor
     if not isinstance(short, list) or len(short) != len(scaled.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
         raise scaled.settings.refusal("short_factor", f"{len(scaled.plain)} positive numbers", short)
     default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

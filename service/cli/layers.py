@@ -91,6 +91,8 @@ def add(
         typer.echo(layer.model_dump_json())
     else:
         Console().print(_table([layer]))
+        if layer.assumed:
+            typer.echo("assumed: " + ", ".join(f"{field} {json.dumps(value)}" for field, value in layer.assumed.items()))
 
 
 @group.command(epilog="Example: attend layers inspect path/to/model")

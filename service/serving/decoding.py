@@ -3,14 +3,11 @@
 The functions raise subclasses of RequestError and block, so they must not run on the event loop.
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from service.errors import InvalidRequest
-from service.serving.layers.files import Source, given_weights, read_layer_file
+from service.serving.layers.files import ReadLayer, Source, given_weights, read_layer_file
 from service.serving.requests import RawRequest
-from service.spec import LayerSpec
-from service.tensors import Array
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
 from service.wire.json.strict import parse_strictly
@@ -37,12 +34,12 @@ def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     return document
 
 
-def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> tuple[LayerSpec, Mapping[str, Array] | None]:
-    """Spec and weights of a layer; weights are None if they are to be drawn as the spec says."""
+def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer:
+    """The layer of a PUT. Raises RequestError."""
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
     for name in ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
             raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", JSON)
     document = read_document(raw, PutLayer, limits)
-    return (document.spec, None) if document.weights is None else (given_weights(document.spec), document.weights)
+    return ReadLayer(document.spec if document.weights is None else given_weights(document.spec), document.weights)

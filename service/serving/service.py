@@ -16,8 +16,8 @@ from service.serving.decoding import read_document, read_layer, read_object
 from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
 from service.serving.layers.files import Source, write_layer_file
-from service.serving.layers.loader import LayerLoader
-from service.serving.layers.registry import LayerRegistry, LoadedLayer
+from service.serving.layers.loader import Added, LayerLoader
+from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
 from service.serving.lifecycle import ShutdownGate
 from service.serving.metrics import Metrics
@@ -132,8 +132,8 @@ class Service:
         """Concatenate the pieces of a body in another thread, so that copying does not block the event loop."""
         return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
 
-    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> tuple[LoadedLayer, bool]:
-        """PUT /layers/{name}: load the layer. Returns it, and whether its name is new, once calls to it are answered."""
+    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> Added:
+        """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
         read = partial(self.engine.unless_abandoned, raw.waiting, read_layer, raw, source or Source(), self.wire_limits)
         return await self.loader.put(name, read, raw.deadline)
 

@@ -7,6 +7,7 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
+from service.serving.layers.files import ReadLayer
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
@@ -55,7 +56,7 @@ class TextEncoder:
     async def _layer_of(self, name: str, read: Sentence) -> LoadedLayer:
         """The layer of that name; loaded from `read` if the registry has none."""
         loaded = {layer.name: layer for layer in self.service.registry.all()}
-        return loaded[name] if name in loaded else (await self.service.loader.put(name, lambda: (read.spec, read.weights)))[0]
+        return loaded[name] if name in loaded else (await self.service.loader.put(name, lambda: ReadLayer(read.spec, read.weights)))[0]
 
 
 def _installed() -> Vocabulary:

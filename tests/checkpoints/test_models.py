@@ -178,3 +178,19 @@ def test_a_call_beyond_a_ropes_length_is_refused(layers: httpx.Client) -> None:
         ({"query": [row], "key": [row] * 4, "query_offset": "end"}, 422),
     ):
         assert layers.post("/attend", json={"layer": "model", **body}).status_code == status, body
+
+
+def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
+    """Without a config: all that changes results and that neither tensors nor spec gave. With one, nothing."""
+    tensors = tensors_of(MODELS["llama"]["cases"][0])
+    rope = {"theta": 500.0, "interleaved": False}
+    made = layers.put(
+        "/layers/model", params={"spec": json.dumps({"num_heads": 4, "rope": rope})}, content=save(tensors), headers=SAFETENSORS
+    )
+    assert made.is_success, made.text
+    expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
+    expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
+    assert made.json()["assumed"] == expected
+    assert "assumed" not in layers.get("/layers/model").json()
+    assert "assumed" not in put(layers, "llama", 0).json()
+    assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()

@@ -39,6 +39,7 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
     added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
     assert added.returncode == 0, added.stderr
     document = json.loads(added.stdout)
+    assert document.pop("assumed")["rope"] is None
     assert document == http.get("/layers/one").json() and document["spec"]["num_heads"] == 2
 
     listed = run_attend("layers", "list", *place, "--json")
@@ -85,7 +86,9 @@ def test_the_folder_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     place = ["--layers-dir", str(tmp_path / "kept")]
     added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
     assert added.returncode == 0, added.stderr
-    assert json.loads(added.stdout) in json.loads(run_attend("layers", *place, "--json").stdout)["layers"]
+    document = json.loads(added.stdout)
+    assert document.pop("assumed")["scale"] == document["spec"]["scale"]
+    assert document in json.loads(run_attend("layers", *place, "--json").stdout)["layers"]
     assert json.loads(run_attend("layers", "remove", "one", *place, "--json").stdout) == {"removed": "one"}
     assert not (tmp_path / "kept" / "one.safetensors").exists()
 

@@ -5,12 +5,13 @@ Arrays are views of the body, so no memory is allocated for weights before the r
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from service.checkpoints import parse_config, read_layer, read_model_layer
 from service.errors import InvalidRequest, Problem, RequestError, TooLarge
 from service.serving.layers.registry import LoadedLayer
-from service.spec import LayerSpec
+from service.spec import LayerSpec, Part
 from service.tensors import BY_TORCH, Array
 from service.wire.json import reader as json_reader
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
@@ -19,6 +20,7 @@ from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 SPEC, FINGERPRINT = "spec", "fingerprint"
+ASSUMABLE = ("scale", "softcap", "window", "rope", "alibi", "relative_bias", "qk_norm")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
@@ -31,16 +33,25 @@ class Source:
     spec: str | None = None
 
 
-def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, Array]]:
-    """Spec and weights, as views of the body. Raises MalformedBody, TooLarge or InvalidRequest, naming the tensor or the field."""
+class ReadLayer(NamedTuple):
+    """A layer as a request or a file has it; weights are None if they are to be drawn as the spec says."""
+
+    spec: LayerSpec
+    weights: Mapping[str, Array] | None
+    assumed: Mapping[str, Any] = MappingProxyType({})  # fields of the spec that neither tensors nor caller gave
+
+
+def read_layer_file(body: bytes, source: Source) -> ReadLayer:
+    """The layer, with weights that are views of the body. Raises MalformedBody, TooLarge or InvalidRequest with the tensor or field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
-        spec = _object(source.spec or "{}", "/spec")
+        given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
-            fields, weights = _read_by_config(tensors, metadata, source, spec)
-        else:
-            fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=spec)
-        return given_weights(validate(LayerSpec, fields, "/spec")), weights
+            fields, weights = _read_by_config(tensors, metadata, source, given)
+            return ReadLayer(given_weights(validate(LayerSpec, fields, "/spec")), weights)
+        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
+        spec = given_weights(validate(LayerSpec, fields, "/spec"))
+        return ReadLayer(spec, weights, assumed_fields(spec, given))
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
             "/layout", "none, or attend: the file is of this service, with its spec in the metadata", source.layout or ""
@@ -48,7 +59,20 @@ def read_layer_file(body: bytes, source: Source) -> tuple[LayerSpec, dict[str, A
     for name in ("prefix", "spec"):
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    return given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors
+    return ReadLayer(given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
+
+
+def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that change results, no tensor determines and the caller left out: `{"scale": 0.125, "rope.interleaved": false}`."""
+    assumed: dict[str, Any] = {}
+    for name in ASSUMABLE:
+        value, own = getattr(spec, name), given.get(name)
+        if isinstance(value, Part):
+            inner = value.model_dump(mode="json", exclude={"buckets", "dims"})  # which a table or a tensor's shape determines
+            assumed |= {f"{name}.{field}": x for field, x in inner.items() if not (isinstance(own, Mapping) and field in own)}
+        elif name not in given:
+            assumed[name] = value
+    return assumed
 
 
 def _read_by_config(

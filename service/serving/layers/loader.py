@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.layers.files import require_storable, require_storable_spec
+from service.serving.layers.files import ReadLayer, require_storable, require_storable_spec
 from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
@@ -26,7 +26,15 @@ T = TypeVar("T")
 log = structlog.get_logger("attend")
 INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
 CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
-Read = Callable[[], tuple[LayerSpec, Mapping[str, Array] | None]]
+Read = Callable[[], ReadLayer]
+
+
+class Added(NamedTuple):
+    """A layer that was added, whether its name is new, and the fields of its spec that neither tensors nor caller gave."""
+
+    layer: LoadedLayer
+    new: bool
+    assumed: Mapping[str, Any]
 
 
 class LayerLoader:
@@ -53,15 +61,15 @@ class LayerLoader:
             await self._follow(self.store)
             self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
-    async def put(self, name: str, read: Read, deadline: float | None = None) -> tuple[LoadedLayer, bool]:
-        """Load the layer that `read` returns; returns it and whether its name is new. With a store, write it and wait for all processes.
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> Added:
+        """Load the layer that `read` returns. With a store, write it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
         """
         self._require_not_configured(name)
         change = 0
         async with self._exclusive(deadline), self._changing:
-            spec, weights = await self._run_in_thread(read)
+            spec, weights, assumed = await self._run_in_thread(read)
             self.registry.admit(name, spec)
             require_storable_spec(spec, self.largest)
             layer = await self._make(name, spec, weights)
@@ -70,7 +78,7 @@ class LayerLoader:
                 change, self._files[name] = await self._run_in_thread(self.store.write, layer)
             new = self._add(layer)
         await self._wait_for_others(change, deadline)
-        return layer, new
+        return Added(layer, new, assumed)
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""

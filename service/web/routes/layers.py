@@ -85,9 +85,9 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         require_query([name for name, _ in request.query_params.multi_items()])
         require_started(service)
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
-        layer, new = await service.put_layer(name, raw, Source(layout, prefix, spec))
+        layer, new, assumed = await service.put_layer(name, raw, Source(layout, prefix, spec))
         response.status_code = 201 if new else 200
-        return service.registry.describe(layer)
+        return service.registry.describe(layer).model_copy(update={"assumed": dict(assumed) or None})
 
     @app.get(
         "/layers/{name}/weights",

@@ -6,7 +6,16 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
 from service.spec import Finite, LayerSpec, Window, disagreement
@@ -277,6 +286,15 @@ class LayerDocument(Document):
     fingerprint: str
     parameters: int
     device: str
+    assumed: dict[str, Any] | None = Field(
+        default=None,
+        description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
+        """The document, without `assumed` if nothing was."""
+        return {name: value for name, value in serialize(self).items() if value is not None or name != "assumed"}
 
 
 class Layers(Document):
