@@ -89,7 +89,7 @@ def test_json_text_in_a_parameter_is_bounded(name: str) -> None:
     assert "bytes" not in within.text
     assert (beyond.status_code, far.status_code) == (413, 413)
     assert f"expected JSON text of at most {1 << 20} bytes, got {(1 << 20) + 1}, at /parameters/{name}" in beyond.text
-    assert f"expected at most {1 << 22} bytes beside numbers of tensors and base64" in far.text
+    assert f"expected at most {1 << 22} bytes outside of base64 and lists of numbers" in far.text
 
 
 @pytest.mark.parametrize(("count", "status"), [((1 << 17) - 2, 422), ((1 << 17) - 1, 413)])
@@ -111,7 +111,7 @@ def test_one_long_string_of_a_list_is_refused_for_its_bytes() -> None:
     body = {"query": [[0.5] * 64], "tokens": {"query": ["a" * (5 << 20)]}}
     (answer,) = answers(Settings(access_log=False), {"url": "/attend", "json": body})
     assert answer.status_code == 413
-    assert f"at most {4 << 20} bytes beside numbers" in answer.text
+    assert f"at most {4 << 20} bytes outside of base64 and lists of numbers" in answer.text
 
 
 @pytest.mark.parametrize("field", ["d_model", "key_dim", "output_dim", "num_heads"])

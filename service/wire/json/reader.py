@@ -25,6 +25,7 @@ STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
 LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
+CUT = 'base64 and lists of numbers (a string other than "-inf", or an object, makes a list another kind)'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -106,7 +107,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
             size += start - begin
             begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1
     if size + len(text) - begin > REST:
-        raise TooLarge.where("", f"at most {REST} bytes beside numbers of tensors and base64", str(size + len(text) - begin))
+        raise TooLarge.where("", f"at most {REST} bytes outside of {CUT}", str(size + len(text) - begin))
     return Parts(text, b"".join((*pieces, text[begin:])), cut)
 
 

@@ -129,11 +129,11 @@ def _text(name: str, array: Array, nonfinite: Array | None, options: ReplyOption
 
 
 def _rounded(array: Array, decimals: int | None) -> Array:
+    """The array with numbers rounded as Python rounds: to the nearest decimal. np.round is faster and less exact, since it multiplies."""
     if decimals is None or array.dtype.kind != "f":
         return array
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = np.round(array.astype(np.float64), decimals) + 0.0  # -0.0 becomes 0.0
-    return np.where(np.isfinite(rounded), rounded, array).astype(array.dtype)  # np.round multiplies, and may overflow
+    numbers = [round(number, decimals) + 0.0 for number in array.reshape(-1).tolist()]  # -0.0 becomes 0.0
+    return np.array(numbers, array.dtype).reshape(array.shape)
 
 
 def _nonfinite(name: str, number: str, options: ReplyOptions) -> bytes:

@@ -222,6 +222,13 @@ def test_strided_and_foreign_arrays_are_written_in_their_order(form: str) -> Non
         np.testing.assert_array_equal(tensor if form == "nested" else read(tensor), array)
 
 
+@pytest.mark.parametrize(
+    ("number", "decimals"), [(123456789012345.0, 4), (2.0**53 - 1, 4), (1e300, 5), (2.675, 2), (-0.248361622095248, 17)]
+)
+def test_decimals_of_float64_are_the_nearest(number: float, decimals: int) -> None:
+    assert write({"output": np.array([number])}, "FP64", decimals=decimals)["output"] == [round(number, decimals)]
+
+
 SHAPES_OF_PIECES = [(1, 2, 3, 40), (200,), (1, 1, 1, 200), (7, 31), (50, 1, 2), (3, 4, 5, 2)]
 
 
