@@ -1091,6 +1091,26 @@ def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
     run(test())
 
 
+def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
+    """The one thread that computes such calls may be busy with a long one."""
+
+    async def test() -> None:
+        bench = Bench()
+        task = bench.start(replace(request(2), reproducible=True), operations=1)
+        await settled(task)
+        assert bench.attention.threads and threading.get_ident() not in bench.attention.threads
+        assert bench.counted("attend_batch_calls_count") == 1
+        busy = await bench.occupy()
+        waits = bench.start(replace(request(1), reproducible=True), operations=1)
+        await turns()
+        assert len(bench.scheduler.waiting) == 1
+        bench.attention.door.set()
+        await settled(busy, waits)
+        bench.scheduler.close()
+
+    run(test())
+
+
 def test_law_14_light_calls_beside_a_hung_device_do_not_vouch_for_it() -> None:
     """What the event loop computed says nothing of the thread that came back with nothing."""
 
