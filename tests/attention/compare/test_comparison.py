@@ -620,7 +620,7 @@ UNTOLD = {
     "polarity of padding": (lambda q, k, v, mask=None, key_mask=None: q, {"framework": "numpy", "mask_means": "attend"}, "padding_means"),
     "constructor": (Configured, {}, "ambiguous: the value of constructor parameter 'config'; pass construct="),
     "parameter": (positional, {"framework": "torch"}, r"ambiguous: the meaning of parameter 'a'; pass arguments="),
-    "no query": (lambda mask=None: mask, {"framework": "torch"}, "the query: pass arguments="),
+    "no query": (lambda mask=None: mask, {"framework": "torch"}, "is the query; pass arguments="),
     "two queries": (lambda x, q, k: x, {"framework": "torch"}, "which is the query, 'x' or 'q'"),
     "no such role": (methods_only, {"framework": "torch", "arguments": {"q": "question"}}, "question"),
     "no such parameter": (methods_only, {"framework": "torch", "arguments": {"z": "query"}}, "'z'"),
