@@ -1,4 +1,4 @@
-"""The serving laws of DESIGN.md, section 7, one by one, on a real event loop and a real device thread.
+"""The rules of serving (docs/design.md), one by one, on a real event loop and a real device thread.
 
 A device is kept busy by an event that the test holds, never by time; a clock is a number that the test sets.
 """
@@ -105,7 +105,7 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
     run(test())
 
 
-# 2. A future is settled only if it is not done; a call whose caller has gone is skipped before it costs anything, and counted.
+# 2. A future is settled only if it is not done; a call whose client has disconnected is dropped before it is computed, and counted.
 
 
 def test_law_2_a_cancelled_caller_is_skipped_and_counted() -> None:
