@@ -145,7 +145,7 @@ class StorageFull(CapacityError):
 
 
 class CallerGone(AttendError):
-    title = "the caller has gone"
+    title = "client disconnected"
 
 
 class ServiceFault(AttendError):

@@ -1,4 +1,4 @@
-"""The law of the house: which room may import which, which third parties it may use, and that there are no cycles."""
+"""The rules of the floors: which package may import which, which third parties it may use, and that there are no cycles."""
 
 import ast
 import subprocess
@@ -47,7 +47,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "opentelemetry",
     },
 }
-WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the law
+WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the rules
 ABOVE_ATTENTION = ("metrics", "figures", "compare")  # folders of attention; each may import those before it, and the core none of them
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
@@ -142,7 +142,7 @@ def test_there_are_no_import_cycles() -> None:
     ],
 )
 def test_the_check_above_can_fail(path: str, source: str) -> None:
-    """Each of these breaks one law."""
+    """Each of these breaks one rule."""
     assert breaches({path: source})
 
 

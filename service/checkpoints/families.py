@@ -14,6 +14,7 @@ from service.checkpoints.rope import Rotary, rope_fields
 from service.checkpoints.traits import (
     FULL,
     SLIDING,
+    WIDEST_HEAD,
     WINDOWED,
     WITHOUT,
     LayerType,
@@ -51,8 +52,6 @@ from service.checkpoints.traits import (
     window_everywhere,
     window_if_used,
 )
-
-WIDEST_HEAD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +118,19 @@ def decoder(*traits: Trait, **changes: Any) -> Family:
     return {"decoder": replace(LLAMA, traits=traits, **changes)}
 
 
-def encoder(*traits: Trait, **changes: Any) -> Family:
-    """BERT's attention with these traits and changes: all biases, no RoPE, both directions."""
-    return {"encoder": replace(BERT, traits=traits, **changes)}
+def encoder(*traits: Trait, rotary: Rotary | None = None, **changes: Any) -> Family:
+    """BERT's attention with these traits and changes: all biases, RoPE only if `rotary` is given, both directions."""
+    positions = ABSOLUTE_OR_ROTARY if rotary else ABSOLUTE
+    return {"encoder": replace(BERT, traits=(positions, *traits), rotary=rotary, **changes)}
 
 
 ALL, PLAIN, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
-BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL)
+ABSOLUTE = refused("position_embedding_type", "absolute")  # positions that are added to the model's input
+ABSOLUTE_OR_ROTARY = refused("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
+BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL, traits=(ABSOLUTE,))
 PAIRS = Rotary(interleaved=True)
 OLD = Rotary(theta=10000.0)  # of files that leave theta out
 GPTJ = Rotary(theta=10000.0, interleaved=True, dims="rotary_dim")
-ABSOLUTE = refused("position_embedding_type", "absolute")
 GRANITE = scale("attention_multiplier", default=1.0)
 PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
 ALL_HEADS = normed(over="all", weights="own")

@@ -55,13 +55,13 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     for name, value in settings.fields.items():
         if name not in (*EVERY_KIND, *KINDS[kind]) and value is not None:
             raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
-    partial = settings.number("partial_rotary_factor", default=config.number("partial_rotary_factor", "rotary_pct", default=rotary.partial))
+    partial = _rotated_share(config, settings, rotary)
     field, default = (rotary.thetas or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
     theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
     if theta <= 0:
         raise config.refusal("rope_theta", "a positive number", None)
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
-    dims = config.count(rotary.dims) if rotary.dims else dims
+    dims = config.count(rotary.dims, most=head_dim) if rotary.dims else dims
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
     with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
         plain = theta ** (-np.arange(0, dims, 2) / dims)
@@ -74,14 +74,25 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
     config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
-    given = config.get("rope_parameters", default={})
+    name, given = "rope_parameters", config.get("rope_parameters", default={})
     if not given and (rotary.scaled is None or layer_type in rotary.scaled):
-        given = config.get("rope_scaling", default={})
+        name, given = "rope_scaling", config.get("rope_scaling", default={})
     if isinstance(given, Mapping) and any(isinstance(entry, Mapping) for entry in given.values()):
         given = given.get(layer_type)
     if not isinstance(given, Mapping):
-        raise config.refusal("rope_parameters", f"an object, or one for {layer_type}", given)
-    return Config(given, f"{config.at}/rope_parameters")
+        raise config.refusal(name, f"an object, or one for {layer_type}", given)
+    return Config(given, f"{config.at}/{name}")
+
+
+def _rotated_share(config: Config, settings: Config, rotary: Rotary) -> float:
+    """The share of a head that is rotated. Raises InvalidRequest unless it is from 0 to 1."""
+    config.ignore("partial_rotary_factor", "rotary_pct")
+    for source, name in ((settings, "partial_rotary_factor"), (config, "partial_rotary_factor"), (config, "rotary_pct")):
+        if source.get(name) is not None:
+            if not 0 <= (share := source.number(name)) <= 1:
+                raise source.refusal(name, "a number from 0 to 1", share)
+            return share
+    return rotary.partial
 
 
 @dataclass(frozen=True, slots=True)

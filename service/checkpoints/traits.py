@@ -13,6 +13,7 @@ from service.spec import PROJECTIONS
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 LayerType = Callable[[Config, int], str]
 FULL, SLIDING = "full_attention", "sliding_attention"
+WIDEST_HEAD = 1 << 16
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
@@ -201,9 +202,10 @@ def gemma_values(config: Config, n: int, kind: str) -> Fields:
 
 def gemma4_heads(config: Config, n: int, kind: str) -> Fields:
     """Layers with full attention have wider heads, by `per_layer_config` or by fields of their own."""
-    width, heads = config.get("global_head_dim", default=512), config.get("num_global_key_value_heads")
+    has_width, heads = config.get("global_head_dim") is not None, config.get("num_global_key_value_heads")
     if kind == SLIDING or "per_layer_config" in config.fields:
         return {}
+    width = config.count("global_head_dim", most=WIDEST_HEAD) if has_width else 512
     return {"head_dim": width} | ({"num_kv_heads": heads} if heads and config.get("attention_k_eq_v", default=True) else {})
 
 

@@ -49,9 +49,9 @@ def child_server() -> Iterator[str]:
 
 def _wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
     """The URL of the server once its log says that it is ready. Raises NotStarted."""
-    latest = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while True:
-        ended = process.poll() is not None or time.monotonic() > latest
+        ended = process.poll() is not None or time.monotonic() > deadline
         lines = log.read_text(errors="replace").splitlines(keepends=True)
         events = {event.get("event"): event for event in map(_event, lines)}
         if "ready" in events:

@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.cli.logs import configure_logs
-from service.cli.server import POLL, Server, application, exit_patience
+from service.cli.server import POLL, Server, application, exit_timeout_of
 from service.cli.terminal import fail
 from service.serving.metrics import MULTIPROCESS
 from service.settings import Settings
@@ -76,7 +76,7 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         fail("serve", f"several workers need a folder for their metrics, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
     with folder as shared:
         os.environ[MULTIPROCESS] = shared
-        supervisor = Supervisor(config, [listening], exit_patience(settings))
+        supervisor = Supervisor(config, [listening], exit_timeout_of(settings))
         supervisor.run()
     if supervisor.failed:
         raise typer.Exit(1)
@@ -85,9 +85,9 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
 def _warn_about_keys(settings: Settings) -> None:
     """Logs a warning if everyone may call, or nobody: both are allowed, but rarely intended."""
     if settings.keys_file is None and not is_local(settings):
-        log.warning("open to everyone", reason="there are no keys (keys_file): everyone who can connect may call")
+        log.warning("no API keys configured", reason="keys_file is not set: any client can send requests")
     elif settings.keys_file is not None and not read_keys(settings.keys_file):
-        log.warning("open to nobody", reason="the keys file (keys_file) has no keys", file=str(settings.keys_file))
+        log.warning("the keys file is empty", reason="every request that needs a key is refused", file=str(settings.keys_file))
 
 
 def shared_folder() -> str:
@@ -129,13 +129,13 @@ class Worker(Process):
     def ping(self, timeout: float = 5, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Whether the worker answers within `timeout` seconds. Returns False as soon as it has died (uvicorn would wait for the timeout),
         and True as soon as the supervisor is `interrupted`."""
-        latest = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         try:
             self.parent_conn.send(b"ping")
             while not (readable := wait([self.parent_conn, self.process.sentinel], POLL)):
                 if interrupted():
                     return True
-                if time.monotonic() > latest:
+                if time.monotonic() > deadline:
                     return False
             if self.parent_conn not in readable:
                 return False
@@ -155,15 +155,15 @@ class Supervisor(Multiprocess):
 
     It closes its copy of the socket before the workers close theirs. So the port closes with the last worker, and clients cannot connect to
     a port that no process serves. A worker that hangs does not delay the exit of the others, and delays that of the supervisor by at most
-    `patience` seconds.
+    `exit_timeout` seconds.
 
     If a worker cannot start before any worker has served, the server ends, and `failed` is True. Later, such a worker is started again
     after growing pauses, while the others serve.
     """
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], patience: float) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], exit_timeout: float) -> None:
         super().__init__(config, sockets)
-        self.patience, self.failed = patience, False
+        self.exit_timeout, self.failed = exit_timeout, False
         self.processes: list[Worker] = []  # type: ignore[assignment]  # uvicorn's list has its own class of workers
         self._replaced: list[Worker] = []  # workers that got SIGHUP and have not exited yet
         self._serves = False  # whether any worker has ever served
@@ -231,19 +231,19 @@ class Supervisor(Multiprocess):
             log.info("worker replaced", pid=old.pid, by=new.pid)
 
     def _becomes_ready(self, worker: Worker) -> bool:
-        latest = time.monotonic() + ANSWER_SECONDS
-        while not self._must_stop() and worker.exitcode is None and time.monotonic() < latest:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self._must_stop() and worker.exitcode is None and time.monotonic() < deadline:
             if worker.wait_until_ready(POLL):
                 return True
         return False
 
     def _wait_for_replaced(self) -> None:
         """Waits until the replaced workers have exited, or this process has to stop. Kills a worker that hangs."""
-        latest = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.exit_timeout
         while self._replaced and not self._must_stop():
             worker = self._replaced[0]
             worker.process.join(POLL)
-            if worker.exitcode is None and time.monotonic() > latest:
+            if worker.exitcode is None and time.monotonic() > deadline:
                 self._kill(worker)
             elif worker.exitcode is not None:
                 _forget_gauges(worker)
@@ -260,9 +260,9 @@ class Supervisor(Multiprocess):
             listening.close()
 
     def join_all(self) -> None:
-        latest = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.exit_timeout
         for worker in (*self.processes, *self._replaced):
-            worker.process.join(max(0.0, latest - time.monotonic()))
+            worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.exitcode is None:
                 self._kill(worker)
         super().join_all()
@@ -273,7 +273,7 @@ class Supervisor(Multiprocess):
     handle_ttou = handle_ttin
 
     def _kill(self, worker: Worker) -> None:
-        log.warning("worker killed", pid=worker.pid, reason=f"it had not exited after {self.patience:g} s")
+        log.warning("worker killed", pid=worker.pid, reason=f"it had not exited after {self.exit_timeout:g} s")
         worker.process.kill()
         worker.process.join()
 

@@ -65,10 +65,10 @@ class Server(uvicorn.Server):
         for listening in sockets or ():
             listening.close()
         loop = asyncio.get_running_loop()
-        latest = loop.time() + FIRST_REQUEST
+        deadline = loop.time() + FIRST_REQUEST
         joining = {loop.create_task(self._serve_accepted(connection)) for connection in waiting}
         await asyncio.sleep(0)
-        while (not all(task.done() for task in joining) or self._awaits_requests()) and loop.time() < latest and not self.force_exit:
+        while (not all(task.done() for task in joining) or self._awaits_requests()) and loop.time() < deadline and not self.force_exit:
             await asyncio.sleep(POLL)
         await super().shutdown(sockets)
 
@@ -144,8 +144,8 @@ class SignalHandlers:
         self.stop(signal.SIGTERM, None)
 
 
-def exit_with_supervisor(patience: float) -> None:
-    """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `patience` seconds."""
+def exit_with_supervisor(exit_timeout: float) -> None:
+    """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `exit_timeout` seconds."""
     supervisor = parent_process()
     if supervisor is None:  # this is the only process
         return
@@ -154,7 +154,7 @@ def exit_with_supervisor(patience: float) -> None:
         supervisor.join()
         log.error("supervisor died", pid=os.getpid())
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(patience)
+        time.sleep(exit_timeout)
         os._exit(1)
 
     threading.Thread(target=wait, name="supervisor", daemon=True).start()
@@ -162,7 +162,7 @@ def exit_with_supervisor(patience: float) -> None:
 
 def application(settings: Settings, threads: int) -> FastAPI:
     """Sets up this process (threads, memory, logs, signals) and returns its application."""
-    exit_with_supervisor(exit_patience(settings))
+    exit_with_supervisor(exit_timeout_of(settings))
     torch.set_num_threads(threads)
     sys.setswitchinterval(SWITCH_SECONDS)
     keep_memory()
@@ -190,7 +190,7 @@ def application(settings: Settings, threads: int) -> FastAPI:
     return app
 
 
-def exit_patience(settings: Settings) -> float:
+def exit_timeout_of(settings: Settings) -> float:
     """Seconds after SIGTERM in which a worker should have exited."""
     return settings.drain_seconds + settings.shutdown_seconds + EXIT_SECONDS
 

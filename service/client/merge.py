@@ -31,6 +31,8 @@ def merge(
     -inf, in replies and in the result. Every reply of a layer with sinks includes the sink: with the layer's `sinks` [h] it is counted
     once. `output_weight` [output_dim, h*d] and `output_bias` [output_dim] are the layer's `output.weight` and `output.bias`.
 
+    A layer with a weighted norm after RoPE cannot be split, since its scores depend on absolute positions.
+
     Computed in float64 and returned in the dtypes of the replies. With L_i the log-sum-exp and s the sink, over the n parts with a key:
     L = log(Σ exp L_i - (n - 1) exp s), and the heads' output is Σ exp(L_i - L) o_i.
     Raises InvalidRequest for shapes that do not fit and numbers that contradict these conditions.

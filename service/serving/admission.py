@@ -185,4 +185,4 @@ def turns_within(budget: ByteBudget, largest: int, seconds: float) -> ReceivingT
 
 def too_late(seconds: float) -> str:
     """The error detail for a message that did not arrive in time."""
-    return f"the message was not there {seconds:g} seconds (client_timeout) after it could come"
+    return f"the message did not arrive within {seconds:g} seconds (client_timeout)"

@@ -113,7 +113,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
     """All properties that must be equal in calls that are stacked; None if the call must run alone.
 
     A call with dropout runs alone, since its random stream has the shape of the single call; and a call whose scores are so large that
-    softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (law 7).
+    softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (rule 7).
     """
     if call.reproducible or call.output_gradient is not None or call.dropout is not None or _may_amplify_rounding(layer, call):
         return None
@@ -141,7 +141,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
 
 
 def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
-    """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of law 7."""
+    """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of rule 7."""
     if layer.spec.dtype == "float64":
         return False
     score = layer.gain * abs(call.scale)

@@ -55,9 +55,13 @@ class CodecPool:
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start as many jobs as threads are free, light ones first."""
         while self._free and (job := self._take()) is not None:
+            try:
+                running = self._threads.submit(job.function)
+            except RuntimeError as error:  # no memory for another thread
+                job.future.set_exception(error)
+                continue
             self._free -= 1
             self._heavy_free = self._heavy_free and not job.heavy
-            running = self._threads.submit(job.function)
             running.add_done_callback(lambda ran, job=job: loop.call_soon_threadsafe(self._finish, loop, job, ran))  # type: ignore[misc]
 
     def _take(self) -> Job | None:

@@ -36,7 +36,7 @@ from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
 DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
-SMALL = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
+INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
 class Endpoint(NamedTuple):
@@ -84,7 +84,7 @@ class Engine:
     async def answer(self, raw: RawRequest, endpoint: Endpoint) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
         started, size = self.clock(), raw.size
-        if size <= SMALL and not raw.coding:
+        if size <= INLINE_BYTES and not raw.coding:
             decoded, bound = self.decode_and_bind(raw, endpoint)
         else:
             decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, endpoint)
@@ -145,7 +145,7 @@ class Engine:
             encoded = Encoded(headers, [picture])
             coding = raw.reply_coding if bound.figure.format != "png" else ""  # PNG is compressed already
             return await self.run(raw, len(picture), _compressed, encoded, coding) if coding else encoded
-        if bound.cost.reply_bytes <= SMALL:
+        if bound.cost.reply_bytes <= INLINE_BYTES:
             return _build_and_encode(bound, result, decoded, raw)
         return await self.run(raw, bound.cost.reply_bytes, _build_and_encode, bound, result, decoded, raw, waiting=waiting)
 

@@ -44,7 +44,7 @@ Settled = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
 def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Settled:
-    """Return every entry with its outcome or error; never raise.
+    """Return every entry with its outcome or error.
 
     `on_split` is called each time a batch runs out of memory and is split in halves.
     """
@@ -92,14 +92,14 @@ def _on_cpu(result: Result) -> Result:
     return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, fully_masked)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or the device ran out of memory."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
-def failure(error: Exception) -> AttendError:
+def failure(error: BaseException) -> AttendError:
     """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
     if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")

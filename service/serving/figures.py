@@ -10,6 +10,7 @@ import asyncio
 import gc
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
+PLOT = "service.attention.figures.plot"
 Check = Callable[[], None]
 Drawing = Callable[[Check], bytes]
 HEADS = 256  # most heads in one picture
@@ -103,7 +105,7 @@ class FigureRenderer:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._thread = ThreadPoolExecutor(1, "drawing", _load_matplotlib)  # starts with the first figure
+        self._thread = ThreadPoolExecutor(1, "drawing")  # starts with the first figure
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
@@ -124,6 +126,7 @@ class FigureRenderer:
             self._waiting -= 1
 
     def _draw(self, drawing: Drawing, latest: float, gone: Callable[[], bool]) -> bytes:
+        _load_matplotlib()
         started = self.clock()
 
         def check() -> None:
@@ -143,9 +146,11 @@ class FigureRenderer:
 def _load_matplotlib() -> None:
     """Import matplotlib. A full garbage collection among its many objects would pause all threads for a tenth of a second, so there is none
     during the import, and later ones leave these objects out."""
+    if PLOT in sys.modules:
+        return
     gc.disable()
     try:
-        importlib.import_module("service.attention.figures.plot")
+        importlib.import_module(PLOT)
         gc.freeze()
     finally:
         gc.enable()

@@ -58,7 +58,7 @@ class Metrics:
         self._phases = [phases.labels(name) for name in PHASES]
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
-        self.abandoned = Counter("attend_abandoned_calls", "Calls dropped because their callers had gone.", registry=self.registry).inc
+        self.abandoned = Counter("attend_abandoned_calls", "Calls dropped because the client disconnected.", registry=self.registry).inc
         self.batched = Histogram(
             "attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry
         ).observe
@@ -110,12 +110,12 @@ class Metrics:
             for name, histogram in zip(PHASES, self._phases, strict=True):
                 histogram.observe(getattr(phases, name))
 
-    def sample(self, queue: tuple[int, int, int], held: int, memory: int, ready: bool) -> None:
-        """Record what is pending, and set the gauges. `queue`: calls, operations and bytes waiting; `held`, `memory`: bytes."""
+    def sample(self, queue: tuple[int, int, int], leased_bytes: int, memory: int, ready: bool) -> None:
+        """Record what is pending, and set the gauges. `queue`: calls, operations and bytes waiting; `memory`: bytes."""
         self.record()
         for gauge, value in zip(self._queue, queue, strict=True):
             gauge.set(value)
-        self._held.set(held)
+        self._held.set(leased_bytes)
         self._memory.set(memory)
         self._ready.set(ready)
 

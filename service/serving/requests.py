@@ -23,7 +23,7 @@ NO_PARAMETERS: Mapping[str, str] = {}
 
 
 class Waiting(NamedTuple):
-    """How long a caller waits: `deadline` on the engine's clock, and `gone`, whether it has disconnected."""
+    """The caller's deadline on the engine's clock, and `gone`, a function that returns whether it has disconnected."""
 
     deadline: float | None
     gone: Callable[[], bool]

@@ -137,7 +137,8 @@ class Scheduler:
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
         entry = Entry(layer, call, cost, self.clock(), deadline, gone, Flow(caller, size_class(cost.operations)), operation)
-        is_light = cost.operations <= INLINE_OPERATIONS and operation is None  # an operation is many small steps
+        # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
+        is_light = cost.operations <= INLINE_OPERATIONS and operation is None and not call.reproducible
         return self._compute_inline(entry) if self._inline and is_light else await self._enqueue(entry)
 
     async def wait_for_progress(self, seconds: float) -> bool:
@@ -238,7 +239,12 @@ class Scheduler:
         predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
         computed = self._thread.submit(compute, batch, self.clock, self.metrics.split)
-        computed.add_done_callback(lambda future: loop.call_soon_threadsafe(self._finish, loop, future.result()))
+
+        def finish() -> None:
+            error = computed.exception()
+            self._finish(loop, computed.result() if error is None else [(entry, failure(error)) for entry in batch])
+
+        computed.add_done_callback(lambda _: loop.call_soon_threadsafe(finish))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
         """Settle the calls of a batch that was computed or failed, and plan the next one."""

@@ -89,16 +89,16 @@ class ShardLayers:
 
     def find(self, name: str, fingerprint: str) -> LoadedLayer:
         """The layer without sinks. Raises LayerNotFound, or LayerConflict if its fingerprint differs here."""
-        held = self._registry.find(name)
-        if held.fingerprint != fingerprint:
+        layer = self._registry.find(name)
+        if layer.fingerprint != fingerprint:
             raise LayerConflict(f'the layer "{name}" is another one on a shard')
-        if not held.spec.sinks:
-            return held
-        if (layer := self._without_sinks.get(held.attention)) is None:
-            attention = without_sinks(held.attention)
-            layer = LoadedLayer(held.name, attention.spec, fingerprint, attention, held.gain)
-            self._without_sinks[held.attention] = layer
-        return layer
+        if not layer.spec.sinks:
+            return layer
+        if (without := self._without_sinks.get(layer.attention)) is None:
+            attention = without_sinks(layer.attention)
+            without = LoadedLayer(layer.name, attention.spec, fingerprint, attention, layer.gain)
+            self._without_sinks[layer.attention] = without
+        return without
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from service.wire.schemas.attend import AttendRequest
 
 SEQUENCES = frozenset({"query", "key", "value"})
 KEPT = 64  # most results per layer; the oldest is dropped first
-LONGEST = 512  # most characters of the plain fields in a key; longer requests are unlikely to recur
+MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer requests are unlikely to recur
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +68,4 @@ def cache_key(members: Mapping[str, Any]) -> Hashable | None:
             text = repr(value)  # distinguishes True, 1 and 1.0, which are equal
             length += len(text)
             parts += name, text
-    return tuple(parts) if length <= LONGEST and "query" in members else None
+    return tuple(parts) if length <= MAX_KEY_CHARACTERS and "query" in members else None

@@ -34,19 +34,19 @@ from service.wire.native import numbers
 class Application(FastAPI):
     """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
-    def surround(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
+    def wrap_in_middleware(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
         own: dict[str, Endpoint] = {
             "/attend": attend.Attend(service, service.engine.attend),
             "/attend/analysis": attend.Attend(service, service.engine.analyse),
         }
         v2 = routes.Infer(service)
 
-        def hot(method: str, path: str) -> Endpoint | None:
+        def direct(method: str, path: str) -> Endpoint | None:
             if method != "POST":
                 return None
             return own.get(path) or (v2 if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
 
-        self._access: ASGIApp = Access(self._unslashed, service, settings.access_log, hot, guard, traces)
+        self._access: ASGIApp = Access(self._strip_slash, service, settings.access_log, direct, guard, traces)
         if origins := _listed(settings.cors_origins):
             shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
             self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
@@ -55,7 +55,7 @@ class Application(FastAPI):
         """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
         return AsyncExitStackMiddleware(self.router)
 
-    async def _unslashed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _strip_slash(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
         path = scope.get("path", "")
         if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2}/"):
@@ -108,7 +108,7 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     document.install(app)
-    app.surround(service, settings, _guard(settings, keyring), traces)
+    app.wrap_in_middleware(service, settings, _guard(settings, keyring), traces)
     return app
 
 

@@ -42,7 +42,7 @@ LONGEST_HEAD = 64 * 1024  # bytes of a request line and headers, without the emp
 REQUEST_LINE = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line without its target
 HEADER_LINE = len(b": \r\n")  # bytes of a header without its name and value
 FRAMING = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to LONGEST_HEAD
-PIECE = 256 * 1024  # bytes of a reply passed to the transport at a time
+SEND_BYTES = 256 * 1024  # bytes of a reply passed to the transport at a time
 BUFFERED = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
 LINGER = 5.0  # seconds for which bytes after a refused request are read and discarded
 TLS_CLOSE_SECONDS = 5.0  # when the server stops, the peer must answer the TLS close within this time
@@ -152,17 +152,17 @@ class Connection(HttpToolsProtocol):
     # Writing
 
     async def send(self, send: Send, message: Message) -> None:
-        """Sends a body message in pieces of at most PIECE bytes; each waits until the previous piece is nearly sent.
+        """Sends a body message in pieces of at most SEND_BYTES bytes; each waits until the previous piece is nearly sent.
 
         The event loop has a turn after each piece: a peer that reads fast never makes the transport wait.
         """
         whole, more = memoryview(message.get("body", b"")), message.get("more_body", False)
         if not whole:
             await send(message)
-        for start in range(0, len(whole), PIECE):
-            piece = whole[start : start + PIECE]
+        for start in range(0, len(whole), SEND_BYTES):
+            piece = whole[start : start + SEND_BYTES]
             self._sent += len(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(whole)})
+            await send({"type": "http.response.body", "body": piece, "more_body": more or start + SEND_BYTES < len(whole)})
             if self.lost:
                 break
             await _next_turn()
@@ -281,7 +281,7 @@ class Connection(HttpToolsProtocol):
 
 @coroutine
 def _next_turn() -> Generator[None]:
-    """Yields to the event loop once, as `asyncio.sleep(0)` does: event loops are imported by `serving` alone."""
+    """Yields to the event loop once, as `asyncio.sleep(0)` does. `web` may not import asyncio (tests/test_floors.py)."""
     yield
 
 

@@ -56,7 +56,7 @@ async def read_as(
             async with service.until(deadline):
                 body = await pieces
         except TimeoutError:
-            raise DeadlinePassed("the deadline of X-Request-Timeout passed before the body of the request had come") from None
+            raise DeadlinePassed("the deadline (X-Request-Timeout or request_timeout) passed before the request's body arrived") from None
     record.received = sum(map(len, body))
     whole = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
     headers = record.headers

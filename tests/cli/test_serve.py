@@ -92,7 +92,7 @@ def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
         assert client.post("/attend", json=QUERY).status_code == 200
         refused = client.put("/layers/new", json=SPEC)  # every user of the machine can reach it
         assert refused.status_code == 403 and "--keys-file" in refused.json()["detail"]
-        assert any(event["event"] == "open to everyone" for event in server.events)
+        assert any(event["event"] == "no API keys configured" for event in server.events)
         second = serve("--uds", str(path))
         assert second.returncode == 1 and "in use" in second.stderr
         assert client.get("/health/live").status_code == 200

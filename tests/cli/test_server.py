@@ -1,4 +1,4 @@
-"""A server of one process under real signals: law 10 (what SIGTERM does) and SIGHUP.
+"""A server of one process under real signals: rule 10 (what SIGTERM does) and SIGHUP.
 
 Nothing here waits for time to pass: a drain is set so long that it never ends by itself, and a request is held open by not sending the
 rest of it.

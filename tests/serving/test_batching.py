@@ -566,7 +566,7 @@ def test_law_7_holds_where_scores_are_large(what: dict[str, Any], dtype: str, th
     ],
 )
 def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
-    """What rounding is left in scores of hundreds, softmax makes more of than law 7 allows, on one processor or another."""
+    """What rounding is left in scores of hundreds, softmax makes more of than rule 7 allows, on one processor or another."""
     layer = REGISTRY.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
     calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
     one, other = (batch_key_of(layer, call) for call in calls)

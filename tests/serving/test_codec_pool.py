@@ -158,3 +158,25 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
         service.close()
 
     run(test())
+
+
+def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool runs the next job."""
+
+    async def scenario() -> None:
+        pool, refused = CodecPool(1), []
+        submit = pool._threads.submit
+
+        def refuse_once(function: Callable[[], Any]) -> Any:
+            if refused:
+                return submit(function)
+            refused.append(function)
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(pool._threads, "submit", refuse_once)
+        with pytest.raises(RuntimeError, match="can't start"):
+            await pool.run(lambda: 1, HEAVY, "caller")
+        assert await pool.run(lambda: 2, HEAVY, "caller") == 2
+        pool.close()
+
+    run(scenario())

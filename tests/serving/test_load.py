@@ -3,7 +3,7 @@
 import pytest
 
 from service.serving.cost import Cost
-from service.serving.load import RATE, Flow, Occupancy, Throughput, size_class
+from service.serving.load import DEFAULT_RATE, Flow, Occupancy, Throughput, size_class
 
 
 def cost(operations: int = 0, memory: int = 0) -> Cost:
@@ -88,7 +88,7 @@ def test_large_calls_are_estimated_by_large_calls() -> None:
 def test_a_class_that_was_never_measured_is_taken_for_its_nearest() -> None:
     """Of a device of which nothing is known, a slow guess."""
     throughput = Throughput()
-    assert throughput.seconds(3, 10**9) == 10**9 / RATE
+    assert throughput.seconds(3, 10**9) == 10**9 / DEFAULT_RATE
     throughput.learn(10**8, 0.01)
     assert throughput.seconds(4, 10**11) == pytest.approx(10.0)
     throughput.observe(3, 10**10, 0.1)
@@ -112,4 +112,4 @@ def test_calls_that_say_nothing_of_speed_are_left_out(operations: int, seconds: 
     """No work, or no more than a moment."""
     throughput = Throughput()
     throughput.observe(0, operations, seconds)
-    assert throughput.seconds(0, 10**9) == 10**9 / RATE
+    assert throughput.seconds(0, 10**9) == 10**9 / DEFAULT_RATE

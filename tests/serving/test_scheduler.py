@@ -1,4 +1,4 @@
-"""The serving laws of DESIGN.md, section 7, one by one, on a real event loop and a real device thread.
+"""The rules of serving (docs/design.md), one by one, on a real event loop and a real device thread.
 
 A device is kept busy by an event that the test holds, never by time; a clock is a number that the test sets.
 """
@@ -105,7 +105,7 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
     run(test())
 
 
-# 2. A future is settled only if it is not done; a call whose caller has gone is skipped before it costs anything, and counted.
+# 2. A future is settled only if it is not done; a call whose client has disconnected is dropped before it is computed, and counted.
 
 
 def test_law_2_a_cancelled_caller_is_skipped_and_counted() -> None:
@@ -1086,6 +1086,26 @@ def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
         assert bench.attention.sizes == [1]
         bench.attention.door.set()
         await settled(busy, *heavy)
+        bench.scheduler.close()
+
+    run(test())
+
+
+def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
+    """The one thread that computes such calls may be busy with a long one."""
+
+    async def test() -> None:
+        bench = Bench()
+        task = bench.start(replace(request(2), reproducible=True), operations=1)
+        await settled(task)
+        assert bench.attention.threads and threading.get_ident() not in bench.attention.threads
+        assert bench.counted("attend_batch_calls_count") == 1
+        busy = await bench.occupy()
+        waits = bench.start(replace(request(1), reproducible=True), operations=1)
+        await turns()
+        assert len(bench.scheduler.waiting) == 1
+        bench.attention.door.set()
+        await settled(busy, waits)
         bench.scheduler.close()
 
     run(test())

@@ -1,4 +1,4 @@
-"""Law 11: workers times threads never exceed the cores this process may really use, and the plan stands before torch starts its pool."""
+"""Rule 11: workers times threads never exceed the cores this process may really use, and the plan stands before torch starts its pool."""
 
 import os
 import subprocess

@@ -18,7 +18,7 @@ from service.serving.engine import ATTEND, Engine
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import BoundCall, RawRequest
 from service.serving.service import open_service
-from service.serving.validation_cache import KEPT, LONGEST, ValidationCache, cache_key
+from service.serving.validation_cache import KEPT, MAX_KEY_CHARACTERS, ValidationCache, cache_key
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -164,6 +164,6 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
 def test_requests_with_much_beside_their_numbers_are_not_kept() -> None:
     query = np.ones((1, 2, 6))
     assert cache_key({"query": query, "layer": "x"}) is not None
-    assert cache_key({"query": query, "tokens": {"query": ["word" * LONGEST]}}) is None
+    assert cache_key({"query": query, "tokens": {"query": ["word" * MAX_KEY_CHARACTERS]}}) is None
     assert cache_key({"query": query, "bias": query}) is None
     assert cache_key({"key": query}) is None

@@ -25,7 +25,7 @@ ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
 
 def several_workers(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that starts several workers: seconds each, and two cores at least."""
-    return pytest.mark.slow(pytest.mark.skipif(usable_cores() < 2, reason="law 11 allows one worker on one core")(test))
+    return pytest.mark.slow(pytest.mark.skipif(usable_cores() < 2, reason="rule 11 allows one worker on one core")(test))
 
 
 def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any) -> httpx.Response:

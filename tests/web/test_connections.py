@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from service.client.connection import LIMITS
 from service.settings import Settings
-from service.web.connections import PIECE, Connection, connection_of
+from service.web.connections import SEND_BYTES, Connection, connection_of
 from service.web.slow_peers import SlowPeerTimer
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
@@ -550,7 +550,7 @@ def test_a_long_reply_waits_in_pieces(tls: bool) -> None:
         async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours if tls else None) as listening:
             answer = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
         assert len(answer.partition(b"\r\n\r\n")[2]) == size
-        assert max(most) < 4 * PIECE
+        assert max(most) < 4 * SEND_BYTES
         assert left[-1] == 0
 
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
@@ -625,7 +625,7 @@ def test_the_event_loop_has_a_turn_after_each_piece_of_a_reply() -> None:
 
     async def reply() -> None:
         task = asyncio.create_task(others())
-        await connection.send(send, {"type": "http.response.body", "body": bytes(4 * PIECE)})
+        await connection.send(send, {"type": "http.response.body", "body": bytes(4 * SEND_BYTES)})
         task.cancel()
 
     asyncio.run(reply())

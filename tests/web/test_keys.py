@@ -248,5 +248,5 @@ def test_keys_of_nobody_are_told(start: Callable[..., Server], tmp_path: Path) -
     """A file without any key lets nobody in: allowed, since a running server follows it, and said."""
     (tmp_path / "keys").write_text("")
     server = start("--keys-file", str(tmp_path / "keys"))
-    assert [event["level"] for event in server.events if event["event"] == "open to nobody"] == ["warning"]
-    assert not any(event["event"] == "open to everyone" for event in server.events)
+    assert [event["level"] for event in server.events if event["event"] == "the keys file is empty"] == ["warning"]
+    assert not any(event["event"] == "no API keys configured" for event in server.events)

@@ -104,7 +104,7 @@ def test_plain_values_of_a_body_are_bounded(count: int, status: int) -> None:
     )
     for answer in found:
         assert answer.status_code == status, answer.text[:300]
-        assert ("at most 131072 plain values in one body" in answer.text) == (status == 413)
+        assert ("at most 131072 values outside of tensors in one body" in answer.text) == (status == 413)
 
 
 def test_one_long_string_of_a_list_is_refused_for_its_bytes() -> None:

@@ -104,6 +104,7 @@ SYNTAX = [
     Bad("not-json", 400, "", "JSON", "line 1 column 1", b"hello"),
     Bad("html", 400, "", "JSON", "'<'", b"<html></html>"),
     Bad("form-fields", 400, "", "JSON", "'q'", b"query=1&key=2"),
+    Bad("keys-of-minus-infinity", 400, "", "JSON", "line 1", b'{"query": ' + b'["-inf":' * 32768),  # scanned once, not once per key
     Bad("truncated", 400, "", "JSON", "end of the body", b'{"layer": "tiny", "query": [[1, 2'),
     Bad("truncated-string", 400, "", "JSON", "", b'{"layer": "ti'),
     Bad("truncated-number", 400, "", "JSON", "", b'{"query": [[1, 2e'),

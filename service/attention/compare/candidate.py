@@ -84,7 +84,7 @@ def _with_weights(caller: Caller, weights: Mapping[str, Array], heads: int | Non
         weights = {f"{name}.weight": np.eye(caller.convention.d_model) for name in PROJECTIONS}
         caller = replace(caller, heads=heads, heads_given=True)
     elif heads is None:
-        raise ValueError("cannot tell the number of heads: pass num_heads=…")
+        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
     return Candidate(caller, fit_spec(weights, heads), weights, module)
 
 
@@ -109,9 +109,9 @@ def _function_of_matrices(caller: Caller, taken: list[str], weights: Mapping[str
     """A candidate that takes its weights as arguments: those of the convention, or drawn here, uniform in ±1."""
     convention, rng = caller.convention, np.random.default_rng(seed)
     if caller.framework == "torch" and convention.orientation is None:
-        raise ValueError('cannot tell how the matrices are applied: pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+        raise ValueError('ambiguous: how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     if "heads" not in caller.roles and heads is None:
-        raise ValueError("cannot tell the number of heads: pass num_heads=…")
+        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
     d, heads = convention.d_model, heads or 3
     drawn = {name: rng.uniform(-1, 1, (d, d) if name.endswith("weight") else d).astype(np.float32) for name in taken}
     weights = weights or {name: x.astype(np.float64) for name, x in drawn.items()}

@@ -101,15 +101,15 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
         if role is None and name.lower() not in BARE and (found := parse_weight_name(name)) and found[0] in PROJECTIONS:
             role = ".".join(found)
         if role is None and parameter.default is parameter.empty:
-            raise ValueError(f"cannot tell what parameter {name!r} means: pass arguments={{{name!r}: …}}, one of {', '.join(ROLES)}")
+            raise ValueError(f"ambiguous: the meaning of parameter {name!r}; pass arguments={{{name!r}: …}}, one of {', '.join(ROLES)}")
         if role in roles:
-            raise ValueError(f"cannot tell which is the {role}, {roles[role]!r} or {name!r}: pass arguments={{{name!r}: …}}")
+            raise ValueError(f"ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{{name!r}: …}}")
         if role is not None:
             roles[role] = name
     if strange := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*ROLES}:
         raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {', '.join(ROLES)}, got {sorted(strange)}")
     if "query" not in roles:
-        raise ValueError(f"cannot tell which parameter of ({', '.join(signature.parameters)}) is the query: pass arguments={{…: 'query'}}")
+        raise ValueError(f"ambiguous: which parameter of ({', '.join(signature.parameters)}) is the query; pass arguments={{…: 'query'}}")
     return roles
 
 
@@ -119,7 +119,7 @@ def mask_polarity(convention: Convention, name: str, padding: bool = False) -> P
     named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
     if means is None and name not in named:
         option = "padding_means" if padding else "mask_means"
-        raise ValueError(f'cannot tell what true means in {name!r}: pass {option}="attend", "block" or "add" (libraries disagree)')
+        raise ValueError(f'ambiguous: the meaning of true in {name!r}; pass {option}="attend", "block" or "add" (libraries disagree)')
     return means or named[name]
 
 
@@ -144,7 +144,7 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention) 
         if name.lower() in known and parameter.default is not None:
             given[name] = known[name.lower()]
         elif parameter.default is parameter.empty:
-            raise ValueError(f"cannot tell what to give {name!r}: pass construct={{{name!r}: …}}, or an instance")
+            raise ValueError(f"ambiguous: the value of constructor parameter {name!r}; pass construct={{{name!r}: …}}, or an instance")
     return given | dict(convention.construct)
 
 

@@ -37,7 +37,7 @@ def read_weights(owner: Any, is_module: bool, heads: int, convention: Convention
     for role, kind in {(x.role, x.kind): None for x in found}:
         same = [x for x in found if (x.role, x.kind) == (role, kind)]
         if len({re.sub(r"\d+", "#", x.path) for x in same}) > 1:
-            raise ValueError(f"cannot tell which is the {kind} of {role}: {', '.join(x.path for x in same)}; pass weights={{…}}")
+            raise ValueError(f"ambiguous: which is the {kind} of {role}, {', '.join(x.path for x in same)}; pass weights={{…}}")
         whole = np.concatenate([x.array for x in same], axis=1 if (role, kind) == ("output", "weight") else 0)  # one per head
         if role in ("qkv", "in_proj"):
             order = "q,k,v" if role == "in_proj" else convention.fused
@@ -72,7 +72,7 @@ def _of_module(module: Any, convention: Convention) -> Iterator[_Found]:
         owner = module.get_submodule(path.rpartition(".")[0])
         name = parse_weight_name(path)
         if name is None:
-            raise ValueError(f"cannot tell what parameter {path!r} {tuple(parameter.shape)} is: pass the attention alone, or weights={{…}}")
+            raise ValueError(f"ambiguous: the meaning of {path!r} {tuple(parameter.shape)}; pass the attention alone, or weights={{…}}")
         array = parameter.detach().cpu().double().numpy()
         if isinstance(owner, torch.nn.Linear | torch.nn.MultiheadAttention):
             orientation: str | None = "out,in"
@@ -99,7 +99,7 @@ def _found(path: str, role: str, kind: str, array: Array, orientation: str | Non
     if array.ndim not in (2, 3):
         raise ValueError(f"expected the weight {path!r} to be a matrix, or one per head, got {array.shape}: pass weights={{…}}")
     if orientation is None:
-        raise ValueError(f'cannot tell how the matrix {path!r} is applied: pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+        raise ValueError(f'ambiguous: how the matrix {path!r} is applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
     if matrices.ndim == 3:  # one per head, concatenated along the heads' axis
         matrices = np.concatenate(list(matrices), axis=1 if role == "output" else 0)
@@ -109,7 +109,7 @@ def _found(path: str, role: str, kind: str, array: Array, orientation: str | Non
 def _cut(path: str, whole: Array, heads: int, order: str | None) -> list[Array]:
     """Query, key and value out of one packed weight [3*d, in] or bias [3*d]."""
     if order is None:
-        raise ValueError(f'cannot tell how {path!r} is cut: pass fused="q,k,v" for rows [3, h, d] or fused="per_head" for [h, 3, d]')
+        raise ValueError(f'ambiguous: how {path!r} is cut; pass fused="q,k,v" for rows [3, h, d] or fused="per_head" for [h, 3, d]')
     if whole.shape[0] % (3 * heads):
         raise ValueError(f"expected {path!r} to have 3 x {heads} x head_dim rows, got {whole.shape[0]}: pass num_heads=… or weights={{…}}")
     if order == "q,k,v":

@@ -66,11 +66,11 @@ class _Measurement:
     def of_values(self) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         value = self.projected[2]
-        if self.query.asks("value_norms", "value_norm_weights", "subspace_disagreement"):
+        if self.query.includes("value_norms", "value_norm_weights", "subspace_disagreement"):
             self.overflowed.append((~torch.isfinite(value).all(-1) & self.real[:, None]).any())
-        if self.query.asks("value_norms"):
+        if self.query.includes("value_norms"):
             made["value_norms"] = self.value_norms
-        if self.query.asks("subspace_disagreement"):
+        if self.query.includes("subspace_disagreement"):
             made["subspace_disagreement"] = between.disagreement(between.subspace_products(value, self.real))
         return made
 
@@ -85,24 +85,24 @@ class _Measurement:
         if not OF_WEIGHTS & set(self.query.metrics):
             return {}
         query = self.query
-        rows = {name: function for name, function in ROW_METRICS.items() if query.asks(name, name + PER_QUERY)}
+        rows = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
         parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
         accumulators: dict[str, StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
             "strongest_links": StrongestLinks(query.top_links),
             "cosine_similarity": between.CosineSimilarity(),
             "jensen_shannon": between.JensenShannon(),
         }
-        if query.asks("position_disagreement"):
+        if query.includes("position_disagreement"):
             query = replace(query, metrics=(*query.metrics, "cosine_similarity"))
-        readers = [reader for name, reader in accumulators.items() if query.asks(name)]
-        norms = self.value_norms.nan_to_num(0)[:, :, None] if query.asks("value_norm_weights") else None
+        readers = [reader for name, reader in accumulators.items() if query.includes(name)]
+        norms = self.value_norms.nan_to_num(0)[:, :, None] if query.includes("value_norm_weights") else None
         for block in self._blocks(self.call, self.projected, self.fully_masked):
             self.overflowed.append(block.overflowed.any())
             for name, function in rows.items():
                 parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block, query)))
             for reader in readers:
                 reader.read(block)
-            if query.asks("deviation_across_heads"):
+            if query.includes("deviation_across_heads"):
                 parts.setdefault("deviation_across_heads", []).append(between.deviation(block))
             if norms is not None:
                 sizes = (block.weights * norms.to(block.weights.dtype)).masked_fill(~block.counts[..., None], torch.nan)
@@ -111,7 +111,7 @@ class _Measurement:
         made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows}
         for reader in readers:
             made |= reader.tensors()
-        return made | (self._single_head() if query.asks("single_head") else {})
+        return made | (self._single_head() if query.includes("single_head") else {})
 
     def _blocks(
         self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, rows: Iterable[slice] | None = None
@@ -136,20 +136,20 @@ class _Measurement:
 
     def of_outputs(self) -> dict[str, Tensor]:
         """All metrics of head outputs."""
-        if not self.query.asks("output_disagreement", *OF_PRODUCTS):
+        if not self.query.includes("output_disagreement", *OF_PRODUCTS):
             return {}
         heads = self.layer.forward(replace(self.call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
         counts = self._counts(self.fully_masked, heads.shape[1])
         self.overflowed.append((~torch.isfinite(heads).all(-1) & counts).any())
         made: dict[str, Tensor] = {}
-        if self.query.asks("output_disagreement"):
+        if self.query.includes("output_disagreement"):
             made["output_disagreement"] = between.disagreement(between.output_products(heads, counts))
-        if self.query.asks(*OF_PRODUCTS):
+        if self.query.includes(*OF_PRODUCTS):
             bias = self.layer.weights.get("output.bias")
             found = importance.products(heads, counts, self.output_weight, bias, self.query.direction)
             made |= {"contribution": found.to_direction, "gradient_importance": importance.gradient_importance(found.to_direction)}
             made |= importance.zero_ablation(found) | importance.mean_ablation(found)
-            made |= importance.pruning_order(found) if self.query.asks("pruning_order") else {}
+            made |= importance.pruning_order(found) if self.query.includes("pruning_order") else {}
         return made
 
     def _counts(self, fully_masked: Tensor | None, heads: int) -> Tensor:

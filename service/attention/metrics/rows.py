@@ -29,7 +29,7 @@ class MetricsQuery:
     key_words: Tensor | None = None  # ... [b|1, k]
     direction: Tensor | None = None  # [b, q, output_dim]
 
-    def asks(self, *names: str) -> bool:
+    def includes(self, *names: str) -> bool:
         """Whether any of these metrics is requested."""
         return any(name in self.metrics for name in names)
 
@@ -104,8 +104,8 @@ def confidence(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 def keys_for_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:
     """The smallest number of keys whose shares sum to `mass`."""
-    held = block.shares.sort(-1, descending=True).values.cumsum(-1)
-    return (held < metrics_query.mass - ROUNDING).sum(-1) + 1
+    cumulative = block.shares.sort(-1, descending=True).values.cumsum(-1)
+    return (cumulative < metrics_query.mass - ROUNDING).sum(-1) + 1
 
 
 def first_key_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:

@@ -175,12 +175,12 @@ class LayerLoader:
     async def _wait(self, obstacle: Callable[[], str], deadline: float | None) -> None:
         """Wait until `obstacle` returns "". Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT, with the obstacle as the detail."""
         clock = self.probe.scheduler.clock
-        latest = clock() + CHANGE_TIMEOUT
+        own_deadline = clock() + CHANGE_TIMEOUT
         while detail := await self._run_in_thread(obstacle):
             now = clock()
             if deadline is not None and now > deadline:
                 raise DeadlinePassed(detail)
-            if now > latest:
+            if now > own_deadline:
                 raise NotReady(detail)
             await asyncio.sleep(INTERVAL / 4)
 

@@ -49,7 +49,7 @@ OUR_FAULT = {  # the codes that OpenTelemetry's conventions count as errors of t
 }
 STREAM = "ModelStreamInfer"
 IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is read later
-SMALL = 1 << 20  # largest message without tensors, in bytes
+MAX_PLAIN_MESSAGE = 1 << 20  # largest message without tensors, in bytes
 DETAIL = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
 log = structlog.get_logger("attend")
 
@@ -91,8 +91,8 @@ class Calls:
         kind = GetMessageClass(SERVICE.methods_by_name[name].input_type)
 
         async def call(message: bytes, record: CallRecord) -> bytes:
-            if len(message) > SMALL:
-                raise TooLarge.where("", f"a message of at most {SMALL} bytes", str(len(message)))
+            if len(message) > MAX_PLAIN_MESSAGE:
+                raise TooLarge.where("", f"a message of at most {MAX_PLAIN_MESSAGE} bytes", str(len(message)))
             try:
                 request = kind.FromString(message)
             except DecodeError:

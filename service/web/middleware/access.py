@@ -76,9 +76,9 @@ class Access:
                 if self.traces is not None:
                     headers += self.traces.reply_headers(scope)
             else:
-                record.sent += len(message.get("body", b""))
                 if head:
-                    message = {**message, "body": b"", "more_body": False} if not message.get("more_body") else message
+                    message = {**message, "body": b""}
+                record.sent += len(message.get("body", b""))
             if connection is None or record.sent <= SMALL:
                 await send(message)
             else:
@@ -159,7 +159,9 @@ def record_of(scope: Scope) -> Record:
 
 async def _drain_body(record: Record, receive: Receive) -> None:
     """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
-    reply."""
+    reply. A client that waits for `100 Continue` has not sent its body, and reading it would make the server ask for it."""
+    if b"expect" in record.headers:
+        return
     length = record.headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() else DRAINED_BYTES * (b"transfer-encoding" in record.headers)
     left = declared if declared <= DRAINED_BYTES else 0

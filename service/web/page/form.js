@@ -65,7 +65,7 @@ export function clearErrors() {
 }
 
 /** Shows problems at a field without marking a control as invalid; no problems clear it. */
-export function sayOf(field, problems) {
+export function showProblems(field, problems) {
   $(`${field}-error`).textContent = problems.map(({ at, text }) => `${text}${at ? `, at ${at}` : ""}`).join("; ");
 }
 

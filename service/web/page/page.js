@@ -24,7 +24,7 @@ const heads = new Heads($("heads"), enlarge, redraw);
 const numbers = new Numbers($("numbers"), enlarge);
 
 const blocked = new Set(); // "q,k"
-let [asked, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
+let [composed, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
 let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
 
 async function run() {
@@ -37,7 +37,7 @@ async function run() {
     const answer = await attend(next.request, signal);
     performance.mark("attend:reply");
     if (!answer.weights.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
-    [asked, reply] = [next, answer];
+    [composed, reply] = [next, answer];
     showItems();
     show();
     requestAnimationFrame(() => setTimeout(() => performance.measure("attend:paint", "attend:reply")));
@@ -79,7 +79,7 @@ function showItems() {
 function show() {
   const item = Number($("item").value);
   pattern = new Pattern(reply.weights, reply.shape, item);
-  const next = asked.tokens(item, pattern.queries, pattern.keys);
+  const next = composed.tokens(item, pattern.queries, pattern.keys);
   if (JSON.stringify(next) !== JSON.stringify(wording)) wording = next;
   if (shown !== "mean" && shown >= pattern.heads) shown = "mean";
   matrix.blocked = blocked;
@@ -116,27 +116,27 @@ function describe() {
   $("summary").textContent = `${count} heads, ${queries} queries × ${keys} keys${compute ? `, computed in ${Number(compute).toFixed(1)} ms` : ""}`;
   const spec = specs.get(reply.layer.name);
   $("layer-about").textContent = spec ? `${spec.num_heads} heads, ${spec.d_model} wide, ${reply.layer.fingerprint.slice(0, 12)}` : "";
-  const said = asked.note;
-  const between = said?.meaningful && asked.cross ? " Between two sentences they are used as the model never does, though." : "";
-  $("note").textContent = said ? said.note + between + (said.meaningful ? "" : ` ${advice}`) : "";
-  $("note").classList.toggle("warn", Boolean(said) && (!said.meaningful || asked.cross));
-  $("note").hidden = !said;
+  const note = composed.note;
+  const between = note?.meaningful && composed.cross ? " Between two sentences they are used as the model never does, though." : "";
+  $("note").textContent = note ? note.note + between + (note.meaningful ? "" : ` ${advice}`) : "";
+  $("note").classList.toggle("warn", Boolean(note) && (!note.meaningful || composed.cross));
+  $("note").hidden = !note;
 }
 
 /** Head statistics, or the service's reason why they are not defined for this request. */
 async function analyse(signal) {
   try {
-    metrics = (await (await post("attend/analysis", { ...asked.request, analysis: { top_links: LINKS } }, { signal })).json()).metrics;
+    metrics = (await (await post("attend/analysis", { ...composed.request, analysis: { top_links: LINKS } }, { signal })).json()).metrics;
     showMetrics();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     numbers.clear();
-    if (!denied(error)) form.sayOf("numbers", error.problems);
+    if (!denied(error)) form.showProblems("numbers", error.problems);
   }
 }
 
 function showMetrics() {
-  numbers.show(metrics, Number($("item").value), lengths(asked.request).batch !== null);
+  numbers.show(metrics, Number($("item").value), lengths(composed.request).batch !== null);
 }
 
 function enlarge(name) {
@@ -167,18 +167,18 @@ function unblock() {
 /** The request with the selected heads, if not all are. */
 function taken() {
   const some = pattern && heads.chosen.length && heads.chosen.length < pattern.heads;
-  return some ? { ...asked.request, select: { heads: heads.chosen } } : asked.request;
+  return some ? { ...composed.request, select: { heads: heads.chosen } } : composed.request;
 }
 
 async function take(act) {
-  form.sayOf("take", []);
-  if (!asked) return;
+  form.showProblems("take", []);
+  if (!composed) return;
   try {
     $("taken").textContent = await act();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     $("taken").textContent = "";
-    if (!denied(error)) form.sayOf("take", error.problems);
+    if (!denied(error)) form.showProblems("take", error.problems);
   }
 }
 
@@ -213,7 +213,7 @@ async function picture(format) {
   $("taken").textContent = "Drawing…";
   const figure = figureOf($("kind").value, shown, heads.chosen);
   const name = `attention-${figure.kind}.${format}`;
-  await download(asked.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value) }, name);
+  await download(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value) }, name);
   return `Downloaded ${name}`;
 }
 
@@ -222,7 +222,7 @@ function switchMode() {
   form.showMode();
   unblock();
   if (form.mode() === "request") {
-    if (!$("request").value && typeof asked?.request === "object") $("request").value = JSON.stringify(asked.request);
+    if (!$("request").value && typeof composed?.request === "object") $("request").value = JSON.stringify(composed.request);
     form.showPasted();
   } else form.showMasks({});
   run();

@@ -71,7 +71,7 @@ def install(app: FastAPI, service: Service) -> None:
 
         With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
         """
-        raise AssertionError("answered by the hot endpoint")
+        raise AssertionError("handled before routing")
 
     @app.post(
         "/attend/analysis",
@@ -85,7 +85,7 @@ def install(app: FastAPI, service: Service) -> None:
 
         The body is that of POST /attend, and the metrics to compute.
         """
-        raise AssertionError("answered by the hot endpoint")
+        raise AssertionError("handled before routing")
 
     @app.post(
         "/attend/plan",

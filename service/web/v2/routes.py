@@ -146,4 +146,4 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
     )
     async def infer(name: str) -> None:
         """POST /attend in this protocol's form, JSON or with tensors as bytes."""
-        raise AssertionError("answered by the hot endpoint")
+        raise AssertionError("handled before routing")

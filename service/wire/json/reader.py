@@ -24,7 +24,7 @@ REST = 4 << 20  # bytes of a body without its numbers and base64
 STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
 LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
-MINUS_INFINITY = b'"-inf"'
+MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -101,7 +101,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
         if value is not None:
             cut.append(value)
             if len(cut) > limits.values:
-                raise TooLarge.where("", f"at most {limits.values} plain values in one body", "more")
+                raise TooLarge.where("", f"at most {limits.values} values outside of tensors in one body", "more")
             pieces += text[begin:start], PLACEHOLDER
             size += start - begin
             begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1
@@ -113,8 +113,8 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
 def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | None:
     """The list that begins at `start`; None if it contains strings or objects."""
     quote = text.find(b'"', start)
-    while text.startswith(MINUS_INFINITY, quote):
-        quote = text.find(b'"', quote + len(MINUS_INFINITY))
+    while quote >= 0 and (item := MINUS_INFINITY.match(text, quote)):
+        quote = text.find(b'"', item.end())
     brace = text.find(b"}", start, quote if quote >= 0 else len(text))
     stop = text.rfind(b"]", start, quote if brace < 0 else brace) + 1
     return NumberList(text, start, stop, limits) if stop and AFTER.match(text, stop) else None
@@ -160,7 +160,7 @@ class Reader:
         """The value as Python objects; members named in `kinds` become arrays."""
         self.values += 1
         if self.values > self.limits.values:
-            raise TooLarge.where(at, f"at most {self.limits.values} plain values in one body", "more")
+            raise TooLarge.where(at, f"at most {self.limits.values} values outside of tensors in one body", "more")
         if depth > self.limits.depth:
             raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if isinstance(value, dict):

@@ -16,7 +16,7 @@ from service.wire.native import numbers
 from service.wire.reply import MINUS_INFINITY_IS_A_VALUE, Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
-PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
+NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
 PLACEHOLDER = b"\0"  # replaces a long text in a document; JSON text never contains this byte
 
 
@@ -84,16 +84,16 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
 
 def _base64(array: Array) -> str | LongText:
     data = raw(array)
-    if len(data) <= 4 * PIECE:
+    if len(data) <= 4 * NUMBERS_PER_PIECE:
         return binascii.b2a_base64(data, newline=False).decode()
-    step = 3 * PIECE  # bytes, a multiple of three, so that only the last piece is padded
+    step = 3 * NUMBERS_PER_PIECE  # bytes, a multiple of three, so that only the last piece is padded
     pieces: list[Buffer] = [binascii.b2a_base64(data[i : i + step], newline=False) for i in range(0, len(data), step)]
     return LongText([b'"', *pieces, b'"'])
 
 
 def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
     """A value for `write_json`: the JSON text of the array."""
-    if array.size > PIECE:
+    if array.size > NUMBERS_PER_PIECE:
         return LongText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
     if not array.ndim:
         return orjson.Fragment(_text(name, array.reshape(1), nonfinite, options)[1:-1])
@@ -101,14 +101,14 @@ def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOpti
 
 
 def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
-    """The array as the text of a JSON list; each piece has at most about PIECE numbers."""
+    """The array as the text of a JSON list; each piece has at most about NUMBERS_PER_PIECE numbers."""
     size = array.size // len(array)  # numbers in a row
     pieces: list[Buffer] = []
-    step = max(1, PIECE // size)
+    step = max(1, NUMBERS_PER_PIECE // size)
     for i in range(0, len(array), step):
         before = b"," if i else b"["
         rows, mask = array[i : i + step], None if nonfinite is None else nonfinite[i : i + step]
-        if size > PIECE:
+        if size > NUMBERS_PER_PIECE:
             pieces += before, *_pieces(name, rows[0], None if mask is None else mask[0], options)
         else:
             text = _text(name, rows, mask, options)

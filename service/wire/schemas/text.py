@@ -12,7 +12,7 @@ from service.tensors import Array, datatype_of, raw
 from service.wire.schemas.attend import LAYER_NAME, Document, LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 
-LONGEST = 65536  # characters
+MAX_TEXT_CHARACTERS = 65536  # characters
 
 Part = Literal["query", "key", "value"]
 
@@ -20,7 +20,9 @@ Part = Literal["query", "key", "value"]
 class WordsRequest(Document):
     """A text, and the layer and input that its vectors are for."""
 
-    text: Annotated[str, Field(max_length=LONGEST)] = Field(description="At least one word.", json_schema_extra={"pattern": r"\S"})
+    text: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] = Field(
+        description="At least one word.", json_schema_extra={"pattern": r"\S"}
+    )
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
     part: Part = Field(default="query", description="The input of the layer that the vectors are for; they have its width.")
 

@@ -29,7 +29,7 @@ from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
 from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
 from service.wire.v2.tensors import CutList
 
-LONGEST = 4096  # bytes of a header template that is cached; longer ones rarely repeat
+MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
 DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 HEADER_LENGTH = b"inference-header-content-length"
 JSON_ALONE: Headers = ((b"content-type", JSON.encode()),)
@@ -89,7 +89,7 @@ def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) ->
     try:
         parts = cut_values(text, limits, DATA)
         lists = [value for value in parts.cut if isinstance(value, NumberList)]
-        parse = parse_template if len(parts.rest) <= LONGEST else parse_template.__wrapped__
+        parse = parse_template if len(parts.rest) <= MAX_CACHED_HEADER else parse_template.__wrapped__
         header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
         return header, _members(header, lists, following)
     except TooLarge:

@@ -257,7 +257,7 @@ def test_plain_values_are_counted(body: Any, strict: int) -> None:
     """All values that are not numbers of a tensor, in bodies of any size."""
     assert isinstance(outcome(json.dumps(body).encode(), strict, WireLimits(values=25)), dict)
     kind, ((_, expected, _),) = outcome(json.dumps(body).encode(), strict, WireLimits(values=15))
-    assert (kind, expected) == (TooLarge, "at most 15 plain values in one body")
+    assert (kind, expected) == (TooLarge, "at most 15 values outside of tensors in one body")
 
 
 def test_lists_and_the_rest_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

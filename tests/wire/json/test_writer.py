@@ -241,7 +241,7 @@ def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more:
     )
     whole = encode_json(reply, ReplyOptions(form=form, **more))
     assert len(whole) == 1
-    monkeypatch.setattr(writer, "PIECE", 15)
+    monkeypatch.setattr(writer, "NUMBERS_PER_PIECE", 15)
     pieces = encode_json(reply, ReplyOptions(form=form, **more))
     assert b"".join(pieces) == whole[0]
     assert max(len(piece) for piece in pieces) < 450
@@ -254,7 +254,7 @@ def test_metrics_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)
     whole = encode_json(reply, ReplyOptions())
-    monkeypatch.setattr(writer, "PIECE", 15)
+    monkeypatch.setattr(writer, "NUMBERS_PER_PIECE", 15)
     pieces = encode_json(reply, ReplyOptions())
     assert len(pieces) > 20
     assert b"".join(pieces) == b"".join(whole)
