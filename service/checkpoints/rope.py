@@ -34,7 +34,7 @@ class Rotary:
     """What a family's code says about its rotary embedding; the numbers are defaults for fields that a config leaves out."""
 
     theta: float | None = None  # if the config has none; None: required
-    partial: float = 1.0  # share of a head that is rotated
+    partial: float | None = None  # share of a head that is rotated where the config has none; None: always the whole head
     interleaved: bool = False
     backwards: bool = False  # rotates by the opposite angle
     thetas: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta, in configs of transformers 4, and default
@@ -56,6 +56,8 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         if name not in (*EVERY_KIND, *KINDS[kind]) and value is not None:
             raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
     partial = _rotated_share(config, settings, rotary)
+    if partial != 1 and rotary.partial is None and kind != "proportional":
+        raise config.refusal("partial_rotary_factor", "1, since this family rotates whole heads", partial)
     field, default = (rotary.thetas or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
     theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
     if theta <= 0:
@@ -75,6 +77,8 @@ def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
     config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
     name, given = "rope_parameters", config.get("rope_parameters", default={})
+    if given and config.get("rope_scaling") is not None:
+        raise config.refusal("rope_scaling", "rope_parameters or rope_scaling", "both")
     if not given and (rotary.scaled is None or layer_type in rotary.scaled):
         name, given = "rope_scaling", config.get("rope_scaling", default={})
     if isinstance(given, Mapping) and any(isinstance(entry, Mapping) for entry in given.values()):
@@ -92,7 +96,7 @@ def _rotated_share(config: Config, settings: Config, rotary: Rotary) -> float:
             if not 0 <= (share := source.number(name)) <= 1:
                 raise source.refusal(name, "a number from 0 to 1", share)
             return share
-    return rotary.partial
+    return 1.0 if rotary.partial is None else rotary.partial
 
 
 @dataclass(frozen=True, slots=True)

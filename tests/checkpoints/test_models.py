@@ -71,6 +71,10 @@ def test_the_page_lists_them() -> None:
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2**31}}, "/config/rope_parameters/partial_rotary_factor"),
         ({"partial_rotary_factor": 1.5}, "/config/partial_rotary_factor"),
         ({"rotary_pct": -1}, "/config/rotary_pct"),
+        # transformers' Llama rotates whole heads, and merges the older field into the newer
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "/config/partial_rotary_factor"),
+        ({"rotary_pct": 0.5}, "/config/partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "/config/rope_scaling"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
