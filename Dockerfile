@@ -48,9 +48,10 @@ FROM dependencies AS project
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps --root /project /wheel/*.whl \
     && PYTHONPATH="$(echo /project/opt/attend/lib/python3*/site-packages)" /opt/attend/bin/python -c '\
-import service.attention.native._short; \
+from service.attention.native import extension; \
 from service.wire.native import numbers; \
-assert numbers.variant() != numbers.PYTHON, "the compiled extension is missing, or fails its self-test"'
+assert numbers.variant() != numbers.PYTHON and extension.variant() != extension.TORCH, \
+    "a compiled extension is missing, or fails its self-test"'
 
 # Nothing here is written to, so the root may be read-only; the bytecode was compiled by pip.
 FROM ${BASE}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.native.kernel import extension
+from service.attention.native.extension import extension
 from service.attention.selection import select_weights, selection
 from service.spec import PROJECTIONS, LayerSpec
 
@@ -25,15 +25,16 @@ class Short:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
         """`variant`: one of the implementations in `extension.variants`, by default the fastest."""
         none = torch.zeros(spec.d_model)
+        variant = variant or extension.variants[0]
         self._layer = extension.layer(
             spec.d_model,
             spec.num_heads,
-            variant or extension.variants[0],
+            variant,
             tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
             tuple(weights.get(f"{name}.bias", none).numpy() for name in PROJECTIONS),
         )
         self._num_heads = spec.num_heads
-        self._largest = MAX_PORTABLE if extension.variants[0] == "portable" else MAX_PRODUCT
+        self._largest = MAX_PORTABLE if variant == "portable" else MAX_PRODUCT
 
     @staticmethod
     def suits_layer(spec: LayerSpec, device: torch.device) -> bool:

@@ -18,10 +18,12 @@ ABOUT_ATTENTION = re.compile(
     r"temper|qk|kv|query|key|alibi|local|global|causal|pattern|mup|lora|clip|expert_layer|use_parallel|relative|block_sparse|attention_type|cross_att|diff"
 )
 WITHOUT_EFFECT = re.compile(
-    r"dropout|(layer|rms|batch)_?norm\w*_eps|norm_eps|norm_epsilon|layer_norm_epsilon|initializer|^init_|mlp_bias|classifier|^max_position|"
-    r"^_|chunk_size_feed_forward|pretraining|vocab|expert|router|moe|mlp|ffn|ff_|lm_head|logits?_|final_logit|embed|residual|output_att|"
-    r"^temperature$|answer_loss|pdrop|pre_norm|reset_position|^n_positions|prediction_head|aggregation|sparse_step|prefix_dense|softmax_in_fp32|normalize_before|layer_norm_before|post_norm|routed|route_scale|scale_embedding|altup|activation_sparsity|"
-    r"cross_attention_hidden_size|add_cross_attention|num_heads_for_|^torch|^use_cache|^label|id2label|label2id|^tie|^layer_norm_|^norm_"
+    r"dropout|pdrop|initializer|^init_|classifier|pretraining|vocab|expert|router|routed|route_scale|moe|mlp|ffn|(^|_)ff_|lm_head|residual|"
+    r"^(layer_?|rms_?|batch_?)?norm_eps(ilon)?$|^layer_norm_elementwise_affine$|^norm_(bias|topk_prob|type)$|^(use_)?(pre|post)_norm$|"
+    r"normalize_before|layer_norm_before|^embedding_multiplier$|^(re)?scale_embeddings?$|^normalize_embeddings?$|^static_position_embeddings$|"
+    r"^max_(2d_|encoder_|decoder_)?position|^n_positions$|reset_position|^logits?_|^final_logit|^temperature$|answer_loss|prediction_head|"
+    r"aggregation|sparse_step|prefix_dense|softmax_in_fp32|altup|activation_sparsity|chunk_size_feed_forward|^output_attentions$|"
+    r"^(cross_attention_hidden_size|add_cross_attention)$|num_heads_for_|^_|^torch|^use_cache|^label|id2label|label2id|^tie"
 )
 
 
@@ -41,10 +43,10 @@ class Config:
         """Marks fields that have no effect here, or only under a condition that was read."""
         self.read.update(names)
 
-    def count(self, *names: str) -> int:
+    def count(self, *names: str, most: int = LARGEST) -> int:
         """A required positive integer. Raises InvalidRequest."""
-        if type(value := self.get(*names)) is not int or not 0 < value <= LARGEST:
-            raise self.refusal(names[0], f"an integer from 1 to {LARGEST}", value)
+        if type(value := self.get(*names)) is not int or not 0 < value <= most:
+            raise self.refusal(names[0], f"an integer from 1 to {most}", value)
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -82,7 +84,7 @@ class Config:
     def refusal(self, name: str, expected: str, got: Any) -> InvalidRequest:
         return InvalidRequest.where(f"{self.at}/{name}", expected, "nothing" if got is None else brief(got))
 
-    def demand_all_read(self, irrelevant: str = "") -> None:
+    def require_all_read(self, irrelevant: str = "") -> None:
         """Raises InvalidRequest for a field that is about attention by its name and was not read; `irrelevant`: a pattern of exceptions."""
         for name, value in self.fields.items():
             known = name in self.read or WITHOUT_EFFECT.search(name) or (irrelevant and re.search(irrelevant, name))

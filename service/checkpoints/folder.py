@@ -51,15 +51,20 @@ class ModelFolder:
     def _tensor(self, file: str, start: int, name: str, entry: Any) -> Array:
         try:
             datatype, shape, (begin, end) = BY_SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+                raise ValueError("negative or no integers")
             data = np.memmap(self.path / file, np.uint8, "r", start + begin, (end - begin,))
             return np.asarray(data).view(datatype.numpy).reshape(shape)
-        except (KeyError, TypeError, ValueError, OSError):
-            raise self._refusal(file, f"the tensor {name} in a known datatype") from None
+        except (KeyError, TypeError, ValueError, OverflowError, OSError):
+            raise self._refusal(file, f"the tensor {name} with a known datatype, and shape and data_offsets of integers from 0") from None
 
     def _files_by_name(self) -> dict[str, str]:
         """Name of a tensor -> the file that has it."""
         if (self.path / INDEX).exists():
-            files = parse_config(self._text(INDEX)).get("weight_map")
+            try:
+                files = json.loads(self._text(INDEX))["weight_map"]
+            except (KeyError, TypeError, ValueError, RecursionError):
+                files = None
             if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
                 raise self._refusal(INDEX, "weight_map, names of tensors to names of files")
             return files
@@ -71,7 +76,7 @@ class ModelFolder:
             with (self.path / file).open("rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(size, 1 << 28)))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             header = None
         if not isinstance(header, dict):
             raise self._refusal(file, "a safetensors file")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from service.attention.native import kernel
+from service.attention.native import extension
 from service.cli.flags import AsJson, Config, with_settings
 from service.cli.terminal import report_errors
 from service.settings import Settings, read_settings, sources
@@ -40,4 +40,4 @@ def config(config: Config = None, as_json: AsJson = False, **flags: Any) -> None
     console = Console(markup=False, highlight=False)
     console.print(table)
     console.print(f"numbers in JSON: {numbers.variant()} (not a setting: python, or the instructions that the compiled extension uses)")
-    console.print(f"short calls: {kernel.variant()} (not a setting: torch, or the instructions that the compiled extension uses)")
+    console.print(f"short calls: {extension.variant()} (not a setting: torch, or the instructions that the compiled extension uses)")

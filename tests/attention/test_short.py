@@ -5,6 +5,7 @@ Where the extension is not built, torch's computation is the only implementation
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from support.layers import call_of, make, rows_masks
 from service.attention import short
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
+from service.attention.native.extension import works
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
 from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, Short
@@ -229,6 +231,28 @@ def test_without_the_extension_torch_computes_short_calls(monkeypatch: pytest.Mo
     call = call_of(layer, 1, 16)
     assert layer.short is None
     assert torch.equal(layer.forward(call).tensors["output"], plain.forward(call).tensors["output"])
+
+
+def test_an_extension_that_computes_wrongly_is_not_used() -> None:
+    """As on a processor that nobody has tried."""
+    extension = short.extension
+    if extension is not None:
+        functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend")}
+        assert works(SimpleNamespace(**functions))
+        for attend in (lambda *_: False, lambda *_: True, lambda *args: extension.attend(*args[:4], 1.0, *args[5:])):
+            assert not works(SimpleNamespace(**{**functions, "attend": attend}))
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**20, 2**14, 0, -1])
+def test_sizes_of_any_magnitude_are_refused(size: int) -> None:
+    row = np.zeros(6, np.float32)
+    for variant in short.extension.variants if short.extension is not None else ():
+        with pytest.raises(ValueError, match="sizes"):
+            short.extension.layer(size, 1, variant, (row,) * 4, (row,) * 4)
+        layer = short.extension.layer(1, 1, variant, (row[:1],) * 4, (row[:1],) * 4)
+        for sizes in ((size, size, size), (1, size, 1), (1, 1, size)):
+            with pytest.raises(ValueError, match="sizes"):
+                short.extension.attend(layer, *sizes, 1.0, *(row.copy() for _ in range(5)))
 
 
 @pytest.mark.parametrize("wrong", ["query", "output", "weights"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import runpy
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +22,8 @@ from support.server import Server
 
 from service.checkpoints import read_model_layer
 from service.checkpoints.families import FAMILIES
+from service.checkpoints.folder import ModelFolder
+from service.checkpoints.model import describe
 from service.client import AsyncClient, Client
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
@@ -64,12 +67,76 @@ def test_the_page_lists_them() -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 3}}, "/config/rope_parameters/twist"),
         ({"rope_parameters": {"rope_type": "linear"}}, "/config/rope_parameters/factor"),
         ({"num_hidden_layers": 0}, "/config/num_hidden_layers"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "spiral"}}, "/config/rope_scaling/rope_type"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2**31}}, "/config/rope_parameters/partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "/config/partial_rotary_factor"),
+        ({"rotary_pct": -1}, "/config/rotary_pct"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
     refused = put(layers, "llama", 0, **config)
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"].startswith(at)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "position_embedding_type",
+        "rotary_embedding_base",
+        "diff_lambda",
+        "qk_norm_epsilon",
+        "qk_layernorm_eps",
+        "norm_qk",
+        "layer_norm_qk",
+        "output_attention_gate",
+        "attn_logit_softcapping",
+        "attention_embedding_multiplier",
+        "qk_post_norm",
+    ],
+)
+def test_fields_that_change_attention_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        describe(MODELS["llama"]["config"] | {name: 1.0}, 0)
+    assert refusal.value.problems[0].at == f"/config/{name}"
+
+
+@pytest.mark.parametrize("model", ["bert", "albert", "bart", "big_bird", "clip_text_model"])
+def test_positions_in_scores_are_refused(model: str) -> None:
+    """BERT's relative_key adds a table of its own to the scores; absolute positions are added to the model's input."""
+    config, case = MODELS[model]["config"], MODELS[model]["cases"][0]
+    describe(config | {"position_embedding_type": "absolute"}, case["layer"], case["part"])
+    with pytest.raises(InvalidRequest, match="/config/position_embedding_type"):
+        describe(config | {"position_embedding_type": "relative_key"}, case["layer"], case["part"])
+
+
+@pytest.mark.parametrize("model", ["gte", "jina_embeddings_v3", "modernbert"])
+def test_encoders_that_rotate_may_say_so(model: str) -> None:
+    case = MODELS[model]["cases"][0]
+    for positions in ("rotary", "rope", "absolute"):
+        described = describe(MODELS[model]["config"] | {"position_embedding_type": positions}, case["layer"])
+        assert described.fields["rope"] is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("gptj", "rotary_dim", 2**31),
+        ("gptj", "rotary_dim", 1 << 20),
+        ("gemma4_text", "global_head_dim", 2**31),
+        ("llama", "head_dim", 2**31),
+    ],
+)
+def test_widths_beyond_a_heads_are_refused(model: str, field: str, value: int) -> None:
+    """Before an array of that length is made."""
+    config = {name: x for name, x in MODELS[model]["config"].items() if name != "per_layer_config"} | {field: value}
+    refusals = []
+    for layer in range(config.get("num_hidden_layers") or config["n_layer"]):
+        try:
+            describe(config, layer)
+        except InvalidRequest as refusal:
+            refusals.append(refusal.problems[0].at)
+    assert f"/config/{field}" in refusals
 
 
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
@@ -138,6 +205,45 @@ def test_a_folder_by_the_client(server: Server, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match=r"config\.json"):
             client.put_layer_from("folder", tmp_path, number)
         client.delete_layer("folder")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def _with_header(folder: Path, header: str) -> None:
+    data = header.encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + b"\0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [
+        ([2, 2], [-16, 16]),
+        ([2, 2], [2**70, 2**70 + 16]),
+        ([2, 2], [16, 0]),
+        ([-1], [0, 16]),
+        ([2**70], [0, 16]),
+        ([2.0], [0, 8]),
+        (4, [0, 16]),
+    ],
+)
+def test_a_broken_entry_of_a_safetensors_file_is_refused(tmp_path: Path, shape: Any, offsets: list[int]) -> None:
+    write_folder(tmp_path, "llama", 0)
+    _with_header(tmp_path, json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}))
+    with pytest.raises(InvalidRequest, match=r"expected the tensor x with a known datatype.* at /model"):
+        ModelFolder(tmp_path).read(["x"])
+
+
+def test_a_folder_with_a_broken_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama", 0)
+    deep = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    _with_header(tmp_path, deep)
+    with pytest.raises(InvalidRequest, match=r"expected a safetensors file.* at /model"):
+        ModelFolder(tmp_path)
+    for text in ("{", "[]", "{}", "3", deep, '{"weight_map": {"x": 1}}'):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(InvalidRequest, match=f"expected weight_map.* at /{re.escape(INDEX)}"):
+            ModelFolder(tmp_path)
 
 
 def test_a_folder_by_the_command(tmp_path: Path) -> None:

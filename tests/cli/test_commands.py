@@ -15,7 +15,7 @@ from support.command import run_attend
 from support.server import fork_server, start_server
 
 from service import __version__
-from service.attention.native import kernel
+from service.attention.native import extension
 from service.settings import Settings
 from service.wire.native import numbers
 
@@ -177,7 +177,7 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
     shown = run_attend(*arguments, env=env).stdout.decode()
     assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
     assert f"numbers in JSON: {numbers.variant()} " in shown
-    assert f"short calls: {kernel.variant()} " in shown
+    assert f"short calls: {extension.variant()} " in shown
 
 
 def test_settings_that_belong_together_are_named():

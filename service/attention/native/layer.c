@@ -1,27 +1,8 @@
-/* Layers in memory, and the instruction sets that there are implementations for. */
+/* Layers in memory. */
 #include "short.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-const struct variant variants[] = {
-#if defined(__x86_64__)
-    {"avx512", attend_avx512},
-    {"avx2", attend_avx2},
-#endif
-    {"portable", attend_portable},
-    {NULL, NULL},
-};
-
-int first_variant(void)
-{
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) return 0;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 2;
-#else
-    return 0;
-#endif
-}
 
 struct layer *new_layer(const struct variant *variant, int width, int heads)
 {

@@ -4,12 +4,15 @@
 #include <Python.h>
 
 #include <math.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "short.h"
 
 #define CAPSULE "service.attention.native._short.layer"
+
+enum { MOST_ITEMS = 1 << 20, MOST_ROWS = (1 << 14) - 1, MOST_WIDTH = MOST_ROWS }; /* up to here, sizes in bytes fit into 64 bits */
 
 static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, CAPSULE)); }
 
@@ -23,8 +26,9 @@ static PyObject *make_layer(PyObject *module, PyObject *args)
                           parts + 6, parts + 7))
         return NULL;
     while (variants[variant].name && strcmp(name, variants[variant].name)) variant++;
-    int fits = variants[variant].name && 0 < width && width < 1 << 14 && 0 < heads && width % heads == 0;
-    for (int i = 0; i < 2 * PROJECTIONS; i++) fits &= parts[i].len == (Py_ssize_t)sizeof(float) * width * (i < PROJECTIONS ? width : 1);
+    int fits = variants[variant].name && 0 < width && width <= MOST_WIDTH && 0 < heads && width % heads == 0;
+    for (int i = 0; fits && i < 2 * PROJECTIONS; i++)
+        fits = (uint64_t)parts[i].len == sizeof(float) * (uint64_t)width * (uint64_t)(i < PROJECTIONS ? width : 1);
     struct layer *layer = fits ? new_layer(&variants[variant], width, heads) : NULL;
     for (int i = 0; layer && i < PROJECTIONS; i++) set_projection(layer, i, parts[i].buf, parts[PROJECTIONS + i].buf);
     for (int i = 0; i < 2 * PROJECTIONS; i++) PyBuffer_Release(&parts[i]);
@@ -64,10 +68,11 @@ static PyObject *attend(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Oiiify*y*y*w*w*", &capsule, &items, &item.queries, &item.keys, &item.scale, x, x + 1, x + 2, x + 3, x + 4))
         return NULL;
     const struct layer *layer = PyCapsule_GetPointer(capsule, CAPSULE);
-    int fits = layer && 0 <= items && 0 < item.queries && item.queries < 1 << 14 && 0 < item.keys && item.keys < 1 << 14;
-    const Py_ssize_t rows[TENSORS] = {item.queries, item.keys, item.keys, item.queries, (Py_ssize_t)item.queries * item.keys};
-    for (int i = 0; layer && i < TENSORS; i++)
-        fits &= x[i].len == (Py_ssize_t)sizeof(float) * items * rows[i] * (i == WEIGHTS ? layer->heads : layer->width);
+    int fits = layer && 0 <= items && items <= MOST_ITEMS && 0 < item.queries && item.queries <= MOST_ROWS && 0 < item.keys &&
+               item.keys <= MOST_ROWS;
+    const uint64_t queries = (uint64_t)item.queries, keys = (uint64_t)item.keys, rows[TENSORS] = {queries, keys, keys, queries, queries * keys};
+    for (int i = 0; fits && i < TENSORS; i++)
+        fits = (uint64_t)x[i].len == sizeof(float) * (uint64_t)items * rows[i] * (uint64_t)(i == WEIGHTS ? layer->heads : layer->width);
     if (fits && (item.scratch = malloc(scratch_size(layer, item.queries, item.keys) * sizeof(float)))) {
         for (int i = QUERY; i <= VALUE; i++) item.input[i] = x[i].buf;
         item.output = x[OUTPUT].buf;
@@ -87,15 +92,21 @@ static PyObject *attend(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {{"layer", make_layer, METH_VARARGS, NULL}, {"attend", attend, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short calls in C.", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__short(void)
+static PyObject *variant_names(void)
 {
-    PyObject *module = PyModule_Create(&definition), *names = PyList_New(0);
+    PyObject *names = PyList_New(0);
     for (const struct variant *variant = variants + first_variant(); names && variant->name; variant++) {
         PyObject *name = PyUnicode_FromString(variant->name);
-        if (!name || PyList_Append(names, name)) return NULL;
-        Py_DECREF(name);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
     }
-    if (!module || !names || PyModule_AddObjectRef(module, "variants", names)) return NULL;
-    Py_DECREF(names);
+    return names;
+}
+
+PyMODINIT_FUNC PyInit__short(void)
+{
+    PyObject *module = PyModule_Create(&definition), *names = module ? variant_names() : NULL;
+    if (!names || PyModule_AddObjectRef(module, "variants", names)) Py_CLEAR(module);
+    Py_XDECREF(names);
     return module;
 }

@@ -1,4 +1,4 @@
-#define LANES 4 /* SSE, NEON, or whatever the compiler makes of it */
+#define LANES 4 /* SSE, NEON or scalar code */
 #define TARGET
 #include "kernel.h"
 

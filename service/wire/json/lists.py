@@ -1,6 +1,6 @@
 """Lists of numbers in a JSON text, as arrays.
 
-The compiled reader (`wire/native`) reads a list that is plainly right. The plain reader, Python's `json`, reads every other one, and finds
+The compiled reader (`wire/native`) reads regular lists of numbers. The plain reader, Python's `json`, reads every other one, and finds
 the place of a fault. It makes an object of each number and holds the GIL, so it reads a long list in pieces. A piece ends at a comma; where
 that is inside of lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
 """
@@ -23,7 +23,7 @@ LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
 NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
 FLOAT64 = np.dtype(np.float64)
-WORDS: dict[Kind, int] = {"bias": numbers.MINUS_INFINITY, "mask": numbers.FLAGS}
+LITERALS: dict[Kind, int] = {"bias": numbers.HAS_MINUS_INFINITY, "mask": numbers.HAS_BOOLEANS}
 ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and their description
     "number": ({int, float}, "a number"),
     "bias": ({int, float, str}, 'a number or "-inf"'),
@@ -52,8 +52,8 @@ class NumberList(NamedTuple):
     def array(self, kind: Kind, at: str, dtype: np.dtype[Any] = FLOAT64) -> Array:
         """The list as an array of that datatype. Raises MalformedBody, TooLarge, or InvalidRequest with a pointer below `at`."""
         if (found := numbers.read(self.text, self.start, self.stop, self.limits.lists, dtype)) is not None:
-            array, words = found
-            if not words & ~WORDS.get(kind, 0) and not beyond_float64(array, dtype):
+            array, literals = found
+            if not literals & ~LITERALS.get(kind, 0) and not beyond_float64(array, dtype):
                 return converted(array, dtype, at)
         return self._read_in_pieces(ArrayBuilder(kind, at, dtype))
 

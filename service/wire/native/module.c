@@ -24,7 +24,8 @@ static PyObject *variants(PyObject *self, PyObject *arguments)
         if (name && PyList_Append(names, name)) Py_CLEAR(names);
         Py_XDECREF(name);
     }
-    return PyErr_Occurred() ? NULL : names;
+    if (PyErr_Occurred()) Py_CLEAR(names);
+    return names;
 }
 
 static PyObject *use(PyObject *self, PyObject *name)
@@ -60,7 +61,7 @@ static PyObject *result_of(PyObject *memory, const list_of_numbers *list)
         PyObject *length = PyLong_FromSize_t(list->shape[i]);
         if (!length || PyTuple_SetItem(shape, i, length)) Py_CLEAR(shape);
     }
-    return shape ? Py_BuildValue("ONi", memory, shape, list->words) : NULL;
+    return shape ? Py_BuildValue("ONi", memory, shape, list->literals) : NULL;
 }
 
 static PyObject *read_numbers(PyObject *self, PyObject *arguments)
@@ -91,7 +92,7 @@ static PyObject *read_numbers(PyObject *self, PyObject *arguments)
 static PyObject *write_view(const Py_buffer *view, int decimals)
 {
     size_t shape[MAX_RANK];
-    if (view->ndim < 1 || view->ndim > MAX_RANK || strcmp(view->format, "f") || !view->len) Py_RETURN_NONE;
+    if (view->ndim < 1 || view->ndim > MAX_RANK || !view->format || strcmp(view->format, "f") || !view->len) Py_RETURN_NONE;
     for (int i = 0; i < view->ndim; i++) shape[i] = (size_t)view->shape[i];
     char *out = malloc(text_room(view->ndim, shape));
     if (!out) return PyErr_NoMemory();
@@ -128,5 +129,7 @@ static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_numbers", "Numbers 
 PyMODINIT_FUNC PyInit__numbers(void)
 {
     prepare_numbers();
-    return PyModule_Create(&MODULE);
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module && (PyModule_AddIntMacro(module, HAS_BOOLEANS) || PyModule_AddIntMacro(module, HAS_MINUS_INFINITY))) Py_CLEAR(module);
+    return module;
 }

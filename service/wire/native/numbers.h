@@ -1,7 +1,7 @@
 /* Nested lists of numbers as JSON text <-> arrays of floats. Nothing here calls Python, allocates memory or depends on the locale.
  *
- * Reading accepts only what is right; it returns NULL for everything else, and a slower reader finds and names the fault. Both directions
- * handle up to 64 numbers at a time in loops without branches, since a branch that depends on digits is mispredicted half of the time. */
+ * The reader returns NULL for anything irregular; Python then parses the text and reports the fault. Both directions handle up to 64 numbers
+ * at a time in loops without branches, since a branch that depends on digits is mispredicted half of the time. */
 #ifndef NUMBERS_H
 #define NUMBERS_H
 #include <stddef.h>
@@ -13,12 +13,12 @@
 
 #if defined(__x86_64__)
 #define X86 1
-#define TARGET_AVX2 __attribute__((target("avx2,bmi,lzcnt")))
-#define TARGET_AVX512 __attribute__((target("avx2,bmi,lzcnt,avx512f,avx512vl,avx512dq,avx512bw")))
+#define TARGET_AVX2 __attribute__((target("avx2,bmi")))
+#define TARGET_AVX512 __attribute__((target("avx2,bmi,avx512f,avx512vl,avx512dq,avx512bw")))
 #endif
 
 /* variants.c */
-enum { PORTABLE, AVX2, AVX512, VARIANTS }; /* instruction sets, the slowest first */
+enum { AVX512, AVX2, PORTABLE, VARIANTS }; /* instruction sets, the fastest first */
 extern const char *const VARIANT_NAMES[VARIANTS];
 extern int variant; /* in use; the others run only if can_run() */
 int can_run(int which);
@@ -52,9 +52,9 @@ typedef struct {
     void *numbers; /* room for `room` of them */
     size_t room, count, lists, most_lists, shape[MAX_RANK];
     int rank, narrow; /* narrow: float32, not float64 */
-    int words;        /* which were read: HAS_FLAGS, HAS_INFINITY */
+    int literals;     /* which were read: HAS_BOOLEANS, HAS_MINUS_INFINITY */
 } list_of_numbers;
-enum { HAS_FLAGS = 1, HAS_INFINITY = 2 }; /* true or false, read as 1 and 0; "-inf" */
+enum { HAS_BOOLEANS = 1, HAS_MINUS_INFINITY = 2 }; /* true or false, read as 1 and 0; "-inf" */
 
 /* Reads the list that begins at `start`, in a text that begins at `text` and has a NUL at `end`. Returns where the list ends; NULL if it is
  * no regular list of numbers that are finite in the datatype, of at most 19 significant digits. */

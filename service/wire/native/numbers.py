@@ -1,7 +1,7 @@
 """Numbers as JSON text, read and written by a C extension that releases the GIL.
 
 The extension is optional: without a compiler the package is installed without it. Then, and if the extension fails its self-test on this
-processor, `read` and `write` return None, and Python does the work. They also return None for everything that is not plainly right.
+processor, `read` and `write` return None, and Python does the work. They also return None for irregular lists.
 """
 
 import json
@@ -13,11 +13,13 @@ from service.tensors import Array
 
 try:
     from service.wire.native import _numbers
-except ImportError:
+
+    HAS_BOOLEANS, HAS_MINUS_INFINITY = _numbers.HAS_BOOLEANS, _numbers.HAS_MINUS_INFINITY  # literals in a list
+except (ImportError, AttributeError):  # none, or one compiled from an older version
     _numbers = None  # type: ignore[assignment]
+    HAS_BOOLEANS = HAS_MINUS_INFINITY = 0  # nothing is read that has them
 
 PYTHON = "python"  # the variant without the extension
-FLAGS, MINUS_INFINITY = 1, 2  # words in a list
 NO_LIMIT = -1
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 SAMPLES = ["0.1", "-12.5", "1e-07", "3.1415927", "16777216", "0.30000001192092896", "-1.17549435e-38", "2.5E+2", "9007199254740993"]
@@ -25,8 +27,8 @@ _variant = PYTHON
 
 
 def variants() -> list[str]:
-    """The variants that can run here, the slowest first."""
-    return [PYTHON, *(_numbers.variants() if _numbers else [])]
+    """The variants that can run here, the fastest first."""
+    return [*(_numbers.variants() if _numbers else []), PYTHON]
 
 
 def variant() -> str:
@@ -45,12 +47,12 @@ def use(name: str) -> None:
 
 
 def read(text: bytes, start: int, stop: int, most_lists: int, dtype: np.dtype[Any] = FLOAT64) -> tuple[Array, int] | None:
-    """(the nested list of numbers text[start:stop] as an array, which words it contains). The array is float32 if `dtype` is, else float64;
-    true, false and "-inf" are 1, 0 and -inf in it. None if the list is not that, or has more than `most_lists` lists."""
+    """(the nested list of numbers text[start:stop] as an array, which literals it contains). The array is float32 if `dtype` is, else
+    float64; true, false and "-inf" are 1, 0 and -inf in it. None if the list is not that, or has more than `most_lists` lists."""
     if _variant == PYTHON or (found := _numbers.read(text, start, stop, most_lists, dtype == FLOAT32)) is None:
         return None
-    memory, shape, words = found
-    return np.frombuffer(memory, FLOAT32 if dtype == FLOAT32 else FLOAT64).reshape(shape), words
+    memory, shape, literals = found
+    return np.frombuffer(memory, FLOAT32 if dtype == FLOAT32 else FLOAT64).reshape(shape), literals
 
 
 def write(array: Array, decimals: int | None = None) -> bytes | None:
@@ -80,7 +82,7 @@ def _works() -> bool:
 
 def choose() -> None:
     """Choose the fastest variant that works."""
-    for name in reversed(variants()):
+    for name in variants():
         use(name)
         if name == PYTHON or _works():
             return

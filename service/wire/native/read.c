@@ -107,29 +107,29 @@ static inline const char *read_number(const char *p, const char *end, double *re
     return p;
 }
 
-/* Words that some lists may contain; the caller decides which. */
-static const char *read_word(const char *p, double *result, int *words)
+/* Literals that some lists may contain; the caller decides which. */
+static const char *read_literal(const char *p, double *result, int *literals)
 {
     static const struct {
         const char *text;
         size_t length;
         double value;
         int kind;
-    } WORDS[] = {{"true", 4, 1, HAS_FLAGS}, {"false", 5, 0, HAS_FLAGS}, {"\"-inf\"", 6, -HUGE_VAL, HAS_INFINITY}};
+    } LITERALS[] = {{"true", 4, 1, HAS_BOOLEANS}, {"false", 5, 0, HAS_BOOLEANS}, {"\"-inf\"", 6, -HUGE_VAL, HAS_MINUS_INFINITY}};
     for (int i = 0; i < 3; i++) {
-        if (strncmp(p, WORDS[i].text, WORDS[i].length)) continue;
-        *result = WORDS[i].value;
-        *words |= WORDS[i].kind;
-        return p + WORDS[i].length;
+        if (strncmp(p, LITERALS[i].text, LITERALS[i].length)) continue;
+        *result = LITERALS[i].value;
+        *literals |= LITERALS[i].kind;
+        return p + LITERALS[i].length;
     }
     return NULL;
 }
 
-/* Appends a number. Returns whether there was room and it is finite in the datatype, or negative infinity that was read as a word. */
-static inline int append(list_of_numbers *into, double value, int is_word)
+/* Appends a number. Returns whether there was room and it is finite in the datatype, or negative infinity that was read as a literal. */
+static inline int append(list_of_numbers *into, double value, int is_literal)
 {
     double stored = into->narrow ? (float)value : value;
-    if (into->count == into->room || (isinf(stored) && !is_word)) return 0;
+    if (into->count == into->room || (isinf(stored) && !is_literal)) return 0;
     if (into->narrow)
         ((float *)into->numbers)[into->count++] = (float)value;
     else
@@ -142,9 +142,9 @@ const char *read_row(const char *p, const char *end, list_of_numbers *into)
     for (;;) {
         double value;
         p = skip_blanks(p);
-        int is_word = *p > '9' || *p == '"';
-        p = is_word ? read_word(p, &value, &into->words) : read_number(p, end, &value);
-        if (!p || !append(into, value, is_word)) return NULL;
+        int is_literal = *p > '9' || *p == '"';
+        p = is_literal ? read_literal(p, &value, &into->literals) : read_number(p, end, &value);
+        if (!p || !append(into, value, is_literal)) return NULL;
         if (*p != ',') p = skip_blanks(p);
         if (*p == ']') return p + 1;
         if (*p++ != ',') return NULL;
@@ -172,7 +172,7 @@ const char *read_list(const char *text, const char *p, const char *end, list_of_
     size_t lengths[MAX_RANK] = {0};
     int depth = 0;
     memset(into->shape, 0, sizeof into->shape);
-    into->rank = into->words = 0;
+    into->rank = into->literals = 0;
     into->count = into->lists = 0;
     do { /* a list or a row of numbers begins here */
         while (*p == '[') {

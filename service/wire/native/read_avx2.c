@@ -15,7 +15,7 @@
 #define MARGIN 64      /* characters that must exist on either side of what is read */
 
 /* Forms: not simple; simple, unless the first digit is 0 (a leading zero, or -0, which as an integer is 0). */
-enum { REFUSED = 1, NOT_ZERO = 2 };
+enum { IRREGULAR = 1, FIRST_DIGIT_NOT_ZERO = 2 };
 
 typedef struct {
     uint32_t digits[AT_ONCE][4], minus[AT_ONCE]; /* eight digits each, the first ones first */
@@ -33,9 +33,9 @@ void prepare_reading(void)
     for (int count = 0; count < WINDOW; count++)
         for (int point = 0; point <= WINDOW; point++) {
             int before = point - (WINDOW - count);
-            int refused = before < 1 || point == WINDOW - 1;
-            FORMS[0][count][point] = (uint8_t)(refused * REFUSED | (before > 1) * NOT_ZERO);
-            FORMS[1][count][point] = (uint8_t)(refused * REFUSED | (before > 1 || point == NO_POINT) * NOT_ZERO);
+            int irregular = before < 1 || point == WINDOW - 1;
+            FORMS[0][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1) * FIRST_DIGIT_NOT_ZERO);
+            FORMS[1][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1 || point == NO_POINT) * FIRST_DIGIT_NOT_ZERO);
         }
     for (int i = 0; i <= 2 * EXACT_POWER; i++) {
         FACTORS[0][i] = i < EXACT_POWER ? 1 : POWERS_EXACT[i - EXACT_POWER];
@@ -107,7 +107,7 @@ TARGET_AVX2 static inline uint64_t read_simple(const char *start, const char *en
     join_digits(_mm256_blendv_epi8(far, near, after_point), into->digits[i]);
     into->point[i] = (int32_t)point;
     uint8_t form = FORMS[minus][kept][point];
-    return length >> 5 | (others ^ (_blsi_u32(others) & points)) | (form & REFUSED) | (form / NOT_ZERO & (*start == '0'));
+    return length >> 5 | (others ^ (_blsi_u32(others) & points)) | (form & IRREGULAR) | (form / FIRST_DIGIT_NOT_ZERO & (*start == '0'));
 }
 
 /* Converts numbers. Returns 0 if one of them has more than 19 digits. */
@@ -137,15 +137,15 @@ TARGET_AVX2 static inline int convert(block_of_decimals *from, int count, double
 /* The numbers of a block, of which the first one begins at `start`. Returns 0 if all have the form. */
 TARGET_AVX2 INLINE uint64_t read_numbers(const char *start, const char **ends, int count, int has_exponents, block_of_decimals *into)
 {
-    uint64_t refused = 0;
+    uint64_t irregular = 0;
     for (int i = 0; i < count; i++) {
         const char *end = ends[i];
         start += *start == ' ';
         into->exponent[i] = has_exponents ? take_exponent(&end) : 0;
-        refused |= read_simple(start, end, i, into);
+        irregular |= read_simple(start, end, i, into);
         start = ends[i] + 1;
     }
-    return refused;
+    return irregular;
 }
 
 /* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one has another form. */
@@ -155,9 +155,9 @@ TARGET_AVX2 static int read_block(const char **p, const char *close, double *val
     block_of_decimals found;
     uint32_t has_exponents;
     int count = find_ends(start, close, ends, &has_exponents);
-    uint64_t refused = has_exponents ? read_numbers(start, ends, count, 1, &found) : read_numbers(start, ends, count, 0, &found);
+    uint64_t irregular = has_exponents ? read_numbers(start, ends, count, 1, &found) : read_numbers(start, ends, count, 0, &found);
     *p = ends[count - 1];
-    return refused || !convert(&found, count, values) ? 0 : count;
+    return irregular || !convert(&found, count, values) ? 0 : count;
 }
 
 /* Appends the numbers. Returns whether there was room and they are finite in the datatype. */

@@ -1,7 +1,7 @@
 /* Instruction sets: which ones this processor has, and which one is in use. */
 #include "numbers.h"
 
-const char *const VARIANT_NAMES[VARIANTS] = {"portable", "avx2", "avx512"};
+const char *const VARIANT_NAMES[VARIANTS] = {"avx512", "avx2", "portable"};
 int variant = PORTABLE;
 
 int can_run(int which)

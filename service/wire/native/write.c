@@ -1,5 +1,5 @@
 /* Writes float32 as nested lists: 1.5, 0.000001, 1234567.8, 1e-7, 1.1e+13. shortest.h finds the digits of 64 numbers at a time; here they
- * are put in their places, without a branch too where a number has no exponent. */
+ * are put in order, without a branch too where a number has no exponent. */
 #include "shortest.h"
 #if defined(X86)
 #include <immintrin.h>
@@ -7,24 +7,24 @@
 #include <arm_neon.h>
 #endif
 
-#define LONGEST 18       /* characters of a number and the comma after it, "-0.0000012345678,", and one more */
+#define LONGEST 18       /* most characters of a number with its sign and comma */
 #define OVERHANG 16      /* characters that may be written beyond the end */
 #define FIRST_PLAIN (-5) /* positions of the point of numbers that are written without an exponent */
 #define LAST_PLAIN 13
 
-static uint8_t PLACES[LAST_PLAIN - FIRST_PLAIN + 1][16]; /* which of its 16 characters a number's text consists of, by its point */
+static uint8_t SHUFFLES[LAST_PLAIN - FIRST_PLAIN + 1][16]; /* which of its 16 characters a number's text consists of, by its point */
 
 void prepare_writing(void)
 {
     prepare_scales();
     for (int point = FIRST_PLAIN; point <= LAST_PLAIN; point++) {
-        uint8_t *places = PLACES[point - FIRST_PLAIN];
+        uint8_t *shuffle = SHUFFLES[point - FIRST_PLAIN];
         int length = 0, digit = 0;
-        if (point <= 0) places[length++] = ZERO;
-        for (; digit < point; digit++) places[length++] = digit < 9 ? (uint8_t)(DIGITS + digit) : ZERO;
-        places[length++] = POINT;
-        for (int i = point; i < 0; i++) places[length++] = ZERO;
-        for (; length < 16; digit++) places[length++] = digit < 9 ? (uint8_t)(DIGITS + digit) : ZERO;
+        if (point <= 0) shuffle[length++] = ZERO;
+        for (; digit < point; digit++) shuffle[length++] = digit < 9 ? (uint8_t)(DIGITS + digit) : ZERO;
+        shuffle[length++] = POINT;
+        for (int i = point; i < 0; i++) shuffle[length++] = ZERO;
+        for (; length < 16; digit++) shuffle[length++] = digit < 9 ? (uint8_t)(DIGITS + digit) : ZERO;
     }
 }
 
@@ -69,42 +69,42 @@ static char *write_special(float number, int decimals, char *out)
     return write_scientific(characters, length + unit, out);
 }
 
-/* Puts characters of `text` in their places. Vector instructions exist for that. */
-INLINE void put_in_place(const uint32_t *text, const uint8_t *places, char *out, int shuffles)
+/* Puts characters of `text` in order. Vector instructions exist for that. */
+INLINE void put_in_order(const uint32_t *text, const uint8_t *shuffle, char *out, int use_vpshufb)
 {
 #if defined(X86)
-    if (shuffles) { /* as assembly, since intrinsics cannot be inlined into functions for several targets */
+    if (use_vpshufb) { /* as assembly, since intrinsics cannot be inlined into functions for several targets */
         __m128i characters = _mm_loadu_si128((const __m128i *)text);
-        __asm__("vpshufb %1, %0, %0" : "+x"(characters) : "x"(_mm_loadu_si128((const __m128i *)places)));
+        __asm__("vpshufb %1, %0, %0" : "+x"(characters) : "x"(_mm_loadu_si128((const __m128i *)shuffle)));
         _mm_storeu_si128((__m128i *)out, characters);
         return;
     }
 #elif defined(__aarch64__)
-    vst1q_u8((uint8_t *)out, vqtbl1q_u8(vld1q_u8((const uint8_t *)text), vld1q_u8(places)));
+    vst1q_u8((uint8_t *)out, vqtbl1q_u8(vld1q_u8((const uint8_t *)text), vld1q_u8(shuffle)));
     return;
 #endif
-    for (int i = 0; i < 16; i++) out[i] = ((const char *)text)[places[i]];
+    for (int i = 0; i < 16; i++) out[i] = ((const char *)text)[shuffle[i]];
 }
 
-INLINE char *write_plain(const uint32_t *text, int point, char *out, int shuffles)
+INLINE char *write_plain(const uint32_t *text, int point, char *out, int use_vpshufb)
 {
     uint64_t last8;
     memcpy(&last8, text + 1, 8);
     last8 ^= 0x3030303030303030u;
     int count = 9 - (__builtin_clzll(last8 | 1) >> 3) - !last8; /* digits, without the zeros at their end */
     int zeros = point < 1 ? 1 - point : 0, written = count > point + 1 ? count : point + 1;
-    put_in_place(text, PLACES[point - FIRST_PLAIN], out, shuffles);
+    put_in_order(text, SHUFFLES[point - FIRST_PLAIN], out, use_vpshufb);
     return out + zeros + 1 + written;
 }
 
 /* Writes numbers of a block, each with a comma. */
-INLINE char *write_numbers(const float *numbers, const block_of_text *from, int first, int count, int decimals, char *out, int shuffles)
+INLINE char *write_numbers(const float *numbers, const block_of_text *from, int first, int count, int decimals, char *out, int use_vpshufb)
 {
     for (int i = first; i < first + count; i++) {
         int point = from->point[i];
         if (__builtin_expect((unsigned)(point - FIRST_PLAIN) <= LAST_PLAIN - FIRST_PLAIN, 1)) {
             *out = '-';
-            out = write_plain(from->text[i], point, out + from->minus[i], shuffles);
+            out = write_plain(from->text[i], point, out + from->minus[i], use_vpshufb);
         } else if (point == SPECIAL) {
             out = write_special(numbers[i], decimals, out);
         } else {
@@ -116,13 +116,14 @@ INLINE char *write_numbers(const float *numbers, const block_of_text *from, int 
     return out;
 }
 
-/* Ends a row: replaces the comma at its end by brackets, and opens the next row. `places` counts the lists written at each depth. */
-static char *end_row(int rank, const size_t *shape, size_t *places, char *out)
+/* Ends a row: replaces the comma at its end by brackets, and opens the next row. `lists_written` counts the lists written at each
+ * depth. */
+static char *end_row(int rank, const size_t *shape, size_t *lists_written, char *out)
 {
     int depth = rank - 1;
     out[-1] = ']';
-    for (; depth > 0 && ++places[depth - 1] == shape[depth - 1]; depth--) {
-        places[depth - 1] = 0;
+    for (; depth > 0 && ++lists_written[depth - 1] == shape[depth - 1]; depth--) {
+        lists_written[depth - 1] = 0;
         *out++ = ']';
     }
     if (!depth) return out;
@@ -132,9 +133,9 @@ static char *end_row(int rank, const size_t *shape, size_t *places, char *out)
 }
 
 /* Blocks continue across rows, which may be short. */
-INLINE size_t write_as(const float *numbers, int rank, const size_t *shape, int decimals, char *out, int shuffles)
+INLINE size_t write_as(const float *numbers, int rank, const size_t *shape, int decimals, char *out, int use_vpshufb)
 {
-    size_t places[MAX_RANK] = {0}, left = shape[rank - 1], total = 1;
+    size_t lists_written[MAX_RANK] = {0}, left = shape[rank - 1], total = 1;
     char *start = out;
     block_of_text texts;
     float last[AT_ONCE] = {0};
@@ -146,11 +147,11 @@ INLINE size_t write_as(const float *numbers, int rank, const size_t *shape, int 
         convert_block(block, decimals, &texts);
         for (int i = 0; i < count;) {
             int some = left < (size_t)(count - i) ? (int)left : count - i;
-            out = write_numbers(block, &texts, i, some, decimals, out, shuffles);
+            out = write_numbers(block, &texts, i, some, decimals, out, use_vpshufb);
             i += some;
             left -= (size_t)some;
             if (left) continue;
-            out = end_row(rank, shape, places, out);
+            out = end_row(rank, shape, lists_written, out);
             left = shape[rank - 1];
         }
     }

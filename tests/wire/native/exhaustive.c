@@ -10,9 +10,9 @@ static void convert_portable(const float *numbers, block_of_text *texts) { conve
 #ifdef X86
 TARGET_AVX2 static void convert_avx2(const float *numbers, block_of_text *texts) { convert_block(numbers, NO_LIMIT, texts); }
 TARGET_AVX512 static void convert_avx512(const float *numbers, block_of_text *texts) { convert_block(numbers, NO_LIMIT, texts); }
-static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {convert_portable, convert_avx2, convert_avx512};
+static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {convert_avx512, convert_avx2, convert_portable};
 #else
-static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {convert_portable};
+static void (*const CONVERT[VARIANTS])(const float *, block_of_text *) = {[PORTABLE] = convert_portable};
 #endif
 
 /* Whether the text of number `i` has the exact digits. */
@@ -30,7 +30,7 @@ int main(int count, char **arguments)
 {
     if (count != 4) return 2;
     uint32_t first = (uint32_t)strtoul(arguments[2], NULL, 0), last = (uint32_t)strtoul(arguments[3], NULL, 0), wrong = 0;
-    while (variant < VARIANTS && strcmp(VARIANT_NAMES[variant], arguments[1])) variant++;
+    for (variant = 0; variant < VARIANTS && strcmp(VARIANT_NAMES[variant], arguments[1]);) variant++;
     if (variant == VARIANTS || !can_run(variant)) return 2;
     prepare_numbers();
     prepare_scales();
