@@ -84,7 +84,7 @@ class Config:
     def refusal(self, name: str, expected: str, got: Any) -> InvalidRequest:
         return InvalidRequest.where(f"{self.at}/{name}", expected, "nothing" if got is None else brief(got))
 
-    def demand_all_read(self, irrelevant: str = "") -> None:
+    def require_all_read(self, irrelevant: str = "") -> None:
         """Raises InvalidRequest for a field that is about attention by its name and was not read; `irrelevant`: a pattern of exceptions."""
         for name, value in self.fields.items():
             known = name in self.read or WITHOUT_EFFECT.search(name) or (irrelevant and re.search(irrelevant, name))

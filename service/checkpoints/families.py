@@ -39,9 +39,9 @@ from service.checkpoints.traits import (
     mpt,
     no_rope_layers,
     normed,
+    only,
     original_full,
     qwen_type,
-    refused,
     rope_if_rotary,
     rope_if_sliding,
     scale,
@@ -56,7 +56,7 @@ from service.checkpoints.traits import (
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One kind of attention layer of a family: names of the config's fields, and traits that its code has whatever the config says."""
+    """One kind of attention layer of a family: names of the config's fields, and traits that its code has regardless of the config."""
 
     path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
     layout: str = "separate"
@@ -67,7 +67,7 @@ class Attention:
     layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     rotary: Rotary | None = None
     causal: bool = True
-    bias: Trait | None = None  # None: the tensors tell
+    bias: Trait | None = None  # None: inferred from the tensors
     traits: tuple[Trait, ...] = ()
     layer_type: LayerType | None = None  # for configs without layer_types
     table: str = ""  # the end of the name of a table of relative biases
@@ -80,9 +80,9 @@ Family = Mapping[str, Attention]  # part -> attention
 
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    kind, windowed = _layer_type(attention, config, n), any(trait in WINDOWED for trait in attention.traits)
-    if kind != FULL and not (kind == SLIDING and windowed):
-        raise config.refusal("layer_types", f"{FULL}{f' or {SLIDING}' if windowed else ''} in layer {n}", kind)
+    layer_type, windowed = _layer_type(attention, config, n), any(trait in WINDOWED for trait in attention.traits)
+    if layer_type != FULL and not (layer_type == SLIDING and windowed):
+        raise config.refusal("layer_types", f"{FULL}{f' or {SLIDING}' if windowed else ''} in layer {n}", layer_type)
     heads, width = config.count(*attention.heads), config.get(*attention.width)
     head_dim = (
         config.count(*attention.head_dim) if config.get(*attention.head_dim) else config.count(*attention.width) // heads if width else 1
@@ -93,12 +93,12 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
-        fields |= trait(config, n, kind)
+        fields |= trait(config, n, layer_type)
     if attention.rotary:
-        rope = rope_fields(config, attention.rotary, kind, fields["head_dim"])
+        rope = rope_fields(config, attention.rotary, layer_type, fields["head_dim"])
         fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
     fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
-    return fields | (attention.bias(config, n, kind) if attention.bias else {})
+    return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
 
 
 LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
@@ -124,41 +124,39 @@ def encoder(*traits: Trait, rotary: Rotary | None = None, **changes: Any) -> Fam
     return {"encoder": replace(BERT, traits=(positions, *traits), rotary=rotary, **changes)}
 
 
-ALL, PLAIN, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
-ABSOLUTE = refused("position_embedding_type", "absolute")  # positions that are added to the model's input
-ABSOLUTE_OR_ROTARY = refused("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
-BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL, traits=(ABSOLUTE,))
-PAIRS = Rotary(interleaved=True)
-OLD = Rotary(theta=10000.0)  # of files that leave theta out
-GPTJ = Rotary(theta=10000.0, interleaved=True, dims="rotary_dim")
+ALL_BIASED, NO_BIASES, QKV = biased(None), biased(None, ""), biased(None, "qkv")  # biases of projections
+ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
+ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
+BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
+INTERLEAVED = Rotary(interleaved=True)
+THETA_10000 = Rotary(theta=10000.0)  # of files that leave theta out
+GPTJ = Rotary(theta=10000.0, interleaved=True, dims_field="rotary_dim")
 GRANITE = scale("attention_multiplier", default=1.0)
 PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
 ALL_HEADS = normed(over="all", weights="own")
 LAYER_NORMED = normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5)
-MODERN = Rotary(thetas={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
-MODERN_TYPE: LayerType = lambda config, n: SLIDING if n % int(config.number("global_attn_every_n_layers", default=3)) else FULL  # noqa: E731
+MODERNBERT_ROPE = Rotary(theta_fields={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
+MODERNBERT_LAYER_TYPE: LayerType = lambda config, n: SLIDING if n % int(config.number("global_attn_every_n_layers", default=3)) else FULL  # noqa: E731
 
 NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
-GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL)
+GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
 GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
-EXAONE = decoder(normed(), window, rope_if_sliding, bias=PLAIN, irrelevant="sliding_window_pattern")
+EXAONE = decoder(normed(), window, rope_if_sliding, bias=NO_BIASES, irrelevant="sliding_window_pattern")
 GEMMA3 = Attention(
     layout="separate, norms less 1",
     bias=LLAMA.bias,
-    traits=(PRE_SCALAR, capped, window, normed(), refused("use_bidirectional_attention", False)),
+    traits=(PRE_SCALAR, capped, window, normed(), only("use_bidirectional_attention", False)),
     layer_type=every_nth_full("sliding_window_pattern", 6),
-    rotary=Rotary(theta=1e6, thetas={SLIDING: ("rope_local_base_freq", 1e4)}, scaled=(FULL,)),
+    rotary=Rotary(theta=1e6, theta_fields={SLIDING: ("rope_local_base_freq", 1e4)}, scaled_layer_types=(FULL,)),
 )
-GEMMA4 = (gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None))
-PRIVACY_FILTER = replace(GPT_OSS, causal=False, layer_type=sliding, rotary=PAIRS)
 
 DECODERS: dict[str, Family] = {
-    "llama": decoder(rotary=OLD),
+    "llama": decoder(rotary=THETA_10000),
     **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
-    **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=PLAIN)),
-    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=PLAIN)),
+    **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
+    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
     "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
@@ -176,29 +174,29 @@ DECODERS: dict[str, Family] = {
     "mellum": decoder(normed(), window, rotary=Rotary(partial=1.0)),
     "flint": decoder(normed(), window, rope_if_sliding, constant(sinks=True)),
     **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), EXAONE),
-    "olmo": decoder(refused("clip_qkv", None)),
+    "olmo": decoder(only("clip_qkv", None)),
     "olmo2": decoder(ALL_HEADS),
-    "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled=(FULL,))),
-    "olmoe": decoder(ALL_HEADS, refused("clip_qkv", None)),
+    "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled_layer_types=(FULL,))),
+    "olmoe": decoder(ALL_HEADS, only("clip_qkv", None)),
     "flex_olmo": decoder(ALL_HEADS),
-    "minimax_m2": decoder(ALL_HEADS, bias=PLAIN, rotary=Rotary(partial=1.0)),
+    "minimax_m2": decoder(ALL_HEADS, bias=NO_BIASES, rotary=Rotary(partial=1.0)),
     "solar_open": decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=1.0)),
-    "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=PAIRS),
-    "cohere2": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
-    "cohere2_moe": decoder(window, rope_if_sliding, rotary=PAIRS, layer_type=every_nth_full("sliding_window_pattern", 4)),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=PAIRS)),
+    "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=INTERLEAVED),
+    "cohere2": decoder(window, rope_if_sliding, rotary=INTERLEAVED, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    "cohere2_moe": decoder(window, rope_if_sliding, rotary=INTERLEAVED, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=INTERLEAVED)),
     **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
-    "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=PAIRS),
+    "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
     "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
-    "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(backwards=True)),
+    "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(negate_angles=True)),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), decoder(normed(after_rope=True))),
-    "stablelm": decoder(refused("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
+    "stablelm": decoder(only("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
     "phimoe": decoder(window_everywhere),
-    "phi": decoder(LAYER_NORMED, bias=ALL, rotary=Rotary(partial=0.5)),
-    "phi3": decoder(window_everywhere, bias=PLAIN, layout="stacked", rotary=Rotary(partial=1.0)),
-    "persimmon": decoder(LAYER_NORMED, bias=ALL, layout="grouped", rotary=Rotary(partial=0.5)),
+    "phi": decoder(LAYER_NORMED, bias=ALL_BIASED, rotary=Rotary(partial=0.5)),
+    "phi3": decoder(window_everywhere, bias=NO_BIASES, layout="stacked", rotary=Rotary(partial=1.0)),
+    "persimmon": decoder(LAYER_NORMED, bias=ALL_BIASED, layout="grouped", rotary=Rotary(partial=0.5)),
     "gpt_oss": {"decoder": GPT_OSS},
     **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating)),
     "gemma3_text": {"decoder": GEMMA3},
@@ -209,25 +207,29 @@ DECODERS: dict[str, Family] = {
             layout="separate",
             layer_type=None,
             rotary=Rotary(),
-            traits=(gemma4_heads, window, gemma_values, refused("use_bidirectional_attention", None)),
+            traits=(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None)),
         )
     },
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
-    "gptj": decoder(path="h.{n}.attn", bias=PLAIN, rotary=GPTJ),
-    "codegen": decoder(path="h.{n}.attn", bias=PLAIN, rotary=GPTJ, layout="codegen"),
+    "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
+    "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
     "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
-    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL),
-    "falcon": decoder(falcon, rotary=OLD, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
-    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=PLAIN),
+    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL_BIASED),
+    "falcon": decoder(falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
     "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
-    "xglm": decoder(rotary=None, bias=ALL, heads=("attention_heads",)),
-    "biogpt": decoder(rotary=None, bias=ALL),
-    "ctrl": decoder(path="h.{n}.multi_head_attention", rotary=None, bias=ALL),
+    "xglm": decoder(rotary=None, bias=ALL_BIASED, heads=("attention_heads",)),
+    "biogpt": decoder(rotary=None, bias=ALL_BIASED),
+    "ctrl": decoder(path="h.{n}.multi_head_attention", rotary=None, bias=ALL_BIASED),
     "modernbert-decoder": decoder(
-        modernbert_decoder_window, bias=biased("attention_bias"), path="layers.{n}.attn", rotary=MODERN, layer_type=MODERN_TYPE
+        modernbert_decoder_window,
+        bias=biased("attention_bias"),
+        path="layers.{n}.attn",
+        rotary=MODERNBERT_ROPE,
+        layer_type=MODERNBERT_LAYER_TYPE,
     ),
 }
 ENCODERS: dict[str, Family] = {
@@ -259,29 +261,34 @@ ENCODERS: dict[str, Family] = {
     "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
     "mpnet": encoder(
         constant(relative_bias={"max_distance": 128, "bidirectional": True}),
-        refused("relative_attention_num_buckets", 32),  # transformers counts 32 buckets whatever the config says
+        only("relative_attention_num_buckets", 32),  # transformers counts 32 buckets regardless of the config
         table="encoder.relative_attention_bias.weight",
     ),
-    "esm": encoder(rope_if_rotary, rotary=OLD),
-    "roformer": encoder(refused("rotary_value", False), rotary=replace(PAIRS, theta=10000.0)),
-    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=PLAIN),
+    "esm": encoder(rope_if_rotary, rotary=THETA_10000),
+    "roformer": encoder(only("rotary_value", False), rotary=replace(INTERLEAVED, theta=10000.0)),
+    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),
     "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary()),
     "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary()),
     "eurobert": {"encoder": replace(LLAMA, causal=False)},
     "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
     "modernbert": encoder(
-        modernbert_window, path="layers.{n}.attn", layout="stacked", bias=biased("attention_bias"), rotary=MODERN, layer_type=MODERN_TYPE
+        modernbert_window,
+        path="layers.{n}.attn",
+        layout="stacked",
+        bias=biased("attention_bias"),
+        rotary=MODERNBERT_ROPE,
+        layer_type=MODERNBERT_LAYER_TYPE,
     ),
     "openai_privacy_filter": {
-        "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=PAIRS)
+        "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=INTERLEAVED)
     },
     "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
-    "xlm": encoder(refused("causal", False), path="attentions.{n}"),
-    "flaubert": encoder(refused("causal", False), path="attentions.{n}"),
+    "xlm": encoder(only("causal", False), path="attentions.{n}"),
+    "flaubert": encoder(only("causal", False), path="attentions.{n}"),
 }
 
 
-def both(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL) -> Family:
+def bart(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL_BIASED) -> Family:
     """BART's encoder, decoder and cross-attention."""
     parts = {"encoder": ("encoder", "self_attn"), "decoder": ("decoder", "self_attn"), "cross": ("decoder", cross)}
     return {
@@ -301,7 +308,7 @@ def both(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL)
 def t5(table_of_each_block: bool = False) -> Family:
     """T5's encoder, decoder and cross-attention, whose first block has the table of biases for all, unless each has its own."""
     common = Attention(
-        heads=("num_heads",), head_dim=("d_kv",), kv_heads=(), causal=False, bias=PLAIN, irrelevant="is_gated_act|scale_decoder"
+        heads=("num_heads",), head_dim=("d_kv",), kv_heads=(), causal=False, bias=NO_BIASES, irrelevant="is_gated_act|scale_decoder"
     )
     block = "{n}" if table_of_each_block else "0"
     own, table = "block.{n}.layer.0.SelfAttention", f"block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -329,12 +336,11 @@ def without_encoder(family: Family) -> Family:
 LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
 
 ENCODER_DECODERS: dict[str, Family] = {
-    "llama": decoder(rotary=OLD),
-    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], both()),
-    "nllb-moe": both("cross_attention"),
-    "bigbird_pegasus": without_encoder(both(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
-    "pegasus_x": without_encoder(both(irrelevant="num_global_tokens|block|stagger", bias=PLAIN)),
-    "led": without_encoder(both(irrelevant="attention_window")),  # whose encoder has a window and global tokens
+    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], bart()),
+    "nllb-moe": bart("cross_attention"),
+    "bigbird_pegasus": without_encoder(bart(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
+    "pegasus_x": without_encoder(bart(irrelevant="num_global_tokens|block|stagger", bias=NO_BIASES)),
+    "led": without_encoder(bart(irrelevant="attention_window")),  # whose encoder has a window and global tokens
     **dict.fromkeys(("t5", "mt5", "switch_transformers"), t5()),
     "umt5": t5(table_of_each_block=True),
     "longt5": {part: replace(a, irrelevant=a.irrelevant + LONGT5_FIELDS) for part, a in without_encoder(t5()).items()},

@@ -1,4 +1,4 @@
-"""Attention layers of a whole model by its own config.json, which decides what tensors cannot tell.
+"""Attention layers of a whole model by its own config.json, which determines the fields that tensors do not.
 
     layer = describe(config, layer=3, part=None)      which layer, and the fields of LayerSpec that the config determines
     layer.find(names)                                 its tensors among the names of a checkpoint
@@ -82,35 +82,37 @@ def parse_config(text: str | bytes) -> Mapping[str, Any]:
 def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
     """The config or its section about text, its model_type and that model_type's row. Raises InvalidRequest for one without a row."""
     config = Config(fields)
-    kind = config.get("model_type")
-    if kind in COMPOSITES.split() and (section := config.section("text_config")) is not None:
-        config, kind = section, section.get("model_type")
-    if not isinstance(kind, str):
-        raise config.refusal("model_type", "a name", kind)
-    if kind in REFUSED:
-        raise config.refusal("model_type", f"a model without {REFUSED[kind]}", kind)
-    if kind not in FAMILIES:
-        near = get_close_matches(str(kind), FAMILIES, n=4) or sorted(FAMILIES)
-        raise config.refusal("model_type", f"a known model_type ({listed(near)})", kind)
-    return config, kind, FAMILIES[kind]
+    model_type = config.get("model_type")
+    if model_type in COMPOSITES.split() and (section := config.section("text_config")) is not None:
+        config, model_type = section, section.get("model_type")
+    if not isinstance(model_type, str):
+        raise config.refusal("model_type", "a name", model_type)
+    if model_type in REFUSED:
+        raise config.refusal("model_type", f"a model without {REFUSED[model_type]}", model_type)
+    if model_type not in FAMILIES:
+        near = get_close_matches(str(model_type), FAMILIES, n=4) or sorted(FAMILIES)
+        raise config.refusal("model_type", f"a known model_type ({listed(near)})", model_type)
+    return config, model_type, FAMILIES[model_type]
 
 
 def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> ModelLayer:
     """Layer `layer` of a model. `part` may be left out where the model has only one. Raises InvalidRequest."""
-    config, kind, family = family_of(fields)
+    config, model_type, family = family_of(fields)
     if part is None and len(family) == 1:
         (part,) = family
     if part is None or part not in family:
-        raise InvalidRequest.where("/part", f"one of {', '.join(family)}, as {kind} has them", "none" if part is None else f'"{part}"')
+        raise InvalidRequest.where(
+            "/part", f"one of {', '.join(family)}, as {model_type} has them", "none" if part is None else f'"{part}"'
+        )
     attention, config = family[part], _for_layer(config, layer)
     if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
         spec = fields_of(attention, config, layer)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
-        raise InvalidRequest.where(config.at, f"values as {kind} has them", str(error)[:MAX_SHOWN]) from error
-    config.demand_all_read(attention.irrelevant)
-    return ModelLayer(kind, part, layer, attention, spec)
+        raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
+    config.require_all_read(attention.irrelevant)
+    return ModelLayer(model_type, part, layer, attention, spec)
 
 
 def _for_layer(config: Config, layer: int) -> Config:

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # rope_type -> its fields
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", LENGTH),
     "proportional": ("factor",),
 }
-ALIKE = {"mrope": "default", "su": "longrope"}
+ALIASES = {"mrope": "default", "su": "longrope"}
 EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -36,10 +36,10 @@ class Rotary:
     theta: float | None = None  # if the config has none; None: required
     partial: float | None = None  # share of a head that is rotated where the config has none; None: always the whole head
     interleaved: bool = False
-    backwards: bool = False  # rotates by the opposite angle
-    thetas: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta, in configs of transformers 4, and default
-    scaled: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
-    dims: str = ""  # field with the number of rotated dims
+    negate_angles: bool = False  # rotates by the opposite angles
+    theta_fields: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta in transformers 4, and default
+    scaled_layer_types: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
+    dims_field: str = ""  # field with the number of rotated dims
 
 
 def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
@@ -49,7 +49,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     """
     settings = _settings(config, rotary, layer_type)
     kind = settings.get("rope_type", "type", default="default")
-    kind = ALIKE.get(kind, kind)
+    kind = ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise settings.refusal("rope_type", f"one of {', '.join(KINDS)}", kind)
     for name, value in settings.fields.items():
@@ -58,28 +58,28 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     partial = _rotated_share(config, settings, rotary)
     if partial != 1 and rotary.partial is None and kind != "proportional":
         raise config.refusal("partial_rotary_factor", "1, since this family rotates whole heads", partial)
-    field, default = (rotary.thetas or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
+    field, default = (rotary.theta_fields or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
     theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
     if theta <= 0:
         raise config.refusal("rope_theta", "a positive number", None)
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
-    dims = config.count(rotary.dims, most=head_dim) if rotary.dims else dims
+    dims = config.count(rotary.dims_field, most=head_dim) if rotary.dims_field else dims
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
     with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
         plain = theta ** (-np.arange(0, dims, 2) / dims)
-        rope |= SCALINGS[kind](Scaled(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
-    if rotary.backwards:
+        rope |= SCALINGS[kind](RopeInputs(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
+    if rotary.negate_angles:
         rope["frequencies"] = [-x for x in rope.get("frequencies", plain.tolist())]
     return rope
 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
-    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.thetas or {}).values()))
+    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.theta_fields or {}).values()))
     name, given = "rope_parameters", config.get("rope_parameters", default={})
     if given and config.get("rope_scaling") is not None:
         raise config.refusal("rope_scaling", "rope_parameters or rope_scaling", "both")
-    if not given and (rotary.scaled is None or layer_type in rotary.scaled):
+    if not given and (rotary.scaled_layer_types is None or layer_type in rotary.scaled_layer_types):
         name, given = "rope_scaling", config.get("rope_scaling", default={})
     if isinstance(given, Mapping) and any(isinstance(entry, Mapping) for entry in given.values()):
         given = given.get(layer_type)
@@ -100,8 +100,8 @@ def _rotated_share(config: Config, settings: Config, rotary: Rotary) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Frequencies to be scaled."""
+class RopeInputs:
+    """What a scaling of frequencies depends on."""
 
     config: Config
     settings: Config
@@ -122,53 +122,53 @@ class Scaled:
         return self.config.count("max_position_embeddings") / self.trained_length
 
 
-def linear(scaled: Scaled) -> Fields:
-    return {"scaling": {"type": "linear", "factor": scaled.settings.number("factor")}}
+def linear(inputs: RopeInputs) -> Fields:
+    return {"scaling": {"type": "linear", "factor": inputs.settings.number("factor")}}
 
 
-def llama3(scaled: Scaled) -> Fields:
-    numbers = {name: scaled.settings.number(name) for name in KINDS["llama3"][:3]}
-    return {"scaling": {"type": "llama3", **numbers, "original_max_position": scaled.trained_length}}
+def llama3(inputs: RopeInputs) -> Fields:
+    numbers = {name: inputs.settings.number(name) for name in KINDS["llama3"][:3]}
+    return {"scaling": {"type": "llama3", **numbers, "original_max_position": inputs.trained_length}}
 
 
-def dynamic(scaled: Scaled) -> Fields:
+def dynamic(inputs: RopeInputs) -> Fields:
     """Plain up to max_position_embeddings; longer calls have a larger theta."""
-    scaled.settings.number("factor")
-    return {"max_length": scaled.config.count("max_position_embeddings")}
+    inputs.settings.number("factor")
+    return {"max_length": inputs.config.count("max_position_embeddings")}
 
 
-def proportional(scaled: Scaled) -> Fields:
+def proportional(inputs: RopeInputs) -> Fields:
     """The first share of the pairs turns as if the whole head did, the others do not turn."""
-    turning = int(scaled.partial * (2 * len(scaled.plain)) // 2)
-    frequencies = np.where(np.arange(len(scaled.plain)) < turning, scaled.plain, 0.0) / scaled.settings.number("factor", default=1.0)
+    turning = int(inputs.partial * (2 * len(inputs.plain)) // 2)
+    frequencies = np.where(np.arange(len(inputs.plain)) < turning, inputs.plain, 0.0) / inputs.settings.number("factor", default=1.0)
     return {"frequencies": frequencies.tolist()}
 
 
-def longrope(scaled: Scaled) -> Fields:
+def longrope(inputs: RopeInputs) -> Fields:
     """Each frequency divided by its own short factor; cosines and sines lengthened."""
-    short, length = scaled.settings.get("short_factor"), scaled.config.count(LENGTH)  # among the rope's settings it has no effect
-    factor = scaled.factor
-    if not isinstance(short, list) or len(short) != len(scaled.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
-        raise scaled.settings.refusal("short_factor", f"{len(scaled.plain)} positive numbers", short)
+    short, length = inputs.settings.get("short_factor"), inputs.config.count(LENGTH)  # among the rope's settings it has no effect
+    factor = inputs.factor
+    if not isinstance(short, list) or len(short) != len(inputs.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
+        raise inputs.settings.refusal("short_factor", f"{len(inputs.plain)} positive numbers", short)
     default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    lengthened = scaled.settings.number("attention_factor", default=default)
-    return {"frequencies": (scaled.plain / short).tolist(), "attention_factor": lengthened, "max_length": length}
+    lengthened = inputs.settings.number("attention_factor", default=default)
+    return {"frequencies": (inputs.plain / short).tolist(), "attention_factor": lengthened, "max_length": length}
 
 
-def yarn(scaled: Scaled) -> Fields:
+def yarn(inputs: RopeInputs) -> Fields:
     """Fast frequencies stay, slow ones are divided by the factor, with a ramp between; cosines and sines lengthened."""
-    settings, factor, dims = scaled.settings, scaled.factor, 2 * len(scaled.plain)
+    settings, factor, dims = inputs.settings, inputs.factor, 2 * len(inputs.plain)
 
     def pair_of(turns: float) -> float:
         """The pair that turns so often within the context of training."""
-        return dims * math.log(scaled.trained_length / (turns * 2 * math.pi)) / (2 * math.log(scaled.theta))
+        return dims * math.log(inputs.trained_length / (turns * 2 * math.pi)) / (2 * math.log(inputs.theta))
 
     low, high = pair_of(settings.get("beta_fast") or 32), pair_of(settings.get("beta_slow") or 1)
     if settings.flag("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     ramp = np.clip((np.arange(dims // 2) - low) / (high - low or 0.001), 0, 1)
-    frequencies = scaled.plain / factor * ramp + scaled.plain * (1 - ramp)
+    frequencies = inputs.plain / factor * ramp + inputs.plain * (1 - ramp)
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     default = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
     return {"frequencies": frequencies.tolist(), "attention_factor": settings.number("attention_factor", default=default)}
@@ -178,7 +178,7 @@ def _mscale(factor: float, multiplier: float) -> float:
     return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-SCALINGS: dict[str, Callable[[Scaled], Fields]] = {
+SCALINGS: dict[str, Callable[[RopeInputs], Fields]] = {
     "linear": linear,
     "dynamic": dynamic,
     "llama3": llama3,

@@ -1,6 +1,6 @@
 """Traits: functions of a config and a layer that give fields of LayerSpec, for the rows of `families.py`.
 
-A trait reads every field that it depends on, or marks it as ignored, since `Config.demand_all_read` refuses the others.
+A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others.
 """
 
 from collections.abc import Callable
@@ -18,44 +18,44 @@ WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
 def constant(**fields: Any) -> Trait:
-    return lambda config, n, kind: fields
+    return lambda config, n, layer_type: fields
 
 
 def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> Trait:
     """Biases of the projections in `letters` if the flag `field` is true, or in any case if it is None."""
 
-    def trait(config: Config, n: int, kind: str) -> Fields:
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
         on = field is None or config.flag(field, default=default)
         return {"bias": {name: on and letter in letters for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
 
     return trait
 
 
-def window(config: Config, n: int, kind: str) -> Fields:
+def window(config: Config, n: int, layer_type: str) -> Fields:
     """A window in layers of type sliding_attention."""
     config.ignore("sliding_window")
-    return {"window": {"left": config.count("sliding_window") - 1}} if kind == SLIDING else {}
+    return {"window": {"left": config.count("sliding_window") - 1}} if layer_type == SLIDING else {}
 
 
-def window_everywhere(config: Config, n: int, kind: str) -> Fields:
+def window_everywhere(config: Config, n: int, layer_type: str) -> Fields:
     """A window in every layer, unless `sliding_window` is null; it may not be left out."""
-    _demand_there(config, "sliding_window")
+    _require_present(config, "sliding_window")
     return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
 
 
-def window_around(config: Config, n: int, kind: str) -> Fields:
+def window_around(config: Config, n: int, layer_type: str) -> Fields:
     """A window to both sides in layers of type sliding_attention, with both ends."""
     reach = config.count("sliding_window")
-    return {"window": {"left": reach, "right": reach}} if kind == SLIDING else {}
+    return {"window": {"left": reach, "right": reach}} if layer_type == SLIDING else {}
 
 
-def window_if_used(config: Config, n: int, kind: str) -> Fields:
+def window_if_used(config: Config, n: int, layer_type: str) -> Fields:
     """A window in every layer where `use_sliding_window` says so."""
     config.ignore("max_window_layers", "sliding_window")
-    return window_everywhere(config, n, kind) if config.flag("use_sliding_window", default=False) else {}
+    return window_everywhere(config, n, layer_type) if config.flag("use_sliding_window", default=False) else {}
 
 
-def _demand_there(config: Config, field: str) -> None:
+def _require_present(config: Config, field: str) -> None:
     """Raises InvalidRequest if the field is left out, where null has a meaning and transformers' default is another."""
     if field not in config.fields:
         raise config.refusal(field, "a value, or null", None)
@@ -63,54 +63,54 @@ def _demand_there(config: Config, field: str) -> None:
 
 def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait:
     """The factor of scores is a field of the config, raised to `power`."""
-    return lambda config, n, kind: {"scale": config.number(field, default=default) ** power}
+    return lambda config, n, layer_type: {"scale": config.number(field, default=default) ** power}
 
 
-def capped(config: Config, n: int, kind: str) -> Fields:
+def capped(config: Config, n: int, layer_type: str) -> Fields:
     cap = config.get("attn_logit_softcapping")
     return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
 
 
-def capped_or_null(config: Config, n: int, kind: str) -> Fields:
+def capped_or_null(config: Config, n: int, layer_type: str) -> Fields:
     """A softcap that may be null, but not left out."""
-    _demand_there(config, "attn_logit_softcapping")
-    return capped(config, n, kind)
+    _require_present(config, "attn_logit_softcapping")
+    return capped(config, n, layer_type)
 
 
 def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any) -> Trait:
     """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
 
-    def trait(config: Config, n: int, kind: str) -> Fields:
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
         there = flag is None or config.flag(flag, default=on)
         return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
 
     return trait
 
 
-def no_rope_layers(config: Config, n: int, kind: str) -> Fields:
+def no_rope_layers(config: Config, n: int, layer_type: str) -> Fields:
     """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
     flag, every = config.each("no_rope_layers", n), config.get("no_rope_layer_interval", default=4)
     return {} if (flag if flag is not None else (n + 1) % every) else {"rope": WITHOUT}
 
 
-def rope_if_sliding(config: Config, n: int, kind: str) -> Fields:
+def rope_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
     """Where some layers have a window, only those have RoPE."""
-    _demand_there(config, "sliding_window")
-    return {} if kind == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+    _require_present(config, "sliding_window")
+    return {} if layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
 
 
-def biased_apart(config: Config, n: int, kind: str) -> Fields:
+def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
     """Biases of queries, keys and values by one flag, of the output by another."""
     qkv, output = config.flag("qkv_bias", "attention_bias", default=False), config.flag("attention_out_bias", "bias", default=False)
     return {"bias": dict(zip(PROJECTIONS, (qkv, qkv, qkv, output), strict=True))}
 
 
-def bigcode(config: Config, n: int, kind: str) -> Fields:
+def bigcode(config: Config, n: int, layer_type: str) -> Fields:
     config.ignore("num_key_value_heads")
     return {"num_kv_heads": 1 if config.flag("multi_query", default=True) else config.count("n_head", "num_attention_heads")}
 
 
-def gpt_neo(config: Config, n: int, kind: str) -> Fields:
+def gpt_neo(config: Config, n: int, layer_type: str) -> Fields:
     """`attention_layers` is global or local for each layer; a local one has a window."""
     config.ignore("attention_types", "window_size")
     if (own := config.each("attention_layers", n)) not in ("global", "local"):
@@ -118,21 +118,21 @@ def gpt_neo(config: Config, n: int, kind: str) -> Fields:
     return {"window": {"left": int(config.number("window_size", default=256)) - 1}} if own == "local" else {}
 
 
-def modernbert_window(config: Config, n: int, kind: str) -> Fields:
+def modernbert_window(config: Config, n: int, layer_type: str) -> Fields:
     """Half of local_attention to both sides."""
     config.ignore("decoder_bias", "deterministic_flash_attn", "sliding_window", "reference_compile")
     reach = config.number("local_attention", default=128) // 2
-    return {"window": {"left": int(reach), "right": int(reach)}} if kind == SLIDING else {}
+    return {"window": {"left": int(reach), "right": int(reach)}} if layer_type == SLIDING else {}
 
 
-def modernbert_decoder_window(config: Config, n: int, kind: str) -> Fields:
+def modernbert_decoder_window(config: Config, n: int, layer_type: str) -> Fields:
     """Half of local_attention, with the query itself, behind it; unless sliding_window is there."""
     reach = config.number("sliding_window", default=config.number("local_attention", default=128) // 2)
     config.ignore("decoder_bias", "deterministic_flash_attn")
-    return {"window": {"left": int(reach) - 1}} if kind == SLIDING else {}
+    return {"window": {"left": int(reach) - 1}} if layer_type == SLIDING else {}
 
 
-def original_full(config: Config, n: int, kind: str) -> Fields:
+def original_full(config: Config, n: int, layer_type: str) -> Fields:
     """BigBird: sparse blocks of keys are another operator."""
     config.ignore("block_size", "num_random_blocks", "use_bias")
     if config.get("attention_type", default="block_sparse") != "original_full":
@@ -140,23 +140,23 @@ def original_full(config: Config, n: int, kind: str) -> Fields:
     return {}
 
 
-def refused(field: str, *values: Any) -> Trait:
-    """Other values of this field than these are refused."""
+def only(field: str, *values: Any) -> Trait:
+    """Refuses every value of this field but these."""
 
-    def trait(config: Config, n: int, kind: str) -> Fields:
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
         config.expect(field, *values)
         return {}
 
     return trait
 
 
-def rope_if_rotary(config: Config, n: int, kind: str) -> Fields:
+def rope_if_rotary(config: Config, n: int, layer_type: str) -> Fields:
     """ESM: RoPE only with `position_embedding_type` rotary; its absolute positions are added to the model's input."""
     config.expect("position_embedding_type", "absolute", "rotary")
     return {} if config.get("position_embedding_type") == "rotary" else {"rope": WITHOUT}
 
 
-def gpt2_scale(config: Config, n: int, kind: str) -> Fields:
+def gpt2_scale(config: Config, n: int, layer_type: str) -> Fields:
     factor = fields_width(config) ** -0.5 if config.flag("scale_attn_weights", default=True) else 1.0
     config.ignore("reorder_and_upcast_attn")  # the same product in another order
     return {"scale": factor / (n + 1) if config.flag("scale_attn_by_inverse_layer_idx", default=False) else factor}
@@ -166,7 +166,7 @@ def fields_width(config: Config) -> int:
     return config.count("n_embd", "hidden_size") // config.count("n_head", "num_attention_heads")
 
 
-def falcon(config: Config, n: int, kind: str) -> Fields:
+def falcon(config: Config, n: int, layer_type: str) -> Fields:
     """Falcon-7B has one kv head, -40B several, in groups with their queries; -rw models have as many as heads, and ALiBi."""
     new, several = config.flag("new_decoder_architecture", default=False), not config.flag("multi_query", default=True)
     config.ignore("num_kv_heads", "parallel_attn")
@@ -177,21 +177,21 @@ def falcon(config: Config, n: int, kind: str) -> Fields:
     return {"num_kv_heads": config.get("num_kv_heads", default=heads) if new else heads if several else 1}
 
 
-def mpt(config: Config, n: int, kind: str) -> Fields:
+def mpt(config: Config, n: int, layer_type: str) -> Fields:
     """Settings stand in a section of their own."""
     settings = config.section("attn_config") or Config({})
     for name, value in {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "attn_uses_sequence_id": False, "alibi_bias_max": 8}.items():
         settings.expect(name, value)
     settings.expect("attn_type", "multihead_attention", "multiquery_attention")
-    settings.expect("alibi", True)  # transformers adds these biases whatever the config says
+    settings.expect("alibi", True)  # transformers adds these biases regardless of the config
     settings.ignore("attn_impl", "softmax_scale", "attn_pdrop", "model_type")
-    settings.demand_all_read("^_|attn_config")
+    settings.require_all_read("^_|attn_config")
     config.ignore("no_bias", "learned_pos_emb")
     own = {} if settings.get("softmax_scale") is None else {"scale": settings.number("softmax_scale")}
     return {"alibi": True, **own}
 
 
-def gemma_values(config: Config, n: int, kind: str) -> Fields:
+def gemma_values(config: Config, n: int, layer_type: str) -> Fields:
     """Gemma 3n and 4: scores as they are; norms of queries and keys with weights, of values without. Later layers may have no keys."""
     shared = config.get("num_kv_shared_layers", default=0)
     if n >= config.count("num_hidden_layers") - shared:
@@ -200,10 +200,10 @@ def gemma_values(config: Config, n: int, kind: str) -> Fields:
     return {"scale": 1.0, "qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), "values": True}}
 
 
-def gemma4_heads(config: Config, n: int, kind: str) -> Fields:
+def gemma4_heads(config: Config, n: int, layer_type: str) -> Fields:
     """Layers with full attention have wider heads, by `per_layer_config` or by fields of their own."""
     has_width, heads = config.get("global_head_dim") is not None, config.get("num_global_key_value_heads")
-    if kind == SLIDING or "per_layer_config" in config.fields:
+    if layer_type == SLIDING or "per_layer_config" in config.fields:
         return {}
     width = config.count("global_head_dim", most=WIDEST_HEAD) if has_width else 512
     return {"head_dim": width} | ({"num_kv_heads": heads} if heads and config.get("attention_k_eq_v", default=True) else {})
@@ -212,7 +212,7 @@ def gemma4_heads(config: Config, n: int, kind: str) -> Fields:
 def t5_bias(bidirectional: bool) -> Trait:
     """T5's table of relative biases, and scores as they are."""
 
-    def trait(config: Config, n: int, kind: str) -> Fields:
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
         distance = config.get("relative_attention_max_distance", default=128)
         config.ignore("relative_attention_num_buckets")  # the table's length
         return {"relative_bias": {"max_distance": distance, "bidirectional": bidirectional}, "scale": 1.0}
@@ -220,7 +220,7 @@ def t5_bias(bidirectional: bool) -> Trait:
     return trait
 
 
-def layer_thetas(config: Config, n: int, kind: str) -> Fields:
+def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
     """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
     own, shared = config.each("layer_rope_theta", n), (config.section("rope_parameters") or config).get("rope_theta")
     if own and own != shared:

@@ -1,1 +1,1 @@
-"""FLOOR 4: HTTP and gRPC, the only package that knows statuses and headers. `service.serving` executes the calls."""
+"""FLOOR 4: HTTP and gRPC, the only package that handles statuses and headers. `service.serving` executes the calls."""

@@ -28,7 +28,7 @@ STATE = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The health service. `names`: the services that it knows in addition to "", the whole server."""
+    """The health service. `names`: the services that it reports in addition to "", the whole server."""
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
