@@ -19,7 +19,7 @@ from service.settings import PREFIX
 START_SECONDS = 120
 STOP_SECONDS = 10
 POLL = 0.05  # seconds
-COMMAND = ["-m", "service", "serve", "--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--no-access-log"]
+COMMAND = ["-P", "-m", "service", "serve", "--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--no-access-log"]
 
 
 class NotStarted(Exception):

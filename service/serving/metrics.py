@@ -87,6 +87,8 @@ class Metrics:
         self._answered[endpoint, status] += 1
         self._bytes[0] += received
         self._bytes[1] += sent
+        if self.shared:  # a process may be killed, and its counts must survive
+            self.record()
 
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()

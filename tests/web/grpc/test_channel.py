@@ -113,8 +113,9 @@ def test_few_streams_of_one_caller(impatient: Impatient) -> None:
         coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(STREAMS // 2 + 1)]
         for one in coming:
             one.put(good)
-        *streams, refused = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming]
+        streams = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming[:-1]]
         assert all(not next(stream).error_message for stream in streams)
+        refused = stub.ModelStreamInfer(iter(coming[-1].get, None), metadata=impatient.metadata)
         with pytest.raises(grpc.RpcError) as caught:
             next(refused)
         assert caught.value.code() is EXHAUSTED
