@@ -1,6 +1,7 @@
 """Fixtures that tests of several folders share."""
 
 import json
+import os
 import sys
 import threading
 import zlib
@@ -19,6 +20,7 @@ from support.v2 import LAYERS
 
 from service.wire.native import numbers
 
+os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout beside it
 # Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 300, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=300, deadline=None)

@@ -230,7 +230,7 @@ def test_law_10_with_several_workers(start: Start) -> None:
 )
 def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
     """Before a socket is opened, in one line that says how many there are, with the exit code of a command that makes no sense."""
-    command = [sys.executable, "-P", "-m", "service", "serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("attend serve: ")
@@ -273,7 +273,7 @@ def break_folder(path: Path) -> Path:
 def test_a_server_that_cannot_load_its_layers_ends(tmp_path: Path) -> None:
     """With the reason and an exit status, as with several workers."""
     break_folder(tmp_path)
-    command = [sys.executable, "-P", "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
     found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
     assert done.returncode == 1
@@ -286,7 +286,7 @@ def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""
     break_folder(tmp_path)
     flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json", "--drain-seconds", "0"]
-    command = [sys.executable, "-P", "-m", "service", "serve", *flags]
+    command = [sys.executable, "-m", "service", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
     found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
     assert done.returncode == 1

@@ -54,7 +54,8 @@ class Gateway:
     """A running gateway and the server behind it."""
 
     def __init__(self, server: Server, command: Callable[[Path, dict[str, str]], list[str]], folder: Path) -> None:
-        http, grpc_port = (str(event.get("url", event.get("address"))).rpartition(":")[2] for event in server.events[:2])
+        address = next(event["address"] for event in server.events if event["event"] == "listening for gRPC")
+        http, grpc_port = (str(where).rpartition(":")[2] for where in (server.url, address))
         self.server, self.http, self.grpc = server, free_port(), free_port()
         ports = {"127.0.0.1:8000": f"127.0.0.1:{http}", "127.0.0.1:8001": f"127.0.0.1:{grpc_port}"}
         ports |= {"8080": str(self.http), "8081": str(self.grpc)}

@@ -53,7 +53,7 @@ def _restored(cwd: Path | None) -> Iterator[None]:
 
 def spawn_attend(*arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> Done:
     """Runs a command in a process of its own. Standard error never holds a traceback or a warning."""
-    command = [sys.executable, "-P", "-W", "error::ResourceWarning", "-m", "service", *arguments]
+    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "service", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=300)
     assert b"Traceback" not in done.stderr and b"Warning" not in done.stderr, done.stderr.decode()
     return done

@@ -60,7 +60,7 @@ class Server:
 
 def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
     """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is."""
-    command = [sys.executable, "-P", "-m", "service", "serve", *FLAGS, *flags]
+    command = [sys.executable, "-m", "service", "serve", *FLAGS, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     assert process.stderr is not None
     return _ready(Server(process), process.stderr)
