@@ -52,6 +52,7 @@ REASONS = {
         r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
         r"a tensor of shape \[.*\]|one of (query\.weight|sinks|relative_bias|query_norm)\b.*",
     ],
+    "what a word is, no schema says": [r"a sentence with at least one word"],
     "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)"],
     "under /v2: what the path, another member or a text inside says": [
         r'"[^"]*", as in the path',

@@ -92,7 +92,7 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=Plan,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AnalysisRequest", (PLAN, "Tensors may be given by shape alone."), binary=True),
+        openapi_extra=request_body_doc("AttendRequest", (PLAN, "Tensors may be given by shape alone."), binary=True),
     )
     async def plan(request: Request) -> Plan:
         """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.

@@ -101,7 +101,7 @@ Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
-Indices = Annotated[list[Index], Field(min_length=1), unique("index")]
+Indices = Annotated[list[Index], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("index")]
 Positive = Annotated[int, Field(ge=1, strict=True)]
 Strict = Annotated[bool, Field(strict=True)]
 
