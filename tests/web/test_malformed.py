@@ -207,7 +207,7 @@ CODECS = [
     Bad("base64-long", 422, "/query/base64", "16 bytes", "20", coded([1, 4], "FP32", packed([1, 2, 3, 4, 5], "<f4"))),
     Bad("base64-empty", 422, "/query/base64", "16 bytes", "0", coded([1, 4], "FP32", "")),
     Bad("base64-is-list", 422, "/query/base64", "a base64 string", "a list of 4", coded([1, 4], "FP32", [1, 2, 3, 4])),
-    Bad("base64-is-null", 422, "/query", "data", "", coded([1, 4], "FP32", None)),
+    Bad("base64-is-null", 422, "/query/base64", "a base64 string", "null", coded([1, 4], "FP32", None)),
     Bad("base64-without-datatype", 422, "/query/datatype", "FP32", "null", tiny(query={"shape": [1, 4], "base64": "AAAA"})),
     Bad("base64-nan", 422, "/query/0/2", "a finite float32", "nan", coded([1, 4], "FP32", packed([1, 2, np.nan, 4], "<f4"))),
     Bad("base64-infinity", 422, "/query/0/3", "a finite float32", "inf", coded([1, 4], "FP32", packed([1, 2, 3, np.inf], "<f4"))),

@@ -204,8 +204,10 @@ class Reader:
             if key not in FORM_KEYS:
                 raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), describe_value(key))
         data, base64 = value.get("data"), value.get("base64")
-        if data is not None and base64 is not None:
+        if "data" in value and "base64" in value:
             raise InvalidRequest.where(at, "either data or base64", "both")
+        if "base64" in value and base64 is None:
+            raise InvalidRequest.where(f"{at}/base64", "a base64 string", "null")
         shape = shape_of(self.plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
         name = value.get("datatype")
         if not (name is None and base64 is None) and (not isinstance(name, str) or name not in DATATYPES):
