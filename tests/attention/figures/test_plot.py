@@ -1,5 +1,6 @@
 """Figures from arrays and labels: pooling against float64 NumPy, and what is drawn, whatever the labels are."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -417,8 +418,9 @@ assert "matplotlib.pyplot" not in sys.modules
 
 def test_two_processes_draw_the_same_bytes():
     """Whatever matplotlib is set to there; and nothing of it is changed."""
+    tests = Path(__file__).parents[2]
     command = [sys.executable, "-W", "error", "-c", DETERMINISM, "b", "19"]
-    there = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    there = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tests)})
 
     assert there.stderr == ""
     RNG.seed(3)
