@@ -143,7 +143,7 @@ class Client(_Connections[httpx.BaseTransport]):
     def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         """The last response. Raises Unreachable or one of its subclasses if there is none."""
         attempts = Attempts(self.retries, operation, self.timeout)
-        while (delay := attempts.next_delay(outcome := self._once(operation, attempts.timeout))) is not None:
+        while (delay := attempts.next_delay(outcome := self._once(operation, attempts.left))) is not None:
             time.sleep(delay)
         if isinstance(outcome, Exception):
             raise connection_error(outcome, self.base_url) from outcome
@@ -222,7 +222,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
 
     async def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         attempts = Attempts(self.retries, operation, self.timeout)
-        while (delay := attempts.next_delay(outcome := await self._once(operation, attempts.timeout))) is not None:
+        while (delay := attempts.next_delay(outcome := await self._once(operation, attempts.left))) is not None:
             await asyncio.sleep(delay)
         if isinstance(outcome, Exception):
             raise connection_error(outcome, self.base_url) from outcome

@@ -54,6 +54,11 @@ class Attempts:
         if self.operation.timeout is not USE_CLIENT_DEFAULT:
             self.timeout = self.operation.timeout
 
+    @property
+    def left(self) -> float | None:
+        """Seconds that remain for this and all later attempts; None is no limit."""
+        return None if self.timeout is None else max(0.001, self.timeout - (self.clock() - self._started))
+
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
         if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
@@ -61,8 +66,7 @@ class Attempts:
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
         self.failed += 1
         delay = self.draw() * bound + (retry_after(outcome) if isinstance(outcome, httpx.Response) else 0.0)
-        left = None if self.timeout is None else self.timeout - (self.clock() - self._started)
-        return delay if left is None or delay < left else None
+        return delay if (left := self.left) is None or delay < left else None
 
 
 def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:

@@ -112,8 +112,8 @@ class FigureRenderer:
     async def draw(self, drawing: Drawing, waiting: Waiting) -> bytes:
         """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= WAITING:
-            options = f"at most {WAITING} pictures that wait to be drawn"
-            raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", options, str(self._waiting + 1))])
+            expected = f"at most {WAITING} pictures that wait to be drawn"
+            raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", expected, str(self._waiting + 1))])
         latest = self.clock() + LONGEST
         latest = latest if waiting.deadline is None else min(latest, waiting.deadline)
         self._waiting += 1

@@ -147,3 +147,28 @@ def test_a_change_that_may_have_been_made_is_not_made_again(kind):
         made = client.delete_layer("x")
         asyncio.run(made)
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
+def test_the_timeout_is_for_all_attempts_together(timeout):
+    """A later attempt has what the earlier ones have left, in both clients."""
+
+    def serve(seen):
+        def answer(request):
+            seen.append(request.extensions["timeout"]["read"])
+            return httpx.Response(503) if len(seen) < 3 else httpx.Response(200, json={"layers": []})
+
+        return httpx.MockTransport(answer)
+
+    retries = Retries(first=0.001)
+    sync_seen, async_seen = [], []
+    with Client("http://127.0.0.1:9", timeout=timeout, retries=retries, transport=serve(sync_seen)) as client:
+        assert client.layers() == []
+
+    async def scenario():
+        async with AsyncClient("http://127.0.0.1:9", timeout=timeout, retries=retries, transport=serve(async_seen)) as client:
+            assert await client.layers() == []
+
+    asyncio.run(scenario())
+    for seen in (sync_seen, async_seen):
+        assert seen == [None] * 3 if timeout is None else timeout >= seen[0] > seen[1] > seen[2] > 0
