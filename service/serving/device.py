@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from service.serving.threads import lower_priority
+
 STATM = Path("/proc/self/statm")
 
 
@@ -40,7 +42,7 @@ def one_core() -> ThreadPoolExecutor:
     to compute at that moment would keep one core for ever.
     """
     default = torch.get_num_threads()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="one-core")
+    thread = ThreadPoolExecutor(1, "one-core", lower_priority)
     thread.submit(_use_one_core).result()
     torch.set_num_threads(default)
     return thread

@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         self.registry, self.scheduler, self.metrics, self.statistics = registry, scheduler, metrics, statistics
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
-        self.codecs = CodecPool(min(2, usable_cores()))  # more threads would only contend for the interpreter's lock
+        self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
         self.shards: Shards | None = None  # compute the calls that are too large for one process
 

@@ -23,6 +23,7 @@ from service.serving.binding import bind, fit
 from service.serving.cost import ServingLimits, check, predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, Waiting
+from service.serving.threads import lower_priority
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
@@ -105,7 +106,7 @@ class FigureRenderer:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._thread = ThreadPoolExecutor(1, "drawing")  # starts with the first figure
+        self._thread = ThreadPoolExecutor(1, "drawing", lower_priority)  # starts with the first figure
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 

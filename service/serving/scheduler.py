@@ -38,6 +38,7 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.load import LIGHT, Flow, Occupancy, Throughput, size_class
 from service.serving.metrics import Metrics
 from service.serving.requests import TOO_LATE
+from service.serving.threads import lower_priority
 
 INLINE_OPERATIONS = LIGHT  # most operations of a call that is computed on the event loop
 OVERHEAD = 1 << 20  # operations added to the cost of any call
@@ -84,7 +85,7 @@ class Scheduler:
         self._running: Running | None = None
         self._planned = False  # whether `_dispatch` will be called
         self._swept = False  # whether abandoned calls were removed since the last batch
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{device}")
+        self._thread = ThreadPoolExecutor(1, f"compute-{device}", lower_priority)
 
     @property
     def healthy(self) -> bool:

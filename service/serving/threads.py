@@ -1,9 +1,13 @@
-"""Chooses the number of threads for arithmetic from CPU affinity and cgroup quota, before torch is imported and starts its pool."""
+"""Threads for heavy work: their number, from CPU affinity and cgroup quota before torch starts its pool, and their priority."""
 
 import os
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+NICE = 10  # the event loop gets nine tenths of a core that it shares with one such thread
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
@@ -21,6 +25,13 @@ def plan_threads(workers: int, threads: int | None, cores: int) -> int:
     if workers * planned > cores:
         raise ValueError(f"{workers} workers with {planned} threads each exceed the {cores} cores this process may use")
     return planned
+
+
+def lower_priority() -> None:
+    """Make this thread, and threads that it starts, give way to the event loop, which answers light calls."""
+    if sys.platform == "linux":  # elsewhere priorities belong to the process
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
 
 
 def _quota(cgroup: Path) -> float | None:

@@ -1,18 +1,24 @@
 """Threads for codecs: what waits for what. Work stands still at an event that the test holds, never for a time."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from support.scheduler import PATIENCE, REAL, run, turns
 
 from service.serving.codec_pool import HEAVY, CodecPool
 from service.serving.cost import ServingLimits
+from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
+from service.serving.scheduler import Scheduler
 from service.serving.service import open_service
+from service.serving.threads import NICE
 from service.wire.codec import Decoded
 from service.wire.limits import WireLimits
 
@@ -70,19 +76,36 @@ def test_light_work_does_not_wait_behind_heavy_work() -> None:
     pooled(test)
 
 
-def test_where_there_is_one_thread_light_work_is_next() -> None:
-    """It waits for what runs, not for what waits."""
+def test_heavy_work_has_a_thread_of_its_own() -> None:
+    """It is not counted among the threads for light work."""
 
     async def test(pool: CodecPool, work: Work) -> None:
         tasks = [start(pool, work.of(name), HEAVY) for name in ("first", "second")]
         await work.until_entered()
-        tasks.append(start(pool, work.of("light"), 1))
-        await turns()
+        assert await start(pool, lambda: "light", 1) == "light"
+        assert work.order == ["first"]
         work.free.set()
         await asyncio.gather(*tasks)
-        assert work.order == ["first", "light", "second"]
+        assert work.order == ["first", "second"]
 
     pooled(test, threads=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
+    """Heavy bodies and computation have a lower priority than the event loop; light bodies have the same."""
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)  # of the calling thread
+
+    async def test(pool: CodecPool, _: Work) -> None:
+        scheduler = Scheduler(torch.device("cpu"), Metrics())
+        lower = min(19, priority() + NICE)
+        assert await pool.run(priority, HEAVY, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
+        assert await pool.run(priority, 1, "") == priority() != lower
+        scheduler.close()
+
+    pooled(test)
 
 
 def test_callers_take_turns() -> None:
@@ -165,7 +188,7 @@ def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         pool, refused = CodecPool(1), []
-        submit = pool._threads.submit
+        submit = pool._heavy.threads.submit
 
         def refuse_once(function: Callable[[], Any]) -> Any:
             if refused:
@@ -173,7 +196,7 @@ def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.Monk
             refused.append(function)
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(pool._threads, "submit", refuse_once)
+        monkeypatch.setattr(pool._heavy.threads, "submit", refuse_once)
         with pytest.raises(RuntimeError, match="can't start"):
             await pool.run(lambda: 1, HEAVY, "caller")
         assert await pool.run(lambda: 2, HEAVY, "caller") == 2

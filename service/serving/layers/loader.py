@@ -19,6 +19,7 @@ from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.statistics import LayerStatistics
+from service.serving.threads import lower_priority
 from service.spec import LayerSpec
 from service.tensors import Array
 
@@ -46,7 +47,7 @@ class LayerLoader:
         self.registry, self.probe, self.metrics, self.statistics = registry, probe, metrics, statistics
         self.store, self.largest = store, largest
         self._changing = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._thread = ThreadPoolExecutor(1, "loader", lower_priority)
         self._configured: frozenset[str] = frozenset()
         self._files: dict[str, LayerFile] = {}  # the files of the store that have been read, valid or not
         self._polling: asyncio.Task[None] | None = None
