@@ -136,10 +136,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4, help="a row of small; other sizes take three times as long")
     parser.add_argument("--turns", type=int, default=1, help="repetitions of the whole comparison; rates are their medians")
     parser.add_argument("--port", type=int, default=8101)
-    parser.add_argument("--attend", default="attend serve", help="command that starts attend")
+    parser.add_argument("--attend", action="append", help="NAME=COMMAND that starts attend (attend='attend serve'); may be repeated")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "attend-benchmarks")
     parser.add_argument("--json", type=Path, help="write all rows of all turns here as well")
     args = parser.parse_args()
+    args.attend = dict(command.split("=", 1) for command in args.attend or ["attend=attend serve"])
     args.cache.mkdir(parents=True, exist_ok=True)
     names = ["bare", *PEERS] if args.peers == "all" else [name for name in args.peers.split(",") if name]
     forms, measured = args.forms.split(","), []
@@ -154,7 +155,7 @@ def main() -> None:
 
 
 def compare(size: Size, names: list[str], forms: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one size, of attend and of every peer."""
+    """Rows of one size, of every attend and every peer."""
     seconds = args.seconds * (1 if size.name == "small" else 3)
     wire, arrays = payloads(size, args.cache)
     bare = environment("naive", FASTAPI, args.cache)
@@ -162,10 +163,11 @@ def compare(size: Size, names: list[str], forms: list[str], args: argparse.Names
     if "bare" in names:
         yield {"server": "bare", "form": "", **figures}
     for form in forms:
-        with serve_attend(args.port, size.shape[-1], size.num_heads, args.attend) as server:
-            url = server.url + PATHS[form]
-            for row in rows_of("attend", form, size, server, url, wire[form], seconds, want):
-                yield {"server": "attend", "form": form, **row}
+        for name, command in args.attend.items():
+            with serve_attend(args.port, size.shape[-1], size.num_heads, command) as server:
+                url = server.url + PATHS[form]
+                for row in rows_of(name, form, size, server, url, wire[form], seconds, want):
+                    yield {"server": name, "form": form, **row}
     for name in names:
         if name == "bare":
             continue
