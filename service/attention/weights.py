@@ -16,7 +16,8 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
-DRAWN = {f"{name}.weight" for name in PROJECTIONS}
+DRAWN_MATRICES = (*PROJECTIONS, "gate")
+DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 
 
 def draw_weights(spec: LayerSpec) -> Weights:
@@ -42,11 +43,11 @@ def _constants(spec: LayerSpec) -> Weights:
 
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:
-    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output."""
-    stream = np.random.RandomState(spec.seed)
+    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output, gate."""
+    stream, shapes = np.random.RandomState(spec.seed), spec.weight_shapes()
     weights: Weights = {}
-    for name in PROJECTIONS:
-        out_dim, in_dim = spec.weight_shapes()[f"{name}.weight"]
+    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+        out_dim, in_dim = shapes[f"{name}.weight"]
         draw = stream.random_sample((out_dim, in_dim))
         weights[f"{name}.weight"] = ((draw * 2 - 1) * math.sqrt(6 / (in_dim + out_dim))).astype(np.float32)
     return weights
@@ -82,8 +83,9 @@ def _generator(spec: LayerSpec) -> torch.Generator:
 def _torch_linear(spec: LayerSpec) -> Weights:
     generator = _generator(spec)
     weights: Weights = {}
-    for name in PROJECTIONS:
-        weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.has_bias(name), generator)
+    shapes = spec.weight_shapes()
+    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+        weight, bias = _linear(shapes[f"{name}.weight"], f"{name}.bias" in shapes, generator)
         weights[f"{name}.weight"] = weight.numpy()
         if bias is not None:
             weights[f"{name}.bias"] = bias.numpy()

@@ -221,7 +221,7 @@ def put_layer_from(
 ) -> Operation[LayerDocument]:
     """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
 
-    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
+    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder, cross, …, where the model has several. `spec`
     has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
     """
     return put_layer_file(name, model_layer(path, layer, part), spec=spec, timeout=timeout)
