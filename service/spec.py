@@ -215,6 +215,7 @@ class LayerSpec(BaseModel):
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
     init: Init | None = Field(default="xavier_uniform", description="Distribution of the drawn weights; null if weights were given.")
+    gain: Annotated[Positive, Field(le=LARGEST)] = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
     dtype: DType = Field(default="float32", description="Datatype of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
         default="highest",
@@ -387,11 +388,11 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
 
-    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `matmul_precision`
-    and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
+    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `gain`,
+    `matmul_precision` and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
     (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
-    document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
+    document = spec.model_dump(mode="json", exclude={"seed", "init", "gain", "matmul_precision"})
     for part, defaults in LATER.items():
         if (fields := document[part] if part else document) is not None:
             for name in [name for name, default in defaults.items() if fields[name] == default]:

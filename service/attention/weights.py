@@ -23,11 +23,18 @@ DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 def draw_weights(spec: LayerSpec) -> Weights:
     """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights.
 
-    Raises InvalidRequest if the spec has no init.
+    Raises InvalidRequest if the spec has no init, or a gain that makes weights infinite.
     """
     if spec.init is None:
         raise InvalidRequest.where("/spec/init", "a way to draw the weights, since none are given", "null")
-    return in_dtype(spec, _constants(spec) | (SCHEMES[spec.init](spec) if spec.projections else {}))
+    drawn = SCHEMES[spec.init](spec) if spec.projections else {}
+    if spec.gain == 1:
+        return in_dtype(spec, _constants(spec) | drawn)
+    with np.errstate(over="ignore"):
+        weights = in_dtype(spec, _constants(spec) | {name: array * spec.gain for name, array in drawn.items()})
+    if not all(np.isfinite(array).all() for array in weights.values()):
+        raise InvalidRequest.where("/spec/gain", f"a factor whose weights are finite in {spec.dtype}", str(spec.gain))
+    return weights
 
 
 def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
