@@ -36,6 +36,7 @@ from service.checkpoints.traits import (
     gpt2_scale,
     gpt_neo,
     laguna,
+    latent,
     layer_thetas,
     modernbert_decoder_window,
     modernbert_window,
@@ -96,13 +97,14 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields["output_gate"] = None
+    fields |= {"output_gate": None, "latent": None}
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
         fields |= trait(config, n, layer_type)
     if attention.rotary:
-        rope = rope_fields(config, attention.rotary, layer_type, fields["head_dim"])
+        rotated = fields["latent"]["rope_key_dim"] if fields["latent"] else fields["head_dim"]
+        rope = rope_fields(config, attention.rotary, layer_type, rotated)
         fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
     fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
     return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
@@ -173,6 +175,13 @@ HRM_TEXT = replace(
     bias=NO_BIASES,
     traits=(gated(), only("attention_bias", False)),
     irrelevant="^embedding_scale$",
+)
+LATENT = decoder(
+    latent,
+    layout="latent",
+    kv_heads=(),
+    rotary=Rotary(interleaved_field="rope_interleave"),
+    bias=biased("attention_bias", "o"),
 )
 
 DECODERS: dict[str, Family] = {
@@ -256,6 +265,9 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
+    "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
+    "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
@@ -393,8 +405,9 @@ ENCODER_DECODERS: dict[str, Family] = {
     "longt5": {part: replace(a, irrelevant=a.irrelevant + LONGT5_FIELDS) for part, a in without_encoder(t5()).items()},
 }
 REASONS = {  # what the layer cannot compute -> model types that need it
-    "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
-        longcat_flash mistral4 youtu axk1 axk2""",
+    "keys selected by an indexer": "deepseek_v32 deepseek_v4 glm_moe_dsa axk2",
+    "factors on latent vectors": "longcat_flash",
+    "code that transformers does not have": "kimi_k2",
     "a norm of head outputs": "muse_spark_text",
     "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
     "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
@@ -404,7 +417,7 @@ REASONS = {  # what the layer cannot compute -> model types that need it
     "queries of their own for entities": "luke",
     "quantised arithmetic": "ibert",
     "a factor on values": "mimo_v2_flash",
-    "queries scaled by position, or chunks": "llama4_text ministral3 beam",
+    "queries scaled by position, or chunks": "llama4_text ministral3 mistral4 beam",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS

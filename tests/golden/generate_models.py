@@ -21,7 +21,7 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 FOLDER = Path(__file__).parent / "models"
-QUERY, KEY = ("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight")
+QUERY, KEY = ("query_down.weight", "query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight")
 MOST_KINDS = 3  # of layers of one part that are kept
 TOLERANCE = 3e-5  # of the largest value
 
@@ -44,9 +44,7 @@ def compare(config):
             verdicts[layer] = "refused", str(refusal)
             continue
         names = described.find(tensors).names
-        parts = [
-            next(names[p] for p in ps if p in names) for ps in (("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight"))
-        ]
+        parts = [next(names[part] for part in parts if part in names) for parts in (QUERY, KEY)]
         modules[layer] = tuple(model.module(tensors[name]) for name in (*parts, names["output.weight"]))
         loaded[layer] = LayerSpec.model_validate(fields), weights, tensors, described
     for layer, seen in model.run(modules).items():

@@ -162,7 +162,10 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
-    return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
+    keys = _variance(tensors, "key")
+    if (latent := spec.latent) is not None:
+        keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
+    return math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
