@@ -64,17 +64,17 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
 
 
 def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
-    lens = request.valid_lens
-    if lens is None:
+    lengths = request.valid_lens
+    if lengths is None:
         return
     accepted = [(), (q,)] if b is None else [(b,), (b, q)]
-    if lens.shape not in accepted:
+    if lengths.shape not in accepted:
         shapes = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
-        raise disagreement("/valid_lens", f"shape {shapes}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
-    real = without_broadcast(lens)
-    if (wrong := real > k).any():
+        raise disagreement("/valid_lens", f"shape {shapes}", f"shape {list(lengths.shape)}" if lengths.ndim else "a single number")
+    stored = without_broadcast(lengths)
+    if (wrong := stored > k).any():
         at = first_index(wrong)
-        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(real, at))
+        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
 
 
 def _positions(request: Any, b: int | None, q: int, k: int) -> None:
@@ -108,10 +108,10 @@ def _selection(request: Any, q: int) -> None:
 
 
 def _gradients(request: Any) -> None:
-    raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
-    if raw and request.output_gradient is None:
-        raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is among the outputs", "nothing")
-    if request.output_gradient is not None and not raw:
+    gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    if gradients and request.output_gradient is None:
+        raise disagreement("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
+    if request.output_gradient is not None and not gradients:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 

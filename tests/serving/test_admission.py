@@ -10,7 +10,8 @@ import pytest
 from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.admission import LONGEST_WAIT, MEMORY, SHARE, ByteBudget
+from service.serving.admission import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
+from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
@@ -39,7 +40,7 @@ def fill(budget: ByteBudget, caller: str) -> int:
 def test_one_caller_cannot_take_all() -> None:
     """Two thirds at most where nobody else is; the refusal names the bound."""
     budget = ByteBudget(CAPACITY)
-    most = CAPACITY * SHARE // (SHARE + 1)
+    most = CAPACITY * SHARE_OF_FREE // (SHARE_OF_FREE + 1)
     assert most - PIECE < fill(budget, "a") <= most
     with pytest.raises(Overloaded, match="one caller's request bodies and replies"):
         budget.lease("a").add(PIECE)
@@ -106,19 +107,19 @@ def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
             budget.lease(caller).check_room(size)
         return refusal.value.retry_after
 
-    assert wait("new", size) == LONGEST_WAIT
+    assert wait("new", size) == MAX_RETRY_AFTER
     for _ in range(200):  # 100 bytes each half second, which others take at once
         now[0] += 0.5
         leases[0].release()
         leases[0].resize(size)
     assert wait("new", size) == 1
     assert [wait("new", size) for size in (400, 500)] == [2, 3]
-    now[0] += MEMORY
+    now[0] += RATE_TIME_CONSTANT
     assert wait("new", 400) > 4, "releases of long ago count for less"
     now[0] += 3600
-    assert wait("new", 400) == LONGEST_WAIT
+    assert wait("new", 400) == MAX_RETRY_AFTER
     leases[0].release()
-    assert wait("1", size) < LONGEST_WAIT
+    assert wait("1", size) < MAX_RETRY_AFTER
 
 
 def test_retry_after_is_spread() -> None:
@@ -295,11 +296,11 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)))).pieces
+            assert (await service.engine.answer(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)), ATTEND)).pieces
             computed = service.scheduler.finished_at
             raw = RawRequest(body, reply_codec=Watched(JSON, parse, encode_json), gone=lambda: service.scheduler.finished_at > computed)
             with pytest.raises(CallerGone):
-                await service.engine.attend(raw)
+                await service.engine.answer(raw, ATTEND)
             assert len(encoded) == 1
 
     run(test())

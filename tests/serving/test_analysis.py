@@ -28,6 +28,7 @@ from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
 from service.serving.cost import ServingLimits
+from service.serving.engine import ANALYSIS
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.spec import LayerSpec
@@ -394,7 +395,7 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> bytes:
         await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        return b"".join((await service.engine.answer(RawRequest(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS)).pieces)
 
     monkeypatch.setattr(compute, "measure", watched)
     service = open_service("cpu", WireLimits(), ServingLimits())

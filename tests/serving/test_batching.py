@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, random_case
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, split, stack
-from service.serving.binding import bind, fit
+from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.executor import Outcome, compute
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -51,7 +51,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     """The request as it comes out of decoding and binding, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
-    fit(request, layer.spec)
+    check_against_layer(request, layer.spec)
     return bind(request, layer.spec), predict(request, layer.spec)
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from support.scheduler import PATIENCE, REAL, run, turns
 
-from service.serving.codec_pool import HEAVY, CodecPool
+from service.serving.codec_pool import HEAVY_BYTES, CodecPool
 from service.serving.cost import ServingLimits
+from service.serving.engine import ATTEND
 from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
 from service.serving.scheduler import Scheduler
@@ -66,9 +67,9 @@ def test_light_work_does_not_wait_behind_heavy_work() -> None:
     """Ten heavy jobs came first; one of them runs, and light ones run beside it."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        heavy = [start(pool, work.of("heavy"), HEAVY) for _ in range(10)]
+        heavy = [start(pool, work.of("heavy"), HEAVY_BYTES) for _ in range(10)]
         await work.until_entered()
-        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY - 1) for i in range(5))) == [0, 1, 2, 3, 4]
+        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY_BYTES - 1) for i in range(5))) == [0, 1, 2, 3, 4]
         assert work.order == ["heavy"]
         work.free.set()
         assert await asyncio.gather(*heavy) == 10 * ["heavy"]
@@ -80,7 +81,7 @@ def test_heavy_work_has_a_thread_of_its_own() -> None:
     """It is not counted among the threads for light work."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY) for name in ("first", "second")]
+        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("first", "second")]
         await work.until_entered()
         assert await start(pool, lambda: "light", 1) == "light"
         assert work.order == ["first"]
@@ -101,7 +102,7 @@ def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
     async def test(pool: CodecPool, _: Work) -> None:
         scheduler = Scheduler(torch.device("cpu"), Metrics())
         lower = min(19, priority() + NICE)
-        assert await pool.run(priority, HEAVY, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
+        assert await pool.run(priority, HEAVY_BYTES, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
         assert await pool.run(priority, 1, "") == priority() != lower
         scheduler.close()
 
@@ -112,9 +113,9 @@ def test_callers_take_turns() -> None:
     """However many bodies one of them has sent."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of("a"), HEAVY, "a") for _ in range(5)]
+        tasks = [start(pool, work.of("a"), HEAVY_BYTES, "a") for _ in range(5)]
         await work.until_entered()
-        tasks += [start(pool, work.of("b"), HEAVY, "b") for _ in range(2)]
+        tasks += [start(pool, work.of("b"), HEAVY_BYTES, "b") for _ in range(2)]
         await turns()
         work.free.set()
         await asyncio.gather(*tasks)
@@ -127,7 +128,7 @@ def test_work_that_fails_fails_for_its_caller_alone() -> None:
     """The error reaches whoever waits for it, and its thread goes on."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        for size in (1, HEAVY):
+        for size in (1, HEAVY_BYTES):
             with pytest.raises(ZeroDivisionError):
                 await pool.run(lambda: 1 // 0, size, "")
             assert await pool.run(lambda: 7, size, "") == 7
@@ -139,7 +140,7 @@ def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
     """Cancelled while it waits: it never runs. Cancelled while it runs: its result is dropped, and the next runs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY) for name in ("runs", "waits", "last")]
+        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
         await work.until_entered()
         for task in tasks[:2]:
             task.cancel()
@@ -166,15 +167,15 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
         decode = service.engine.decode
 
         def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
-            if len(raw.body) >= HEAVY:
+            if len(raw.body) >= HEAVY_BYTES:
                 work.of("large")()
             return decode(raw, *more)
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(service.engine.attend(RawRequest(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
+        large = [asyncio.create_task(service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES), caller="a"), ATTEND)) for _ in range(4)]
         await work.until_entered()
-        assert (await service.engine.attend(RawRequest(text.ljust(HEAVY // 2), caller="a"))).pieces
+        assert (await service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES // 2), caller="a"), ATTEND)).pieces
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
@@ -198,8 +199,8 @@ def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(pool._heavy.threads, "submit", refuse_once)
         with pytest.raises(RuntimeError, match="can't start"):
-            await pool.run(lambda: 1, HEAVY, "caller")
-        assert await pool.run(lambda: 2, HEAVY, "caller") == 2
+            await pool.run(lambda: 1, HEAVY_BYTES, "caller")
+        assert await pool.run(lambda: 2, HEAVY_BYTES, "caller") == 2
         pool.close()
 
     run(scenario())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.serving.fair_queue import REMEMBERED, FairQueue
+from service.serving.fair_queue import MAX_IDLE_FLOWS, FairQueue
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def test_what_is_removed_is_not_counted() -> None:
 def test_flows_of_the_past_are_forgotten() -> None:
     """As many callers as there are addresses leave no more behind than is kept."""
     queue = queue_of()
-    for number in range(5 * REMEMBERED):
+    for number in range(5 * MAX_IDLE_FLOWS):
         queue.append(Item(str(number), 0, 1.0))
         queue.serve([next(iter(queue))])
     assert not queue
-    assert len(queue._idle) <= REMEMBERED
+    assert len(queue._idle) <= MAX_IDLE_FLOWS

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.figures import WAITING, FigureRenderer
-from service.serving.requests import Waiting
+from service.serving.figures import MAX_WAITING, FigureRenderer
+from service.serving.requests import CallerState
 
 
 class Held:
@@ -34,7 +34,7 @@ def renderer():
 
 
 async def begin(renderer, figure, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(renderer.draw(figure.draw, Waiting(deadline, gone)))
+    task = asyncio.create_task(renderer.draw(figure.draw, CallerState(deadline, gone)))
     await asyncio.sleep(0)
     return task
 
@@ -42,9 +42,9 @@ async def begin(renderer, figure, deadline=None, gone=lambda: False):
 def test_what_waits_has_a_bound(renderer):
     async def scenario():
         held = Held()
-        tasks = [await begin(renderer, held) for _ in range(WAITING)]
+        tasks = [await begin(renderer, held) for _ in range(MAX_WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(held.draw, Waiting(None, lambda: False))
+            await renderer.draw(held.draw, CallerState(None, lambda: False))
         for task in tasks:
             task.cancel()
         held.go.set()
@@ -54,7 +54,7 @@ def test_what_waits_has_a_bound(renderer):
     refusal = asyncio.run(scenario())
 
     assert refusal.retry_after >= 1
-    assert refusal.problems[0].got == str(WAITING + 1)
+    assert refusal.problems[0].got == str(MAX_WAITING + 1)
 
 
 def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
@@ -62,7 +62,7 @@ def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
         first, second = Held(), Held()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await renderer.draw(second.draw, Waiting(renderer.clock() + 0.01, lambda: False))
+            await renderer.draw(second.draw, CallerState(renderer.clock() + 0.01, lambda: False))
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)

@@ -13,7 +13,7 @@ def cost(operations: int = 0, memory: int = 0) -> Cost:
 def filled(occupancy: Occupancy, flow: Flow, one: Cost) -> int:
     """How many such calls of the flow find room."""
     for count in range(1000):
-        if not occupancy.has_room(flow, one):
+        if occupancy.refusal(flow, one) is not None:
             return count
         occupancy.add(flow, one)
     raise AssertionError("there is no end to it")
@@ -27,7 +27,7 @@ def test_one_caller_leaves_as_much_as_it_takes(one: Cost) -> None:
     assert filled(occupancy, Flow("b", 4), one) == 30
     assert filled(occupancy, Flow("a", 0), one) == 15
     assert filled(occupancy, Flow("", 0), one) == 15
-    assert not occupancy.has_room(Flow("c", 4), one)
+    assert occupancy.refusal(Flow("c", 4), one) is not None
     setting = "max_queue_operations" if one.operations else "max_queue_bytes"
     in_all, shared = occupancy.refusal(Flow("c", 4), one), Occupancy(120, 120)
     assert in_all and in_all.expected.startswith("room in a queue of 120 ") and setting in in_all.expected
@@ -41,13 +41,13 @@ def test_the_first_call_of_a_caller_may_be_larger_than_its_share() -> None:
     """Otherwise a call between half and all of the queue would be refused for ever."""
     occupancy = Occupancy(100, 100)
     occupancy.add(Flow("a", 4), cost(operations=5))
-    assert occupancy.has_room(Flow("b", 4), cost(operations=95))
-    assert not occupancy.has_room(Flow("b", 4), cost(operations=96))
+    assert occupancy.refusal(Flow("b", 4), cost(operations=95)) is None
+    assert occupancy.refusal(Flow("b", 4), cost(operations=96)) is not None
 
 
 def test_an_empty_queue_takes_any_call() -> None:
     """What passed admission is served."""
-    assert Occupancy(1, 1).has_room(Flow("a", 4), cost(10**15, 10**15))
+    assert Occupancy(1, 1).refusal(Flow("a", 4), cost(10**15, 10**15)) is None
 
 
 def test_what_leaves_makes_room() -> None:

@@ -25,11 +25,12 @@ from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
 from service.serving import batching, executor, probe, scheduler
 from service.serving.batching import Entry
-from service.serving.binding import bind, fit
+from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome
 from service.serving.requests import RawRequest
-from service.serving.scheduler import OOM_UNREADY
+from service.serving.scheduler import UNHEALTHY_AFTER
 from service.serving.service import open_service
 from service.settings import Settings
 from service.spec import LayerSpec
@@ -47,7 +48,7 @@ from service.wire.schemas.attend import AttendRequest
 @pytest.fixture
 def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is computed on the device's thread, however little it costs."""
-    monkeypatch.setattr(scheduler, "INLINE_OPERATIONS", -1)
+    monkeypatch.setattr(scheduler, "LIGHT_OPERATIONS", -1)
 
 
 def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
@@ -87,12 +88,12 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
         attention.door.clear()
         busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
-        waiting = asyncio.create_task(service.engine.attend(good))
+        waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
         await turns()
 
         before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
-            await service.engine.attend(RawRequest(body))
+            await service.engine.answer(RawRequest(body), ATTEND)
         assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
@@ -835,7 +836,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
             return True
 
         assert service.ready
-        for _ in range(OOM_UNREADY - 1):
+        for _ in range(UNHEALTHY_AFTER - 1):
             assert not await ask(2)
             assert service.ready
         assert not await ask(2)
@@ -844,7 +845,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
         assert not service.ready
         assert await ask(1)
         assert service.ready
-        for _ in range(OOM_UNREADY - 1):
+        for _ in range(UNHEALTHY_AFTER - 1):
             assert not await ask(2)
         assert service.ready
         service.close()
@@ -882,7 +883,7 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
 
             async def fall() -> None:
                 attention.fault = beyond(0, MemoryError)
-                for _ in range(OOM_UNREADY):
+                for _ in range(UNHEALTHY_AFTER):
                     with pytest.raises(OutOfMemory):
                         await service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
                 assert not service.ready
@@ -900,7 +901,7 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
             assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "RECOVERY", 0.001)
+        patch.setattr(probe, "RECOVERY_INTERVAL", 0.001)
         run(test())
 
 
@@ -1030,7 +1031,7 @@ def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[
     async def test() -> None:
         bench = Bench()
         asked = validate(AttendRequest, {"layer": "layer", **fields})
-        fit(asked, SPEC)
+        check_against_layer(asked, SPEC)
         await bench.scheduler.submit(bench.layer, bind(asked, SPEC), predict(asked, SPEC))
         assert (bench.attention.threads == [threading.get_ident()]) == small
         bench.scheduler.close()
@@ -1055,7 +1056,7 @@ def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.attend(RawRequest(packed, Watched(JSON, parse, encode_json), "gzip"))
+            await service.engine.answer(RawRequest(packed, Watched(JSON, parse, encode_json), "gzip"), ATTEND)
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()

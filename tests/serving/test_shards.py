@@ -20,7 +20,8 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
-from service.serving.cost import ServingLimits, predict, refusals, share
+from service.serving.cost import ServingLimits, cost_of_part, predict, refusals
+from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
@@ -169,7 +170,7 @@ def ask(shards, limits=None, deadline=None, **fields):
                 service.engine.shards = shards
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else service.clock() + deadline
-            answer = await service.engine.attend(RawRequest(body, deadline=until))
+            answer = await service.engine.answer(RawRequest(body, deadline=until), ATTEND)
             plan = await service.engine.plan(RawRequest(body))
             return orjson.loads(b"".join(answer.pieces)), plan
         finally:
@@ -222,7 +223,7 @@ def test_what_is_too_much_for_all_shards_is_refused():
         ask(Here(2), limits)
     problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(max_scores=10), 64)
     assert problems and not in_parts, "weights come together in one place"
-    assert share(cost_of(), 2).operations == -(-cost_of().operations // 2)
+    assert cost_of_part(cost_of(), 2).operations == -(-cost_of().operations // 2)
 
 
 def test_a_deadline_ends_the_wait_for_shards():

@@ -7,7 +7,7 @@ import pytest
 from support.layer_statistics import PHASES, count, count_and_leave, started
 
 from service.serving.executor import Execution
-from service.serving.statistics import SIZES, LayerStatistics
+from service.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
 
 
 def series(statistics: LayerStatistics) -> dict[tuple[str, str], float]:
@@ -32,14 +32,14 @@ def test_calls_are_counted_by_batch_size() -> None:
 
 def test_many_batch_sizes_are_all_counted_in_bounded_memory() -> None:
     statistics = started()
-    for size in range(1, 3 * SIZES):
+    for size in range(1, 3 * MAX_BATCH_SIZES):
         statistics.answered("a", PHASES, size, Execution(size), 1)
     statistics.failed("a", 1.0)
 
     found = statistics.all()["a"]
 
-    assert (found.answered.calls, found.answered.executions, found.failed.calls) == (3 * SIZES - 1, 3 * SIZES - 1, 1)
-    assert list(found.batches) == list(range(1, SIZES + 1)) and len(found.rows) == SIZES + 2
+    assert (found.answered.calls, found.answered.executions, found.failed.calls) == (3 * MAX_BATCH_SIZES - 1, 3 * MAX_BATCH_SIZES - 1, 1)
+    assert list(found.batches) == list(range(1, MAX_BATCH_SIZES + 1)) and len(found.rows) == MAX_BATCH_SIZES + 2
 
 
 def test_processes_of_one_folder_report_the_sum_which_outlives_them(tmp_path: Path) -> None:

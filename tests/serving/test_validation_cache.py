@@ -18,7 +18,7 @@ from service.serving.engine import ATTEND, Engine
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import BoundCall, RawRequest
 from service.serving.service import open_service
-from service.serving.validation_cache import KEPT, MAX_KEY_CHARACTERS, ValidationCache, cache_key
+from service.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, ValidationCache, cache_key
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -116,10 +116,10 @@ def test_masks_are_judged_by_their_values_every_time() -> None:
 
 def test_little_is_kept_and_no_numbers() -> None:
     remembering = engine()
-    for n in range(1, KEPT + 20):
+    for n in range(1, MAX_RESULTS + 20):
         bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
     kept = remembering.registry.find("default").validated._results
-    assert len(kept) == KEPT
+    assert len(kept) == MAX_RESULTS
     for prepared in kept.values():
         assert "query" not in prepared.options
         assert prepared.request.query.strides == (0, 0, 0)
@@ -145,7 +145,7 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
     before, most = sys.gettrace(), 1
     while place < most:
         place, instructions, cache = place + 1, 0, ValidationCache()
-        for number in range(KEPT):
+        for number in range(MAX_RESULTS):
             cache.keep(number, *parts)
         sys.settrace(interrupt)
         try:
@@ -154,10 +154,12 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
             sys.settrace(before)
         most = instructions
         kept = set(cache._results)
-        assert "first" in kept and len(kept) == KEPT
-        for number in range(KEPT):
+        assert "first" in kept and len(kept) == MAX_RESULTS
+        for number in range(MAX_RESULTS):
             cache.keep(("later", number), *parts)
-        assert set(cache._results) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
+        assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, (
+            f"an entry was left behind at instruction {place}"
+        )
     assert most > 50
 
 

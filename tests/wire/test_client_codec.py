@@ -5,7 +5,7 @@ import pytest
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import DATATYPES, datatype_of
-from service.wire.client_codec import READABLE, decode_reply, encode_request
+from service.wire.client_codec import MAX_NESTED_BYTES, decode_reply, encode_request
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
@@ -69,14 +69,14 @@ def sent(field: str, value: object) -> tuple[bytes, np.ndarray]:
     return body, parse(body, AttendRequest.tensors, WireLimits())[field]
 
 
-@pytest.mark.parametrize("count", [READABLE // 8, READABLE])
+@pytest.mark.parametrize("count", [MAX_NESTED_BYTES // 8, MAX_NESTED_BYTES])
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
 def test_a_tensor_of_any_datatype_arrives_exactly(datatype, count):
     """Small as a list, large as base64."""
     dtype = DATATYPES[datatype].numpy
     array = (np.random.default_rng(2).standard_normal((2, count // 2)) * 100).astype(dtype)
     body, got = sent("attend_mask" if datatype == "BOOL" else "query", array)
-    assert (b"base64" in body) == (array.nbytes > READABLE)
+    assert (b"base64" in body) == (array.nbytes > MAX_NESTED_BYTES)
     np.testing.assert_array_equal(got.astype(np.float64), array.astype(np.float64))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from service.errors import NotAcceptable, UnsupportedMediaType
 from service.wire.codec import CODECS
-from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, form_of_body, form_of_reply
+from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
 
 ST = SAFETENSORS
 
@@ -18,7 +18,7 @@ def test_every_form_can_be_asked_for() -> None:
     assert set(SUPPORTED) == set(CODECS)
     assert SUPPORTED[0] == JSON
     for name in CODECS:
-        assert name == form_of_body(name) == form_of_reply(name)
+        assert name == media_type_of_body(name) == media_type_of_reply(name)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_every_form_can_be_asked_for() -> None:
 )
 def test_the_form_of_a_body(content_type: str, form: str) -> None:
     """None given, and curl's form type, are JSON; case and parameters do not matter."""
-    assert form_of_body(content_type) == form
+    assert media_type_of_body(content_type) == form
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_form_of_a_body(content_type: str, form: str) -> None:
 def test_a_body_of_another_type_is_refused(content_type: str) -> None:
     """415, naming those that are read."""
     with pytest.raises(UnsupportedMediaType, match=f"{JSON} or {ST}"):
-        form_of_body(content_type)
+        media_type_of_body(content_type)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_body_of_another_type_is_refused(content_type: str) -> None:
 )
 def test_the_form_of_a_reply(accept: str, form: str) -> None:
     """The highest quality wins, the most specific range tells it, ties go to JSON; a header that names nothing wants nothing."""
-    assert form_of_reply(accept) == form
+    assert media_type_of_reply(accept) == form
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_form_of_a_reply(accept: str, form: str) -> None:
 def test_nothing_that_can_be_sent_is_refused(accept: str) -> None:
     """406, naming both forms; no echo of a long header."""
     with pytest.raises(NotAcceptable, match=f"{JSON} or {ST}") as refusal:
-        form_of_reply(accept)
+        media_type_of_reply(accept)
     assert len(refusal.value.detail) < 250
 
 
@@ -139,7 +139,7 @@ def test_nothing_that_can_be_sent_is_refused(accept: str) -> None:
 )
 def test_no_header_surprises(header: str) -> None:
     """Any text: one of the forms, or one of our refusals."""
-    for negotiate, refusal in ((form_of_body, UnsupportedMediaType), (form_of_reply, NotAcceptable)):
+    for negotiate, refusal in ((media_type_of_body, UnsupportedMediaType), (media_type_of_reply, NotAcceptable)):
         with suppress(refusal):
             assert negotiate(header) in SUPPORTED
 
@@ -151,6 +151,6 @@ def test_the_higher_quality_wins(json: int, safetensors: int) -> None:
     for accept in (", ".join(ranges), ", ".join(reversed(ranges))):
         if json == safetensors == 0:
             with pytest.raises(NotAcceptable):
-                form_of_reply(accept)
+                media_type_of_reply(accept)
         else:
-            assert form_of_reply(accept) == (ST if safetensors > json else JSON)
+            assert media_type_of_reply(accept) == (ST if safetensors > json else JSON)

@@ -22,7 +22,7 @@ from service.errors import AttendError, InvalidRequest, MalformedBody, RequestEr
 from service.tensors import DATATYPES, Array, datatype_of
 from service.wire.limits import WireLimits
 from service.wire.reply import Reply
-from service.wire.safetensors import HEADER_BYTES, encode, parse, read_tensors, write_tensors
+from service.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
 from service.wire.schemas.attend import AttendRequest, ReplyOptions
 
 LIMITS = WireLimits()
@@ -214,7 +214,7 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
     ("a header of nothing, and data", struct.pack("<Q", 0) + DATA, MalformedBody, ""),
     ("a header beyond the body", body({"x": entry()}, DATA, length=10_000), MalformedBody, ""),
     ("a header one byte beyond the body", body({}, length=3), MalformedBody, ""),
-    ("a huge header", body({"x": entry()}, DATA, length=HEADER_BYTES + 1), TooLarge, ""),
+    ("a huge header", body({"x": entry()}, DATA, length=MAX_HEADER_BYTES + 1), TooLarge, ""),
     ("the hugest header", b"\xff" * 8 + b"{}", TooLarge, ""),
     ("a header that overflows", struct.pack("<Q", 2**63) + b"{}", TooLarge, ""),
     ("a header cut short", body(b'{"x": {"dtype": "F32", "sha'), MalformedBody, ""),
@@ -355,8 +355,8 @@ def test_a_body_with_more_behind_it_is_refused() -> None:
 
 def test_a_huge_header_is_not_even_read() -> None:
     """What says that it is beyond the bound is refused by its first eight bytes."""
-    for size in (HEADER_BYTES + 1, 2**40, 2**64 - 1):
-        with pytest.raises(TooLarge, match=str(HEADER_BYTES)):
+    for size in (MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1):
+        with pytest.raises(TooLarge, match=str(MAX_HEADER_BYTES)):
             read_tensors(struct.pack("<Q", size))
 
 

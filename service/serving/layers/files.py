@@ -48,9 +48,9 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
-            return ReadLayer(given_weights(validate(LayerSpec, fields, "/spec")), weights)
+            return ReadLayer(without_init(validate(LayerSpec, fields, "/spec")), weights)
         fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
-        spec = given_weights(validate(LayerSpec, fields, "/spec"))
+        spec = without_init(validate(LayerSpec, fields, "/spec"))
         return ReadLayer(spec, weights, assumed_fields(spec, given))
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -59,7 +59,7 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
     for name in ("prefix", "spec"):
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    return ReadLayer(given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
+    return ReadLayer(without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
 
 
 def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
     return validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"), tensors, metadata.get(FINGERPRINT, "")
 
 
-def given_weights(spec: LayerSpec) -> LayerSpec:
+def without_init(spec: LayerSpec) -> LayerSpec:
     """The spec without init and seed, for a layer whose weights are given."""
     return spec.model_copy(update={"init": None, "seed": None})
 

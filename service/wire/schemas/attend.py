@@ -36,9 +36,11 @@ from service.wire.schemas.tensors import (
     with_definitions,
 )
 
-WEIGHTS = "Canonical name -> tensor. If null, the weights are drawn by `init` and `seed`; if given, `init` and `seed` become null."
+WEIGHTS_DESCRIPTION = (
+    "Canonical name -> tensor. If null, the weights are drawn by `init` and `seed`; if given, `init` and `seed` become null."
+)
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
+MASK_FIELDS = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
 OTHER_ENDPOINTS = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # field -> the endpoint that accepts it
 
 Output = Literal[
@@ -201,7 +203,7 @@ class AttendRequest(Document):
         if not isinstance(data, dict):
             return data
         if "mask" in data:
-            raise disagreement("/mask", WHICH_MASK, '"mask"')
+            raise disagreement("/mask", MASK_FIELDS, '"mask"')
         for name, path in OTHER_ENDPOINTS.items():
             if name in data and name not in cls.model_fields:
                 raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", describe_value(data[name]))
@@ -222,7 +224,7 @@ class PutLayer(Document):
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
+    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
     @model_validator(mode="before")
     @classmethod

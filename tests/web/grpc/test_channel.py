@@ -20,8 +20,9 @@ from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded
-from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns, turns_within
-from service.web.grpc.channel import STREAMS, WATCHES
+from service.serving.admission import ByteBudget, CallLimit
+from service.serving.streams import MessageReader, message_reader
+from service.web.grpc.channel import MAX_STREAMS, MAX_WATCHES
 from service.web.grpc.channel import address_of as address_of_peer
 from service.web.keys import make_key, write_keys
 
@@ -110,7 +111,7 @@ def test_few_streams_of_one_caller(impatient: Impatient) -> None:
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
     with grpc.insecure_channel(impatient.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(STREAMS // 2 + 1)]
+        coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(MAX_STREAMS // 2 + 1)]
         for one in coming:
             one.put(good)
         streams = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming[:-1]]
@@ -159,7 +160,7 @@ def test_few_who_watch(v2_server: Server) -> None:
     """Half of the places for one caller; a place is free again when one leaves."""
     with grpc.insecure_channel(address_of(v2_server)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
-        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES // 2)]
+        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES // 2)]
         assert all(next(one).status == health_pb2.HealthCheckResponse.SERVING for one in watches)
         with pytest.raises(grpc.RpcError) as caught:
             next(watch(health_pb2.HealthCheckRequest()))
@@ -201,10 +202,10 @@ class Call:
 def test_what_may_be_coming_is_in_the_budget() -> None:
     async def check() -> None:
         budget, call = ByteBudget(1000), Call()
-        turns = turns_within(budget, 100, 60)
-        assert turns.count == 5
+        reader = message_reader(budget, 100, 60)
+        assert reader.count == 5
         with budget.lease("a") as lease:
-            reading = asyncio.create_task(turns.receive(call.read, lease))
+            reading = asyncio.create_task(reader.read(call.read, lease))
             await call.reads.wait()
             assert budget.used == 100
             call.message.set_result(b"seven b")
@@ -216,7 +217,7 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
         none = Call()
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:
-            await turns.receive(none.read, lease)
+            await reader.read(none.read, lease)
         assert budget.used == 0
 
     asyncio.run(check())
@@ -226,12 +227,12 @@ def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() ->
     """Of four places one caller has two; who is not read is not let in, and no message is lost."""
 
     async def check() -> None:
-        budget, turns = ByteBudget(10**6), ReceivingTurns(4, 100, 60)
+        budget, reader = ByteBudget(10**6), MessageReader(4, 100, 60)
         ours, theirs = [Call() for _ in range(3)], Call()
 
         async def read(call: Call, caller: str) -> bytes:
             with budget.lease(caller) as lease:
-                return await turns.receive(call.read, lease)
+                return await reader.read(call.read, lease)
 
         reading = [asyncio.create_task(read(call, "a")) for call in ours]
         other = asyncio.create_task(read(theirs, "b"))
@@ -248,16 +249,16 @@ def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() ->
 
 def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
     async def check() -> None:
-        budget, turns, slow = ByteBudget(10**6), ReceivingTurns(1, 100, 0.05), ReceivingTurns(1, 100, 60)
+        budget, reader, slow = ByteBudget(10**6), MessageReader(1, 100, 0.05), MessageReader(1, 100, 60)
         with budget.lease("a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
-            await turns.receive(Call().read, lease)
+            await reader.read(Call().read, lease)
         slow.seconds, call = 60, Call()
         with budget.lease("a") as lease, budget.lease("b") as other:
-            reading = asyncio.create_task(slow.receive(call.read, lease))
+            reading = asyncio.create_task(slow.read(call.read, lease))
             await call.reads.wait()
             slow.seconds = 0.05
-            with pytest.raises(Overloaded, match="turn"):
-                await slow.receive(Call().read, other)
+            with pytest.raises(Overloaded, match="at once"):
+                await slow.read(Call().read, other)
             call.message.set_result(b"")
             await reading
 
@@ -266,12 +267,12 @@ def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
 
 def test_half_of_the_places_for_one_caller() -> None:
     cap = CallLimit(4, "calls")
-    with cap.place("a"), cap.place("a"):
-        with pytest.raises(Overloaded, match="half"), cap.place("a"):
+    with cap.slot("a"), cap.slot("a"):
+        with pytest.raises(Overloaded, match="half"), cap.slot("a"):
             raise AssertionError("one too many")
-        with cap.place("b"), cap.place("c"), pytest.raises(Overloaded), cap.place("d"):
+        with cap.slot("b"), cap.slot("c"), pytest.raises(Overloaded), cap.slot("d"):
             raise AssertionError("one too many")
-    with cap.place("a"), cap.place("a"):
+    with cap.slot("a"), cap.slot("a"):
         pass
 
 

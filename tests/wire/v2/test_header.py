@@ -81,7 +81,7 @@ def test_what_is_sent_is_read() -> None:
 def test_its_lists_are_found() -> None:
     """Or the tests here would hold of nothing."""
     body = json.dumps(GOOD).encode()
-    parts = cut_values(body, WireLimits(), codec.DATA)
+    parts = cut_values(body, WireLimits(), codec.BEFORE_DATA)
     assert [json.loads(body[value.start : value.stop]) for value in parts.cut] == [entry["data"] for entry in GOOD["inputs"]]
     kept = json.loads(parts.rest, parse_constant=lambda name: name)
     assert [entry.pop("data") for entry in kept["inputs"]] == ["NaN"] * 5
@@ -191,7 +191,7 @@ EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast parser refuses them; the slow one is given a piece."""
     monkeypatch.setattr(json_lists, "PIECE", 40)
-    monkeypatch.setattr(codec, "STRICT", 0)
+    monkeypatch.setattr(codec, "MAX_STRICT_BYTES", 0)
     numbers: list[float] = [1.5] * 9
     numbers[place] = 2**80
     data = [[numbers]] if nested else numbers
@@ -236,7 +236,7 @@ def test_a_header_that_is_long_without_its_numbers_is_not_kept() -> None:
 
 def test_a_text_full_of_beginnings_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search begins where the last one ended; otherwise this would take longer than a test may."""
-    monkeypatch.setattr("service.wire.json.reader.REST", 1 << 20)
+    monkeypatch.setattr("service.wire.json.reader.MAX_REST_BYTES", 1 << 20)
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
         with pytest.raises(TooLarge):
-            cut_values(text * (1 << 18), WireLimits(), codec.DATA)
+            cut_values(text * (1 << 18), WireLimits(), codec.BEFORE_DATA)
