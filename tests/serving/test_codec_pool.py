@@ -1,4 +1,4 @@
-"""Threads for codecs: what waits for what. Work stands still at an event that the test holds, never for a time."""
+"""Threads for codecs: fairness, priorities and errors. Jobs block on events that the test sets; nothing is timed."""
 
 import asyncio
 import os
@@ -63,8 +63,8 @@ def start(pool: CodecPool, function: Callable[[], Any], size: int, caller: str =
     return asyncio.get_running_loop().create_task(pool.run(function, size, caller))
 
 
-def test_light_work_does_not_wait_behind_heavy_work() -> None:
-    """Ten heavy jobs came first; one of them runs, and light ones run beside it."""
+def test_light_jobs_run_beside_heavy_ones() -> None:
+    """Ten heavy jobs were queued first; one of them runs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
         heavy = [start(pool, work.of("heavy"), HEAVY_BYTES) for _ in range(10)]
@@ -77,8 +77,8 @@ def test_light_work_does_not_wait_behind_heavy_work() -> None:
     pooled(test)
 
 
-def test_heavy_work_has_a_thread_of_its_own() -> None:
-    """It is not counted among the threads for light work."""
+def test_heavy_jobs_have_their_own_thread() -> None:
+    """It is not one of the threads for light jobs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
         tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("first", "second")]
@@ -93,7 +93,7 @@ def test_heavy_work_has_a_thread_of_its_own() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
+def test_threads_of_heavy_work_have_a_lower_priority() -> None:
     """Heavy bodies and computation have a lower priority than the event loop; light bodies have the same."""
 
     def priority() -> int:
@@ -109,7 +109,7 @@ def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
     pooled(test)
 
 
-def test_callers_take_turns() -> None:
+def test_callers_share_the_threads_fairly() -> None:
     """However many bodies one of them has sent."""
 
     async def test(pool: CodecPool, work: Work) -> None:
@@ -124,8 +124,8 @@ def test_callers_take_turns() -> None:
     pooled(test)
 
 
-def test_work_that_fails_fails_for_its_caller_alone() -> None:
-    """The error reaches whoever waits for it, and its thread goes on."""
+def test_an_exception_reaches_only_the_caller_of_that_job() -> None:
+    """The thread runs the next job."""
 
     async def test(pool: CodecPool, work: Work) -> None:
         for size in (1, HEAVY_BYTES):
@@ -136,8 +136,8 @@ def test_work_that_fails_fails_for_its_caller_alone() -> None:
     pooled(test)
 
 
-def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
-    """Cancelled while it waits: it never runs. Cancelled while it runs: its result is dropped, and the next runs."""
+def test_cancelled_jobs_are_skipped() -> None:
+    """A job cancelled while it waits never runs. The result of one cancelled while it runs is dropped."""
 
     async def test(pool: CodecPool, work: Work) -> None:
         tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
@@ -152,13 +152,13 @@ def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
     pooled(test)
 
 
-def test_a_compressed_body_is_larger_than_it_looks() -> None:
+def test_the_size_of_a_compressed_body_is_estimated() -> None:
     assert RawRequest(b"x" * 30).size == 30
     assert RawRequest(b"x" * 30, coding="gzip").size > 100
 
 
-def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the engine: large bodies stand in a row, one is being decoded, and a body that is not large passes them all."""
+def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine: one large body is being decoded, others wait, and a medium one is answered."""
     work = Work()
 
     async def test() -> None:
@@ -184,7 +184,7 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
     run(test())
 
 
-def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool runs the next job."""
 
     async def scenario() -> None:
