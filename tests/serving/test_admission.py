@@ -11,7 +11,7 @@ from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.admission import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
-from service.serving.engine import ATTEND
+from service.serving.engine import ANALYSIS, ATTEND, FIGURE
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
@@ -263,20 +263,26 @@ def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "kind"), [({"gone": lambda: True}, CallerGone), ({"deadline": 0.0}, DeadlinePassed)], ids=["gone", "late"]
+    ("knobs", "error"), [({"gone": lambda: True}, CallerGone), ({"deadline": 0.0}, DeadlinePassed)], ids=["gone", "late"]
 )
-@pytest.mark.parametrize("method", ["attend", "analyse", "figure", "plan", "put_layer"])
-def test_a_body_is_not_decoded_after_its_caller_left_or_its_deadline_passed(method: str, knobs: Any, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
+        lambda service, raw: service.engine.plan(raw),
+        lambda service, raw: service.put_layer("new", raw),
+    ],
+    ids=["attend", "analysis", "figure", "plan", "put_layer"],
+)
+def test_a_body_is_not_decoded_after_its_caller_left_or_its_deadline_passed(call: Any, knobs: Any, error: type[Exception]) -> None:
     """A large body that waits for a thread of the codec pool."""
 
     async def test() -> None:
         async with serving() as app:
-            asked = RawRequest(b"no JSON".ljust(1 << 20), **knobs)
-            service = app.state.service
-            call = service.put_layer if method == "put_layer" else getattr(service.engine, method)
-            with pytest.raises(kind):
-                await (call("new", asked) if method == "put_layer" else call(asked))
-            assert len(asked.body) == 1 << 20
+            raw = RawRequest(b"not JSON".ljust(1 << 20), **knobs)
+            with pytest.raises(error):
+                await call(app.state.service, raw)
+            assert len(raw.body) == 1 << 20
 
     run(test())
 
