@@ -41,14 +41,14 @@ class ByteBudget:
         """Raises Overloaded if the caller may not use `size` more counted bytes. Does not take them."""
         taken, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
-            expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
-            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
+            expected = f"request bodies and replies of at most {self.capacity} bytes in all (max_queue_bytes)"
+            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} in addition to {self._counted}")])
         if taken > SHARE_OF_FREE * free:
-            expected = f"one caller's request bodies and replies to be at most {SHARE_OF_FREE} times what is left free (max_queue_bytes)"
+            expected = f"request bodies and replies of one caller of at most {SHARE_OF_FREE} times the free bytes (max_queue_bytes)"
             missing = (taken - SHARE_OF_FREE * free) / (
                 1 + SHARE_OF_FREE
             )  # bytes that this caller must release; released bytes become free
-            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken} bytes beside {free} free ones")])
+            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken}, with {free} free")])
 
     def _wait(self, missing: float) -> int:
         """Whole seconds until `missing` bytes are released at the recent rate; at most MAX_RETRY_AFTER."""

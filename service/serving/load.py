@@ -77,11 +77,11 @@ class Occupancy:
         )
         for setting, unit, largest, waiting, _, more in bounds:
             if waiting + more > largest:
-                return Problem("", f"room in a queue of {largest} {unit} in all ({setting})", f"{more} beside {waiting} of waiting calls")
+                return Problem("", f"a queue of at most {largest} {unit} in all ({setting})", f"{more} in addition to {waiting}")
         for setting, unit, largest, waiting, mine, more in bounds if own.calls and flow.caller else ():
             if mine + more > largest - waiting:
-                wanted = f"one caller's waiting calls of one size to have at most as many {unit} as are left free ({setting})"
-                return Problem("", wanted, f"{mine + more} beside {largest - waiting} free ones")
+                expected = f"waiting calls of one caller and size of at most as many {unit} as are free ({setting})"
+                return Problem("", expected, f"{mine + more}, with {largest - waiting} free")
         return None
 
 

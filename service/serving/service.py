@@ -209,6 +209,6 @@ def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
     for name in ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", JSON)
+            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
     document = read_document(raw, PutLayer, limits)
     return ReadLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)

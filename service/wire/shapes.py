@@ -38,7 +38,7 @@ def check(request: Any) -> None:
 def _sequences(request: Any) -> tuple[int | None, int, int]:
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
-        raise disagreement("/value", "a key beside the value", "a value alone")
+        raise disagreement("/value", "a key in addition to the value", "a value alone")
     key = query if key is None else key
     value = key if value is None else value
     for name, array in (("key", key), ("value", value)):

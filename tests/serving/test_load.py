@@ -30,11 +30,11 @@ def test_one_caller_can_use_half_of_the_queue(one: Cost) -> None:
     assert occupancy.refusal(Flow("c", 4), one) is not None
     setting = "max_queue_operations" if one.operations else "max_queue_bytes"
     in_all, shared = occupancy.refusal(Flow("c", 4), one), Occupancy(120, 120)
-    assert in_all and in_all.expected.startswith("room in a queue of 120 ") and setting in in_all.expected
+    assert in_all and in_all.expected.startswith("a queue of at most 120 ") and setting in in_all.expected
     filled(shared, Flow("a", 4), one)
     share = shared.refusal(Flow("a", 4), one)
-    assert share and share.expected.startswith("one caller's waiting calls") and setting in share.expected
-    assert (in_all.got, share.got) == ("1 beside 120 of waiting calls", "61 beside 60 free ones")
+    assert share and share.expected.startswith("waiting calls of one caller") and setting in share.expected
+    assert (in_all.got, share.got) == ("1 in addition to 120", "61, with 60 free")
 
 
 def test_the_first_call_of_a_caller_may_be_larger_than_its_share() -> None:

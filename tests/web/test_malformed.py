@@ -332,7 +332,7 @@ FIELDS = [
     Bad("layer-slash", 422, "/layer", "", '"a/b"', tiny(layer="a/b")),
     Bad("layer-line-break", 422, "/layer", "", r'"tiny\n"', tiny(layer="tiny\n")),
     Bad("layer-65", 422, "/layer", "", '"aaa', tiny(layer="a" * 65)),
-    Bad("value-without-key", 422, "/value", "a key beside", "a value alone", tiny(value=QUERY)),
+    Bad("value-without-key", 422, "/value", "a key in addition", "a value alone", tiny(value=QUERY)),
     Bad("batch-of-key", 422, "/key", "2 batch items", "1", tiny(key=QUERY[:1])),
     Bad("batch-of-value", 422, "/value", "2 batch items", "1", tiny(key=QUERY, value=QUERY[:1])),
     Bad("rank-of-key", 422, "/key", "rank 3, as the query", "rank 2", tiny(key=QUERY[0])),
@@ -913,7 +913,7 @@ def test_the_limit_on_parameters_is_shared_by_all_layers(start_here: Callable[..
     url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
     with httpx.Client(base_url=url) as client:
         hold(
-            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 of other layers", b"", 413),
+            put("", "/spec", "at most 17000 parameters in all layers", "1088 in addition to 16640 in other layers", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),
         )
         assert client.put("/layers/default", content=spec(d_model=16)).status_code == 200

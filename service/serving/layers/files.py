@@ -34,7 +34,7 @@ class Source:
 
 
 class ReadLayer(NamedTuple):
-    """A layer as a request or a file has it; weights are None if they are to be drawn as the spec says."""
+    """The layer of a request or a file; weights are None if they are to be drawn from the spec's `init` and `seed`."""
 
     spec: LayerSpec
     weights: Mapping[str, Array] | None
@@ -84,7 +84,7 @@ def _read_by_config(
             raise InvalidRequest.where(f"/{name}", "none, since the file has its model's config in the metadata", "one")
     number = metadata.get(LAYER, "none")
     if not (number.isascii() and number.isdigit() and len(number) < 9):
-        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, beside config", number[:60])
+        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, which config requires", number[:60])
     if len(metadata[CONFIG]) > JSON_TEXT_BYTES:
         raise TooLarge.where("/__metadata__/config", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(metadata[CONFIG])))
     return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)

@@ -123,8 +123,8 @@ class LayerRegistry:
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
         others = sum(other.num_parameters for key, other in specs.items() if key != name)
         if others + count > limits.max_total_parameters:
-            wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
-            raise TooLarge.where("/spec", wanted, f"{count} beside {others} of other layers")
+            expected = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", expected, f"{count} in addition to {others} in other layers")
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 

@@ -33,7 +33,7 @@ log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
 SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNANNOUNCED = "the folder has changed, but it could not be made sure that all processes follow"
+UNANNOUNCED = "the folder has changed, but the change could not be announced to the other processes"
 
 
 class LayerFile(NamedTuple):

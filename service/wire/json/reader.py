@@ -219,7 +219,7 @@ class Reader:
         if data is not None:
             return array_of_data(data, kind, shape, dtype, f"{at}/data")
         if not self.shapes_alone:
-            raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
+            raise InvalidRequest.where(at, "data or base64 in addition to the shape", "a shape alone")
         return np.broadcast_to(np.zeros((), dtype), shape)
 
 

@@ -229,7 +229,7 @@ class PutLayer(Document):
     @model_validator(mode="before")
     @classmethod
     def _drawn(cls, data: Any) -> Any:
-        """An init of null says that weights were given. Where none are, it is the same as left out."""
+        """Removes an `init` of null if there are no weights: it is then the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}

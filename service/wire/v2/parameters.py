@@ -108,7 +108,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
         if name in names[:i] or (name in TOP_K_OUTPUTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
         if name in TOP_K_OUTPUTS and not (isinstance(select, dict) and select.get("top_k") is not None):
-            raise InvalidRequest.where(at, "select.top_k among the parameters, since the largest weights are asked for", "nothing")
+            raise InvalidRequest.where(at, f"select.top_k among the parameters, which {name} requires", "nothing")
         if output not in outputs:
             outputs.append(output)
     return outputs
@@ -178,7 +178,7 @@ def _option(name: str, value: Any, at: str) -> Any:
         nested = read_nested(value, at)
         if name == "reply" and isinstance(nested, dict) and "form" in nested:
             raise InvalidRequest.where(
-                f"{at}/form", "no field of that name: the protocol has forms of its own", describe_value(nested["form"])
+                f"{at}/form", "no field of that name, since the protocol defines the form of outputs", describe_value(nested["form"])
             )
         return nested
     if name in LIST_FIELDS and isinstance(value, str) and value.startswith("["):
