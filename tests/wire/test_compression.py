@@ -58,7 +58,7 @@ def test_gzip_bodies_may_have_several_members() -> None:
 @pytest.mark.parametrize("coding", PACKED)
 def test_the_number_of_members_is_limited(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each needs the memory of a stream, however small it is."""
-    monkeypatch.setattr(compression, "MEMBERS", 3)
+    monkeypatch.setattr(compression, "MAX_MEMBERS", 3)
     assert unpack(PACKED[coding](b"a") * 3, coding, LIMIT) == b"aaa"
     with pytest.raises(TooLarge, match="at most 3 members"):
         unpack(PACKED[coding](b"") * 4, coding, LIMIT)

@@ -24,9 +24,9 @@ LIMITS = WireLimits()
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that small bodies have many."""
-    monkeypatch.setattr(json_lists, "PIECE", 31)
-    monkeypatch.setattr(json_reader, "PIECE", 31)
-    monkeypatch.setattr(json_reader, "LONG", 17)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 31)
+    monkeypatch.setattr(json_reader, "PIECE_BYTES", 31)
+    monkeypatch.setattr(json_reader, "MAX_UNCUT_BYTES", 17)
 
 
 def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any:
@@ -36,7 +36,7 @@ def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any
         if strict is None:
             return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensors)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(json_reader, "STRICT", strict)
+            patch.setattr(json_reader, "MAX_STRICT_BYTES", strict)
             return json_reader.parse(body, AttendRequest.tensors, limits)
     except AttendError as error:
         return type(error), [(problem.at, problem.expected, problem.got) for problem in error.problems]
@@ -260,7 +260,7 @@ def test_plain_values_are_counted(body: Any, strict: int) -> None:
 
 
 def test_lists_and_the_rest_are_limited_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_reader, "REST", 200)
+    monkeypatch.setattr(json_reader, "MAX_REST_BYTES", 200)
     kind, ((at, expected, _),) = outcome(json.dumps({"query": [[1]] * 40}).encode(), -1, WireLimits(lists=10))
     assert (kind, at, expected) == (TooLarge, "/query", "at most 10 lists in one tensor")
     monkeypatch.setattr(json_reader, "parse_strictly", None)
@@ -287,7 +287,7 @@ def test_lists_are_counted_while_they_are_cut_out() -> None:
     ids=["large", "-large", "huge", "-longest"],
 )
 def test_integers_near_the_limit_of_float64(number: str, finite: bool, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lists, "PIECE", 1 << 17)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 1 << 17)
     members = assert_same(f'{{"{field}":[1,2,{number},3]}}'.encode())
     if finite:
         assert list(members[field]) == [1, 2, float(number), 3]

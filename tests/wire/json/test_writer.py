@@ -236,7 +236,7 @@ SHAPES_OF_PIECES = [(1, 2, 3, 40), (200,), (1, 1, 1, 200), (7, 31), (50, 1, 2), 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("more", [{}, {"decimals": 2}, {"nonfinite": "string"}, {"nonfinite": "null"}])
 def test_a_reply_in_pieces_has_the_same_bytes(shape: tuple[int, ...], form: str, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No piece has more than PIECE_NUMBERS numbers."""
+    """No piece has more than NUMBERS_PER_PIECE numbers."""
     if form == "base64":
         more = {}
     array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)

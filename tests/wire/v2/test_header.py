@@ -65,7 +65,7 @@ def agree(body: bytes, length: str = "") -> Any:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lists, "PIECE", 11)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 11)
 
 
 def test_valid_requests_are_read() -> None:
@@ -190,7 +190,7 @@ EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 
 @pytest.mark.parametrize("nested", [False, True])
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled reader refuses them; the strict parser reads the piece."""
-    monkeypatch.setattr(json_lists, "PIECE", 40)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 40)
     monkeypatch.setattr(codec, "MAX_STRICT_BYTES", 0)
     numbers: list[float] = [1.5] * 9
     numbers[place] = 2**80
