@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.errors import InvalidRequest
 from service.serving.admission import ByteBudget
 from service.serving.batching import limits_on
 from service.serving.cost import ServingLimits
+from service.serving.decoding import read_document, read_layer, read_object
 from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
-from service.serving.layers.files import ReadLayer, Source, read_layer_file, without_init, write_layer_file
+from service.serving.layers.files import Source, write_layer_file
 from service.serving.layers.loader import Added, LayerLoader
 from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
@@ -26,14 +26,9 @@ from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
-from service.wire.codec import CODECS
-from service.wire.compression import unpack
-from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import Document, PutLayer
+from service.wire.schemas.attend import Document
 
 D = TypeVar("D", bound=Document)
 log = structlog.get_logger("attend")
@@ -183,32 +178,3 @@ def open_service(
     metrics = Metrics()
     store = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
     return Service(Scheduler(where, metrics, queue, limits_on(where, batch_calls)), metrics, wire_limits, limits, store)
-
-
-# The bodies that are not calls: POST /words, PUT /layers/{name}, the model repository. These functions block and raise RequestError.
-
-
-def read_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    """Decode the body and validate it as `model`."""
-    body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
-    return validate(model, raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
-
-
-def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
-    """The body as a JSON object without tensors, of at most `largest` bytes after decompression; {} if the body is empty."""
-    text = unpack(raw.take_body(), raw.coding, largest)
-    document = parse_strictly(text) if text.strip() else {}
-    if not isinstance(document, dict):
-        raise InvalidRequest.where("", "a JSON object", describe_value(document))
-    return document
-
-
-def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer:
-    """The layer of a PUT. Raises RequestError."""
-    if raw.codec is CODECS[SAFETENSORS]:
-        return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
-    for name in ("layout", "prefix", "spec"):
-        if getattr(source, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
-    document = read_document(raw, PutLayer, limits)
-    return ReadLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)

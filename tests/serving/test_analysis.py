@@ -27,6 +27,7 @@ from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
+from service.serving.analysis import VALUE_METRICS
 from service.serving.cost import ServingLimits
 from service.serving.engine import ANALYSIS
 from service.serving.requests import RawRequest
@@ -35,7 +36,8 @@ from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
 
-WORDLESS = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
+WORDS = ["duplicate_token_score", "induction_score"]
+WORDLESS = [name for name in METRICS if name not in (*WORDS, "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
 WINDOW, LINKS, MASS = 1, 3, 0.8
 
@@ -103,7 +105,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     width = spec.output_dim if spec.projections else spec.concatenated_dim
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
-    names = [*WORDLESS, "duplicate_token_score", "induction_score"]
+    names = [name for name in (*WORDLESS, *WORDS) if spec.output_gate is None or name not in VALUE_METRICS]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
 
     assert list(result) == names
@@ -218,6 +220,16 @@ def test_undefined_metrics_are_refused_with_a_pointer(http: httpx.Client, fields
 
     assert answer.status_code == 422, answer.text
     assert answer.json()["errors"][0]["at"] == at
+
+
+@pytest.mark.parametrize("metric", ["value_norms", "value_norm_weights", "single_head"])
+def test_value_metrics_and_single_head_are_refused_for_gated_layers(client: Client, metric: str) -> None:
+    """The gate is a factor per query, so values have no norm after it; a layer with one head would need another gate."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "output_gate": {}})
+    with pytest.raises(InvalidRequest, match="output_gate") as caught:
+        client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", metric])
+
+    assert caught.value.problems[0].at == "/metrics/1"
 
 
 def test_single_head_is_refused_for_layers_with_parameters_per_head(client: Client) -> None:
