@@ -38,7 +38,7 @@ from service.wire.schemas.tensors import (
 )
 from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS = (
+WEIGHTS_DESCRIPTION = (
     "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
     "`gain`; if given, `init` and `seed` become null, and `gain` 1."
 )
@@ -222,12 +222,12 @@ class PutLayer(Document):
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
+    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
     @model_validator(mode="before")
     @classmethod
     def _drawn(cls, data: Any) -> Any:
-        """An init of null says that weights were given. Where none are, it is the same as left out."""
+        """Removes an `init` of null if there are no weights: it is then the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
