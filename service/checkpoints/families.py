@@ -35,6 +35,7 @@ from service.checkpoints.traits import (
     gemma_values,
     gpt2_scale,
     gpt_neo,
+    kimi_linear_type,
     laguna,
     latent,
     layer_thetas,
@@ -268,6 +269,15 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
+    "kimi_linear": {
+        "decoder": replace(
+            LATENT["decoder"],
+            rotary=None,
+            traits=(latent, only("mla_use_nope", True), only("rope_scaling", None)),
+            layer_type=kimi_linear_type,
+            irrelevant="^linear_",
+        )
+    },
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),

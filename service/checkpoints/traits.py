@@ -287,6 +287,14 @@ def sliding(config: Config, n: int) -> str:
     return SLIDING
 
 
+def kimi_linear_type(config: Config, n: int) -> str:
+    """By lists of layers that count from 1, or every fourth layer has full attention but the first."""
+    settings = config.section("linear_attn_config")
+    if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
+        return FULL if n + 1 in layers else LINEAR
+    return FULL if n and n % 4 == 0 else LINEAR
+
+
 def from_layer(field: str, condition: str) -> LayerType:
     """Layers from that number on have a window, if `condition` is there."""
     return lambda config, n: SLIDING if config.get(condition) is not None and n >= config.number(field, default=0) else FULL

@@ -24,6 +24,7 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
+    "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
