@@ -43,6 +43,8 @@ LAYER_FEATURES = (
     "qk_norm",
     "sinks",
     "weights",  # explicit ones, even if they could be seeded
+    "chunk_size",
+    "query_scale",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -231,6 +233,10 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "qk_norm" in drawn:
         kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # the layer norm of two numbers is only their signs
         fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()} | _draw_norm(rng)
+    if "chunk_size" in drawn:
+        fields["chunk_size"] = int(rng.integers(1, 6))
+    if "query_scale" in drawn:
+        fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
     return LayerSpec.model_validate(fields)
 
 

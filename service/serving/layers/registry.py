@@ -18,6 +18,7 @@ from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerDocument
 
 NAMED = 8  # most layer names in an error
+LAST_POSITION = 1 << 31
 MOST_UNLOADED = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
 
@@ -158,7 +159,13 @@ class LayerRegistry:
 
 
 def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
+
+    With `query_scale`, it is multiplied by the factor of the last position.
+    """
+    if (growth := spec.query_scale) is not None:
+        factor = 1 + growth.factor * math.log1p(LAST_POSITION / growth.length)
+        return factor * _gain(spec.model_copy(update={"query_scale": None}), tensors)
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))

@@ -80,6 +80,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {spec.relative_bias.bidirectional for spec in specs if spec.relative_bias} == {True, False}
     assert {spec.qk_norm.kind for spec in specs if spec.qk_norm} == {"rms", "layer"}
     assert any(spec.sinks for spec in specs)
+    assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
