@@ -136,10 +136,11 @@ def test_the_commands_on_a_request_work_as_pasted(server: Server, tmp_path: Path
     assert (tmp_path / "similarity.svg").read_bytes().startswith(b"<?xml")
 
 
-def test_the_settings_page_has_the_settings() -> None:
-    """Generated from the model; `python docs/settings_table.py` writes the table again."""
-    table = runpy.run_path(str(ROOT / "docs" / "settings_table.py"))["settings_table"]()
-    assert table in page("settings.md")
+@pytest.mark.parametrize("name", ["settings.md", "check.md"])
+def test_pages_have_the_tables_of_their_fields(name: str) -> None:
+    """Generated; `python docs/tables.py` writes the tables again."""
+    head, rows = runpy.run_path(str(ROOT / "docs" / "tables.py"))["tables"]()[name]
+    assert head + rows in page(name)
 
 
 def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Callable[..., Server]) -> None:

@@ -12,6 +12,7 @@ from service.checkpoints.media_families import AUDIO, VISION
 from service.checkpoints.rope import Rotary
 from service.checkpoints.traits import (
     FULL,
+    LINEAR,
     SLIDING,
     LayerType,
     Trait,
@@ -26,12 +27,14 @@ from service.checkpoints.traits import (
     every_nth_full,
     falcon,
     from_layer,
+    gated,
     gemma4_heads,
     gemma_values,
     gpt2_scale,
     gpt_neo,
     jamba_type,
     key_multiplier,
+    laguna,
     layer_thetas,
     listed,
     llama4,
@@ -55,6 +58,7 @@ from service.checkpoints.traits import (
     rope_if_named,
     rope_if_rotary,
     rope_if_sliding,
+    rope_only_if_sliding,
     scale,
     sliding,
     t5_bias,
@@ -105,6 +109,24 @@ GEMMA3 = Attention(
 )
 GEMMA4 = decoder(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None, "vision"))  # among images' tokens
 ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
+QWEN_GATED = decoder(
+    normed(),
+    gated(bias="attention_bias"),
+    layout="gated queries, norms less 1",
+    rotary=Rotary(partial=0.25),
+    layer_type=every_nth_full("full_attention_interval", 4, other=LINEAR),
+    irrelevant="^linear_",
+)
+HRM_TEXT = replace(
+    LLAMA,
+    path="L_module.layers.{n}.attn",
+    layout="gated stack",
+    kv_heads=(),
+    layers=("num_layers_per_stack", "num_hidden_layers"),
+    bias=NO_BIASES,
+    traits=(gated(), only("attention_bias", False)),
+    irrelevant="^embedding_scale$",
+)
 
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
@@ -174,6 +196,28 @@ DECODERS: dict[str, Family] = {
     ),
     "molmo2_text": decoder(molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
     "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN_GATED),
+    "afmoe": decoder(
+        normed(default=1e-5),
+        gated(),
+        window,
+        rope_only_if_sliding,
+        layer_type=every_nth_full("global_attn_every_n_layers", 4),
+        irrelevant="^mup_enabled$",
+    ),
+    "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
+    "step3p5": decoder(
+        normed(default=1e-5),
+        gated("headwise"),
+        window,
+        scale("query_pre_attn_scalar", -0.5),
+        only("gating", True),
+        only("use_bidirectional_attention", False),
+        layout="separate, norms less 1",
+        rotary=Rotary(partial=1.0),
+        irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
+    ),
+    "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
     "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
@@ -358,7 +402,7 @@ ENCODER_DECODERS: dict[str, Family] = {
 REASONS = {  # what the layer cannot compute -> model types that need it
     "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
         longcat_flash mistral4 youtu axk1 axk2""",
-    "an output gate": "qwen3_next qwen3_5_text qwen3_5_moe_text afmoe step3p7 laguna beam muse_spark_text hrm_text",
+    "a norm of head outputs": "muse_spark_text",
     "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
     "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
     "differential attention": "diffllama",
@@ -370,5 +414,4 @@ REASONS = {  # what the layer cannot compute -> model types that need it
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 COMPOSITES = """aria gemma3 gemma4 got_ocr2 idefics3 internvl llava llava_next llava_onevision mistral3 qwen2_vl qwen2_5_vl qwen3_vl
-smolvlm vipllava
-llama4 clip siglip"""  # model types with images or sounds, whose decoder is described in `text_config`
+qwen3_5 qwen3_5_moe step3p7 smolvlm vipllava llama4 clip siglip"""  # model types with images or sounds, described in sections

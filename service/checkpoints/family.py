@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from service.checkpoints.config import Config
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
-from service.checkpoints.traits import ATTENTION_TYPES, CHUNKED, FULL, SLIDING, WIDEST_HEAD, WINDOWED, WITHOUT, LayerType, Trait, chunks
+from service.checkpoints.traits import (
+    ATTENTION_TYPES,
+    CHUNKED,
+    FULL,
+    LINEAR,
+    SLIDING,
+    WIDEST_HEAD,
+    WINDOWED,
+    WITHOUT,
+    LayerType,
+    Trait,
+    chunks,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,10 @@ def number_of_layers(attention: Attention, config: Config) -> int:
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
     layer_type = _layer_type(attention, config, n)
+    if layer_type == LINEAR:
+        raise config.refusal(
+            attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
+        )
     known = [FULL, *([SLIDING] if _is_windowed(attention) else []), *([CHUNKED] if chunks in attention.traits else [])]
     if layer_type not in known:
         raise config.refusal(attention.types_field, f"{' or '.join(known)} in layer {n}", layer_type)
@@ -53,6 +69,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
+    fields["output_gate"] = None
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from service.checkpoints.family import Attention, Family
 from service.checkpoints.traits import Trait, biased, biased_but
 
-SIZES = "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^vision_use_head$|^decoder_|norm_pix|^use_mid_position"  # without effect in the layers
+# Patterns of fields without effect in the layers.
+SIZES = "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^vision_use_head$|^decoder_|norm_pix|^use_mid_position"
 VIT = Attention(path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased_but("qkv_bias", "o", default=True), irrelevant=SIZES)
 CLIP = replace(VIT, path="layers.{n}.self_attn", bias=biased(None))
 WAV2VEC2 = replace(

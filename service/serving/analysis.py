@@ -25,7 +25,8 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks")  # fields of a spec with parameters per head, which a single head cannot use
+PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks", "output_gate")  # fields with parameters per head, unknown for a single head
+OF_VALUES_ALONE = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTED = {"keys_for_mass"}
 OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
 BLOCK = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
@@ -60,6 +61,10 @@ def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
+    for name in OF_VALUES_ALONE:
+        if spec.output_gate and name in metrics:
+            expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
+            raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
     if "single_head" in metrics:
         _fit_single(request, spec, layer)
 

@@ -145,7 +145,7 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
     """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of rule 7."""
     if layer.spec.dtype == "float64":
         return False
-    score = layer.gain * abs(call.scale)
+    score = layer.score_deviation * abs(call.scale)
     if score <= MAX_SCORE and layer.spec.qk_norm is None:
         query = _size(call.query)
         score *= query * (query if call.key is call.query else _size(call.key))

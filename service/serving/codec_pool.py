@@ -40,8 +40,11 @@ class CodecPool:
         lane = self._heavy if size >= HEAVY else self._light
         lane.queue.append(job)
         lane.start_jobs(loop)
-        result: T = await job.future
-        return result
+        try:
+            result: T = await job.future
+            return result
+        finally:
+            del job  # an exception's traceback refers to this frame; the cycle would keep the body until a garbage collection
 
     def close(self) -> None:
         for lane in (self._light, self._heavy):

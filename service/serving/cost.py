@@ -100,7 +100,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
     query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
     value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
-    projections = q * (spec.d_model * query_width + joined_width * spec.output_dim)
+    projections = q * (spec.d_model * (query_width + spec.gate_dim) + joined_width * spec.output_dim)
     projections += k * (spec.key_dim * key_width + spec.value_dim * value_width)
     # softmax, dropout and sorting take time per score, beyond the matrix products
     per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
@@ -109,7 +109,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
     rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
     scores = b * k * rows
-    sequences = b * (q * (spec.query_dim + query_width + 2 * joined_width) + k * (spec.key_dim + spec.value_dim + key_width + value_width))
+    per_query = spec.query_dim + query_width + 2 * joined_width + (spec.gate_dim + joined_width if spec.output_gate else 0)
+    sequences = b * (q * per_query + k * (spec.key_dim + spec.value_dim + key_width + value_width))
     elements = sum(math.prod(shape) for shape in outputs.values())
     memory = (sequences + elements) * size + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}

@@ -20,7 +20,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,10 +140,13 @@ class Scheduler:
         entry = Entry(layer, call, cost, self.clock(), deadline, gone, Flow(caller, size_class(cost.operations)), operation)
         # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
         is_light = cost.operations <= INLINE_OPERATIONS and operation is None and not call.reproducible
-        if not (self._inline and is_light):
-            return await self._enqueue(entry)
-        await asyncio.sleep(0)  # other requests are decoded first: equal steps in a row find their code in the processor's caches
-        return self._compute_inline(entry)
+        try:
+            if not (self._inline and is_light):
+                return await self._enqueue(entry)
+            await asyncio.sleep(0)  # other requests are decoded first: equal steps in a row find their code in the processor's caches
+            return self._compute_inline(entry)
+        finally:
+            del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
 
     async def wait_for_progress(self, seconds: float) -> bool:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
@@ -193,6 +196,7 @@ class Scheduler:
         finally:
             if timer is not None:
                 timer.cancel()
+            del entry, future  # as in `submit`
 
     def _require_room(self, entry: Entry) -> None:
         """Raises Overloaded if the queue is full. An empty queue accepts any call."""
@@ -242,13 +246,13 @@ class Scheduler:
         """Compute a batch on the device's thread."""
         predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
-        computed = self._thread.submit(compute, batch, self.clock, self.metrics.split)
 
-        def finish() -> None:
+        def finish(computed: Future[Settled]) -> None:  # no closure over it: such a cycle would keep the tensors until a garbage collection
             error = computed.exception()
             self._finish(loop, computed.result() if error is None else [(entry, failure(error)) for entry in batch])
 
-        computed.add_done_callback(lambda _: loop.call_soon_threadsafe(finish))
+        computed = self._thread.submit(compute, batch, self.clock, self.metrics.split)
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
         """Settle the calls of a batch that was computed or failed, and plan the next one."""

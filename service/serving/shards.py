@@ -96,7 +96,7 @@ class ShardLayers:
             return layer
         if (without := self._without_sinks.get(layer.attention)) is None:
             attention = without_sinks(layer.attention)
-            without = LoadedLayer(layer.name, attention.spec, fingerprint, attention, layer.gain)
+            without = LoadedLayer(layer.name, attention.spec, fingerprint, attention, layer.score_deviation)
             self._without_sinks[layer.attention] = without
         return without
 

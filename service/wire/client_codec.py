@@ -168,7 +168,7 @@ def _metric(value: Any, name: str, at: str) -> Any:
         return value
     if name in INDEX_PARTS:
         value = {**value, "data": _indices(value["data"])} if isinstance(value, Mapping) and "data" in value else _indices(value)
-    return _tensor_of_reply(value, at, name in INDEX_PARTS)
+    return decode_tensor(value, at, name in INDEX_PARTS)
 
 
 def _indices(value: Any) -> Any:
@@ -180,11 +180,11 @@ def _indices(value: Any) -> Any:
 
 def _parts(value: Any, at: str) -> Array | dict[str, Array]:
     if isinstance(value, Mapping) and "shape" not in value:
-        return {part: _tensor_of_reply(tensor, at + pointer([part]), part == "keys") for part, tensor in value.items()}
-    return _tensor_of_reply(value, at, False)
+        return {part: decode_tensor(tensor, at + pointer([part]), part == "keys") for part, tensor in value.items()}
+    return decode_tensor(value, at)
 
 
-def _tensor_of_reply(value: Any, at: str, integers: bool) -> Array:
+def decode_tensor(value: Any, at: str, integers: bool = False) -> Array:
     """A tensor in any form; nested lists become int64 with `integers`, else float64. Raises MalformedBody."""
     try:
         if not isinstance(value, Mapping):

@@ -69,8 +69,9 @@ def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
         return
     accepted = [(), (q,)] if b is None else [(b,), (b, q)]
     if lens.shape not in accepted:
-        shapes = " or ".join(str(list(shape)) for shape in accepted).replace("[]", "a single number")
-        raise disagreement("/valid_lens", f"shape {shapes}", f"shape {list(lens.shape)}" if lens.ndim else "a single number")
+        several = f"{q} numbers, one for each query" if b is None else f"{b} numbers, one for each batch item, or shape [{b}, {q}]"
+        got = {0: "a single number", 1: f"a list of {lens.size}"}.get(lens.ndim, f"shape {list(lens.shape)}")
+        raise disagreement("/valid_lens", f"a single number, or {several}" if b is None else several, got)
     real = without_broadcast(lens)
     if (wrong := real > k).any():
         at = first_index(wrong)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from support.command import run_attend
 
+from service.attention.compare.convention import option_table
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case
 from service.wire.client_codec import decode_reply
@@ -181,6 +183,16 @@ MODULE = """
             heads = e / e.sum(-1, keepdims=True) @ v
             return heads.swapaxes(1, 2).reshape(query.shape) @ self.w_o
 
+    class Lettered(torch.nn.Module):
+        def __init__(self, d_model, num_heads):
+            super().__init__()
+            self.num_heads = num_heads
+            self.a, self.b, self.c = (torch.nn.Linear(d_model, d_model) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (self.a(x), self.b(x), self.c(x)))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
     class Raises(Unscaled):
         def __call__(self, query):
             raise KeyError("rope")
@@ -216,6 +228,30 @@ def test_a_wrong_module_is_shown_its_first_disagreement(package):
     assert shown.count("agrees with the reference") == 1
 
 
+def test_the_line_again_repeats_the_whole_command(package):
+    """With every convention, quoted for a shell, and the seed of the round that disagreed."""
+    given = ["--module", "./theirs.py:Lettered", "--with", 'weights={"query": "a", "key": "c", "value": "b"}', "--with", "num_heads=2"]
+    done = check_module(package, *given, "--seed", "4", "--cases", "20")
+    again = done.stdout.decode().splitlines()[-1].removeprefix("again: ")
+    assert done.returncode == 1 and shlex.split(again) == ["attend", "check", *given, "--seed", "4"]
+    repeated = check_module(package, *shlex.split(again)[2:])
+    assert repeated.stdout == done.stdout
+
+
+def test_names_of_weights_are_asked_for_and_can_be_given(package):
+    asked = check_module(package, "--module", "theirs.py:Lettered").stderr.decode()
+    assert "the meaning of 'a.weight'" in asked and "--with 'NAME={…}'" in asked and "c.bias [12]" in asked
+    names = 'weights={"query": "a", "key": "b", "value": "c"}'
+    assert check_module(package, "--module", "theirs.py:Lettered", "--with", names).returncode == 0
+
+
+def test_the_help_has_every_convention_and_its_values(package):
+    """As the page docs/check.md has them."""
+    shown = check_module(package, "--help").stdout.decode()
+    for name, values, meaning in option_table():
+        assert f"{name}={' | '.join(values)}: {meaning}" in shown
+
+
 def test_modules_for_programs(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
     told = json.loads(done.stdout)
@@ -246,8 +282,12 @@ def test_what_is_told_reaches_the_comparison(package):
     [
         (["--module", "theirs:Nothing"], "has no attribute 'Nothing'"),
         (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
-        (["--module", "theirs"], "expected my_package.my_module:MyAttention, got 'theirs'"),
-        (["--module", "theirs:Broken"], "could not be constructed: OSError: no weights here"),
+        (["--module", "theirs"], "expected my_package.my_module:MyAttention or my_file.py:MyAttention, got 'theirs'"),
+        (["--module", "./theirs:Right"], "or my_file.py:MyAttention, got './theirs:Right'"),
+        (["--module", "./none.py:Right"], "there is no file none.py"),
+        (["--module", "./theirs.py:Nothing"], "has no attribute 'Nothing'"),
+        (["--module", "theirs:Right", "--with", "fused=k,q,v"], "expected fused to be q,k,v or per_head, got 'k,q,v'"),
+        (["--module", "theirs:Broken"], "could not be imported or constructed: OSError: no weights here"),
         (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among mask_means, "),
         (["--module", "theirs:Right", "--with", "=red"], "expected NAME=VALUE, got '=red'"),
         (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),

@@ -4,6 +4,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
+TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 SIZES = {  # model_type -> fields without which it cannot be made so small
@@ -47,6 +48,7 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "whisper": {"num_mel_bins": 8, "max_source_positions": 16},
     "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 32},
     "audio-spectrogram-transformer": {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
+    "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
@@ -68,5 +70,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "clip": ("clip", {}),  # a section for text and one for images
     "siglip": ("siglip", {}),
     "vit_unbiased": ("vit", {"qkv_bias": False}),
+    "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
+    "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
     "glm4_moe_norms": ("glm4_moe", {"use_qk_norm": True}),
 }

@@ -27,6 +27,7 @@ from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
+from service.serving.analysis import OF_VALUES_ALONE
 from service.serving.cost import ServingLimits
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
@@ -34,7 +35,8 @@ from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
 
-WORDLESS = [name for name in METRICS if name not in ("duplicate_token_score", "induction_score", "single_head")]
+WORDS = ["duplicate_token_score", "induction_score"]
+WORDLESS = [name for name in METRICS if name not in (*WORDS, "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
 WINDOW, LINKS, MASS = 1, 3, 0.8
 
@@ -102,7 +104,7 @@ def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: i
     width = spec.output_dim if spec.projections else spec.concatenated_dim
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
-    names = [*WORDLESS, "duplicate_token_score", "induction_score"]
+    names = [name for name in (*WORDLESS, *WORDS) if spec.output_gate is None or name not in OF_VALUES_ALONE]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
 
     assert list(result) == names
@@ -217,6 +219,16 @@ def test_what_cannot_be_measured_is_refused_with_its_place(http: httpx.Client, f
 
     assert answer.status_code == 422, answer.text
     assert answer.json()["errors"][0]["at"] == at
+
+
+@pytest.mark.parametrize("metric", ["value_norms", "value_norm_weights", "single_head"])
+def test_a_gate_is_no_part_of_a_value(client: Client, metric: str) -> None:
+    """It is another factor for each query, so values have no norm after it, and the heads of a layer of one head have no gate."""
+    client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "output_gate": {}})
+    with pytest.raises(InvalidRequest, match="output_gate") as caught:
+        client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", metric])
+
+    assert caught.value.problems[0].at == "/metrics/1"
 
 
 def test_one_head_has_no_slopes_of_many(client: Client) -> None:

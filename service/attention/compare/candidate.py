@@ -9,7 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,13 +41,36 @@ class Candidate:
 
 
 def load_candidate(name: str) -> Any:
-    """The object that `my_package.my_module:MyAttention` names. ValueError: no colon, or no such attribute; ImportError as from Python."""
-    if ":" not in name:
-        raise ValueError(f"expected my_package.my_module:MyAttention, got {name!r}")
+    """The object that `my_package.my_module:MyAttention` or `path/to/file.py:MyAttention` names.
+
+    ValueError: another form, no such file, or no such attribute; ImportError as from Python.
+    """
+    module, _, attribute = name.rpartition(":")
+    is_file = module.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"expected my_package.my_module:MyAttention or my_file.py:MyAttention, got {name!r}")
     try:
-        return resolve_name(name)
+        return attrgetter(attribute)(_import_file(Path(module))) if is_file else resolve_name(name)
     except AttributeError as error:
         raise ValueError(f"expected {name!r} to name something: {error}") from None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module in this file, which is run once. It finds modules beside it, as a script does."""
+    name, folder = str(path.resolve()), str(path.resolve().parent)
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ValueError(f"there is no file {path}")
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
@@ -59,7 +86,7 @@ def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
                 caller.call(_shape_case(convention))
         return _with_weights(caller, read_weights(candidate, True, heads or 1, convention), heads, candidate, seed)
     weights = read_weights(candidate, False, heads or 1, convention)
-    if convention.framework is None and weights and convention.weights is None:
+    if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
         convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
     frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
     failures = []

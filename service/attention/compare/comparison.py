@@ -3,8 +3,8 @@
 Tolerances grow with the scores: an error of e in a score is a relative error of e in an attention weight.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from service.attention.compare.caller import CallFailed
 from service.attention.compare.candidate import Candidate, load_candidate, prepare
 from service.attention.compare.cases import CheckCase, draw_check_cases
-from service.attention.compare.convention import Convention
+from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
 from service.tensors import Array
 
@@ -55,9 +55,12 @@ class CaseResult:
         return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {'agrees' if self.agrees else 'DISAGREES'}"
 
 
+UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
+
+
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first wrong number of the first case that has one; without an index, a wrong shape or an exception."""
+    """The first wrong number of a case; without an index, a wrong shape or an exception. `mistakes`: those that give its numbers."""
 
     case: str
     output: str
@@ -65,26 +68,36 @@ class Disagreement:
     got: str
     index: tuple[int, ...] | None = None
     hint: str | None = None
+    mistakes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         place = "" if self.index is None else f"[{', '.join(map(str, self.index))}]"
         hint = f"\nhint: {self.hint}" if self.hint else ""
-        return f"first disagreement: {self.case}, {self.output}{place}: expected {self.expected}, got {self.got}{hint}"
+        return f"disagreement: {self.case}, {self.output}{place}: expected {self.expected}, got {self.got}{hint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The results of `compare`; its string is the report."""
+    """The results of `compare`; its string is the report. `disagreements`: the first, and later ones that show other mistakes."""
 
     results: tuple[CaseResult, ...]
-    first: Disagreement | None
+    disagreements: tuple[Disagreement, ...]
+
+    @property
+    def first(self) -> Disagreement | None:
+        return next(iter(self.disagreements), None)
 
     @property
     def agrees(self) -> bool:
         return self.first is None
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.results), str(self.first) if self.first else "agrees with the reference"])
+        return "\n".join([*map(str, self.results), self.conclusion])
+
+    @property
+    def conclusion(self) -> str:
+        """The disagreements, if there are any."""
+        return "\n".join(f"{'also' if i else 'first'} {x}" for i, x in enumerate(self.disagreements)) or "agrees with the reference"
 
 
 def compare(candidate: Any, *, seed: int = 0, **options: Any) -> Agreement:
@@ -93,22 +106,24 @@ def compare(candidate: Any, *, seed: int = 0, **options: Any) -> Agreement:
     Options are the fields of `Convention`. ValueError: how to construct or call the candidate, or to read its weights, is ambiguous; the
     message names the option that decides. TypeError: no such option.
     """
-    known = [field.name for field in fields(Convention)]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"expected an option among {', '.join(known)}, got {name!r}")
-    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, Convention(**options), seed)
+    convention = make_convention(options)
+    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, convention, seed)
     results: list[CaseResult] = []
-    first: Disagreement | None = None
+    disagreements: list[Disagreement] = []
+    found: set[str] = set()
     with prepared.evaluating():
         for case in draw_check_cases(prepared.spec, prepared.weights, prepared.caller.requirements, seed):
             if reason := prepared.caller.skip_reason(case):
                 results.append(CaseResult(case.name, skipped=reason))
                 continue
-            result, disagreement = _compare_case(prepared, case)
+            result, disagreement = _compare_case(prepared, case, found)
             results.append(result)
-            first = first or disagreement
-    return Agreement(tuple(results), first)
+            if disagreement is not None:
+                another_kind = disagreement.index is None and all(x.index is not None for x in disagreements)
+                if not disagreements or another_kind or {*disagreement.mistakes} - found:
+                    disagreements.append(disagreement)
+                found |= {*disagreement.mistakes}
+    return Agreement(tuple(results), tuple(disagreements))
 
 
 def assert_agrees(candidate: Any, *, seed: int = 0, **options: Any) -> None:
@@ -136,7 +151,7 @@ class _Output:
         return float("inf") if np.isnan(error) else error
 
 
-def _compare_case(candidate: Candidate, case: CheckCase) -> tuple[CaseResult, Disagreement | None]:
+def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str]) -> tuple[CaseResult, Disagreement | None]:
     reference = case.reference(candidate.spec, candidate.weights)
     try:
         result = candidate.caller.call(case)
@@ -158,10 +173,12 @@ def _compare_case(candidate: Candidate, case: CheckCase) -> tuple[CaseResult, Di
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
     case_result = CaseResult(case.name, worst.error, worst.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
-    return case_result, None if wrong is None else _disagreement(candidate, case, wrong, outputs, dtype)
+    return case_result, None if wrong is None else _disagreement(candidate, case, wrong, outputs, dtype, found)
 
 
-def _disagreement(candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str) -> Disagreement:
+def _disagreement(
+    candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str, found: Collection[str]
+) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
         return Disagreement(case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
@@ -170,9 +187,10 @@ def _disagreement(candidate: Candidate, case: CheckCase, wrong: _Output, outputs
     results = {x.name: (x.got, x.tolerance) for x in outputs if x.got.shape == x.expected.shape}
     if candidate.caller.convention.average_weights:
         results.pop("attention_weights", None)  # mistakes are computed per head
-    hint = explain(candidate.spec, candidate.weights, case, results, dtype) if results else None
-    digits = 17 if dtype == "float64" else 9
-    return Disagreement(case.name, wrong.name, f"{wrong.expected[index]:.{digits}g}", f"{wrong.got[index]:.{digits}g}", index, hint)
+    mistakes = explain(candidate.spec, candidate.weights, case, results, dtype, found) if results else ()
+    hint = f"this is what comes out {', and '.join(mistakes)}" if mistakes else UNEXPLAINED
+    expected, got = (f"{x[index]:.{17 if dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
+    return Disagreement(case.name, wrong.name, expected, got, index, hint, mistakes)
 
 
 def _explain_shape(wrong: _Output) -> str | None:

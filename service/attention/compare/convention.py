@@ -7,10 +7,11 @@ how is a packed matrix split?) an option of `Convention` decides, and without it
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from service.spec import PROJECTIONS
+from service.spec import PROJECTIONS, DType
 
 Polarity = Literal["attend", "block", "add"]
 
@@ -63,29 +64,80 @@ BARE = frozenset([*_ROLES, *PROJECTIONS])  # these may also be inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """The conventions of a candidate; each field is also an option of `compare` and `assert_agrees`."""
+    """The conventions of a candidate; each field is also an option of `compare`, `assert_agrees` and `attend check --with`."""
 
-    mask_means: Polarity | None = None  # true = may attend, true = blocked, or added to the scores
-    mask_shape: Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"] = "q,k"
-    mask_dtype: Literal["bool", "int", "float"] = "bool"  # of a mask that is not added
-    padding_means: Polarity | None = None  # the same for a separate mask over the keys, [b, k]
-    arguments: Mapping[str, str] = field(default_factory=dict)  # parameter name -> role, for names that are not known
-    method: str | None = None  # the method to call; default: __call__, forward or call
-    batched: bool = True  # false: inputs are [n, d_model]
-    batch_first: bool | None = None  # false: inputs are [n, b, d_model]; default: the attribute batch_first, or true
-    causal: bool = False  # true: it is always causal
-    average_weights: bool = False  # true: the returned weights are averaged over the heads
-    layout: Literal["b,h,n,d", "b,n,h,d", "b,n,d"] = "b,h,n,d"  # of a function's query, key and value
-    framework: Literal["torch", "numpy"] | None = None  # of a function; default: found by calling it
-    dtype: str | None = None  # not for module instances; default: float32 in torch, float64 in NumPy
-    device: str | None = None  # of torch; not for module instances
-    orientation: Literal["in,out", "out,in"] | None = None  # of a matrix without a layer: x @ W or x @ W.T; NumPy classes default to x @ W
-    fused: Literal["q,k,v", "per_head"] | None = None  # rows of a packed matrix: [3, h, d] or [h, 3, d]
-    weights: Mapping[str, Any] | None = None  # canonical name -> array [out, in], instead of reading them
-    d_model: int = 12  # of a class that is constructed
-    num_heads: int | None = None  # needed for instances without such an attribute; classes are constructed with 3
-    construct: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the constructor
-    tolerance: float | None = None  # relative; default: by dtype
+    mask_means: Annotated[Polarity | None, "true in a mask: may attend, is blocked, or is added to the scores (0 and -inf)"] = None
+    mask_shape: Annotated[Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"], "axes of a mask"] = "q,k"
+    mask_dtype: Annotated[Literal["bool", "int", "float"], "of a mask that is not added"] = "bool"
+    padding_means: Annotated[Polarity | None, "the same as mask_means, of a separate mask over the keys, [b, k]"] = None
+    arguments: Annotated[Mapping[str, str], 'what parameters are: {"x": "query", "A": "query.weight", …}'] = field(default_factory=dict)
+    method: Annotated[str | None, "the method to call; by default the object itself, forward or call"] = None
+    batched: Annotated[bool, "false: inputs are [n, d_model]"] = True
+    batch_first: Annotated[bool | None, "false: inputs are [n, b, d_model]; by default the attribute batch_first, or true"] = None
+    causal: Annotated[bool, "true: it is always causal"] = False
+    average_weights: Annotated[bool, "true: the returned weights are averaged over the heads"] = False
+    layout: Annotated[Literal["b,h,n,d", "b,n,h,d", "b,n,d"], "axes of the query, key and value of a function"] = "b,h,n,d"
+    framework: Annotated[Literal["torch", "numpy"] | None, "of a function; by default found by calling it"] = None
+    dtype: Annotated[DType | None, "not for a module instance; by default float32 in torch, float64 in NumPy"] = None
+    device: Annotated[str | None, "of torch, such as cuda; not for a module instance"] = None
+    orientation: Annotated[
+        Literal["in,out", "out,in"] | None,
+        "of a matrix that is not in a layer: applied as x @ W, or as x @ W.T; NumPy classes: in,out by default",
+    ] = None
+    fused: Annotated[Literal["q,k,v", "per_head"] | None, "rows of one matrix for query, key and value: [3, h, d], or [h, 3, d]"] = None
+    weights: Annotated[
+        Mapping[str, Any] | None,
+        'names of the weights, if unknown: {"query": "layers.0", "output.bias": "b", …}; in Python also arrays [out, in]',
+    ] = None
+    d_model: Annotated[int, "of a class, which is constructed"] = 12
+    num_heads: Annotated[int | None, "of an instance without such an attribute; a class is constructed with 3 by default"] = None
+    construct: Annotated[Mapping[str, Any], 'further arguments of the constructor: {"max_len": 64}'] = field(default_factory=dict)
+    tolerance: Annotated[float | None, "relative; by default by dtype"] = None
+
+    @property
+    def names_weights(self) -> bool:
+        """Whether `weights` has names of the candidate's tensors, not arrays."""
+        return any(isinstance(x, str) for x in (self.weights or {}).values())
+
+
+def make_convention(options: Mapping[str, Any]) -> Convention:
+    """The convention with these options. TypeError: no such option. ValueError: not one of its values."""
+    known = _annotations()
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"expected an option among {', '.join(known)}, got {name!r}")
+        if not _fits(value, known[name].__origin__):
+            raise ValueError(f"expected {name} to be {' or '.join(_values(known[name].__origin__))}, got {value!r}")
+    return Convention(**options)
+
+
+def option_table() -> list[tuple[str, list[str], str]]:
+    """Name, values and meaning of each option."""
+    return [(name, _values(option.__origin__), option.__metadata__[0]) for name, option in _annotations().items()]
+
+
+def _annotations() -> dict[str, Any]:
+    """Option -> its `Annotated` type."""
+    return {option.name: option.type for option in fields(Convention)}
+
+
+def _values(annotation: Any) -> list[str]:
+    """The values of an option: literals, or the kind of value."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return [value for part in get_args(annotation) if part is not NoneType for value in _values(part)]
+    kinds = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str: ["a name"]}
+    return kinds.get(annotation, ["a JSON object"])
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether the value is of that type."""
+    if get_origin(annotation) is Literal:
+        return value in get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(annotation))
+    return isinstance(value, (float, int) if annotation is float else get_origin(annotation) or annotation)
 
 
 def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> dict[str, str]:
@@ -101,15 +153,19 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
         if role is None and name.lower() not in BARE and (found := parse_weight_name(name)) and found[0] in PROJECTIONS:
             role = ".".join(found)
         if role is None and parameter.default is parameter.empty:
-            raise ValueError(f"ambiguous: the meaning of parameter {name!r}; pass arguments={{{name!r}: …}}, one of {', '.join(ROLES)}")
+            roles_known = f"one of {', '.join(ROLES)}, or a weight such as query.weight"
+            raise ValueError(f'ambiguous: the meaning of parameter {name!r}; pass arguments={{"{name}": …}}, {roles_known}')
         if role in roles:
-            raise ValueError(f"ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{{name!r}: …}}")
+            raise ValueError(f'ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{"{name}": …}}')
         if role is not None:
             roles[role] = name
-    if strange := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*ROLES}:
-        raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {', '.join(ROLES)}, got {sorted(strange)}")
+    weights = [f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")]
+    if strange := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*ROLES, *weights}:
+        known = ", ".join([*ROLES, *weights])
+        raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {known}, got {sorted(strange)}")
     if "query" not in roles:
-        raise ValueError(f"ambiguous: which parameter of ({', '.join(signature.parameters)}) is the query; pass arguments={{…: 'query'}}")
+        names = ", ".join(signature.parameters)
+        raise ValueError(f'ambiguous: which parameter of ({names}) is the query; pass arguments={{…: "query"}}')
     return roles
 
 

@@ -4,15 +4,16 @@ A mistake is named only if computing it gives the candidate's numbers within the
 first, then pairs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
 
 from service.attention.compare.cases import CheckCase
+from service.attention.compare.weights import cut_packed
 from service.attention.reference.forward import merge_heads, project, softmax, split_heads
-from service.spec import LayerSpec
+from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, Array
 
 Changes = dict[str, Any]
@@ -31,6 +32,8 @@ SEQUENCE_FIRST: Changes = {
     "merge": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
 
+CONSTANTS = (32, 64, 80, 96, 128, 256, 512, 768, 1024)  # usual values of head_dim and d_model
+
 # (hint, changes): the hint completes "this is what comes out …"; the changes are arguments of `attend_with_mistakes`
 MISTAKES: tuple[tuple[str, Changes], ...] = (
     ("when the scores are not divided by sqrt(head_dim)", {"scale": lambda spec: 1.0}),
@@ -40,6 +43,13 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
         {"scale": lambda spec: 1 / spec.head_dim},
     ),
     ("when the scores are multiplied by sqrt(head_dim) and not divided", {"scale": lambda spec: spec.head_dim**0.5}),
+    *(
+        (
+            f"when the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)",
+            {"scale": lambda spec, n=n: n**-0.5},
+        )
+        for n in CONSTANTS
+    ),
     ("when the mask is inverted: it blocks what it should let through (see mask_means)", {"visible": lambda mask, visible: ~mask}),
     ("when the mask is ignored", {"visible": lambda mask, visible: np.ones_like(mask)}),
     ("when it is causal without being asked (see causal)", {"visible": lambda mask, visible: np.tril(mask)}),
@@ -71,6 +81,10 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
     ("when exp overflows, because the largest score of the row is not subtracted first", {"overflow": True}),
     ("when the scores are returned and not the weights", {"returns": "scores"}),
     ("when every matrix is applied the other way round (x @ W against x @ W.T, see orientation)", {"flip": True}),
+    *(
+        ("when one matrix for query, key and value is cut the other way, as [3, h, d] against [h, 3, d] (see fused)", {"recut": order})
+        for order in ("q,k,v", "per_head")
+    ),
     ("when the biases are left out", {"biases": False}),
     ("when the output projection is left out", {"projects_output": False}),
     ("when the query is added to the output (a residual connection)", {"residual": True}),
@@ -84,21 +98,26 @@ MISTAKES: tuple[tuple[str, Changes], ...] = (
 
 
 def explain(
-    spec: LayerSpec, weights: Mapping[str, Array], case: CheckCase, results: Mapping[str, tuple[Array, float]], dtype: str
-) -> str | None:
-    """A hint that names the mistake whose numbers these are; None if no known mistake gives them.
+    spec: LayerSpec,
+    weights: Mapping[str, Array],
+    case: CheckCase,
+    results: Mapping[str, tuple[Array, float]],
+    dtype: str,
+    found: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The hints of the mistakes whose numbers these are; empty if no known mistake gives them, nor any two together.
 
     `results` has "output" and possibly "attention_weights", each with its tolerance. `dtype` is the candidate's: it decides where exp
-    overflows.
+    overflows. Mistakes that were `found` in another case are tried first.
     """
-    for hints, changes in _combinations():
+    for hints, changes in sorted(_combinations(), key=lambda combination: -len({*found} & {*combination[0]})):
         try:
             wrong, rows = attend_with_mistakes(spec, weights, case, dtype, **changes)
         except ValueError:  # shapes for which this mistake cannot be made
             continue
         if rows.any() and all(_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in results.items()):
-            return "this is what comes out " + ", and ".join(hints)
-    return None
+            return tuple(hints)
+    return ()
 
 
 def attend_with_mistakes(
@@ -120,13 +139,15 @@ def attend_with_mistakes(
     projects_output: bool = True,
     residual: bool = False,
     swap: bool = False,
+    recut: str | None = None,
     order: tuple[str, str, str] = ("query", "key", "value"),
 ) -> tuple[dict[str, Array], Array]:
     """The output and weights of the case with these mistakes, and which rows [b, q] to compare.
 
     Rows without a key are not compared: libraries differ there.
     """
-    used = {name: w for name, w in weights.items() if biases or not name.endswith(".bias")}
+    cut = weights if recut is None else {**weights, **_recut(weights, spec.num_heads, recut)}
+    used = {name: w for name, w in cut.items() if biases or not name.endswith(".bias")}
     used = {name: w.T if flip and w.ndim == 2 else w for name, w in used.items()}
     inputs = (case.query, case.value, case.key) if swap else (case.query, case.key, case.value)
     q, k, v = (split(project(x, used, name), spec.num_heads) for x, name in zip(inputs, order, strict=True))
@@ -146,6 +167,18 @@ def attend_with_mistakes(
             output = project(output, used, "output")
     outputs = {"output": output + case.query if residual else output, "attention_weights": scores if returns == "scores" else attended}
     return outputs, np.asarray(mask.any(axis=-1))
+
+
+def _recut(weights: Mapping[str, Array], heads: int, order: str) -> dict[str, Array]:
+    """The projections packed in the other order, then cut in this one. ValueError: their shapes differ."""
+    cut: dict[str, Array] = {}
+    for kind in ("weight", "bias"):
+        names = [f"{part}.{kind}" for part in PROJECTIONS[:3]]
+        if all(name in weights for name in names):
+            parts = [weights[name].reshape(heads, -1, *weights[name].shape[1:]) for name in names]
+            packed = np.stack(parts, axis=1 if order == "q,k,v" else 0)
+            cut |= zip(names, cut_packed("", packed.reshape(-1, *packed.shape[3:]), heads, order), strict=True)
+    return cut
 
 
 def fill_scores(raw: Array, mask: Array, fill: str) -> Array:

@@ -20,7 +20,7 @@ from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 SPEC, FINGERPRINT = "spec", "fingerprint"
-ASSUMABLE = ("scale", "softcap", "window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "qk_norm")
+ASSUMABLE = ("scale", "softcap", "window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "qk_norm", "output_gate")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
@@ -49,9 +49,7 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
             return ReadLayer(given_weights(validate(LayerSpec, fields, "/spec")), weights)
-        fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
-        spec = given_weights(validate(LayerSpec, fields, "/spec"))
-        return ReadLayer(spec, weights, assumed_fields(spec, given))
+        return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
             "/layout", "none, or attend: the file is of this service, with its spec in the metadata", source.layout or ""
@@ -60,6 +58,13 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
     return ReadLayer(given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
+
+
+def read_checkpoint(tensors: Mapping[str, Array], source: Source, given: Mapping[str, Any]) -> ReadLayer:
+    """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
+    fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
+    spec = given_weights(validate(LayerSpec, fields, "/spec"))
+    return ReadLayer(spec, weights, assumed_fields(spec, given))
 
 
 def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,8 +104,8 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
 
 
 def given_weights(spec: LayerSpec) -> LayerSpec:
-    """The spec without init and seed, for a layer whose weights are given."""
-    return spec.model_copy(update={"init": None, "seed": None})
+    """The spec without init, seed and gain, for a layer whose weights are given."""
+    return spec.model_copy(update={"init": None, "seed": None, "gain": 1.0})
 
 
 def stored_pieces(layer: LoadedLayer) -> list[Buffer]:

@@ -14,8 +14,9 @@ from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import BY_TORCH, Array
-from service.wire.problems import describe_value
+from service.wire.problems import describe_value, one_of
 from service.wire.schemas.attend import LayerDocument
+from service.wire.suggestions import did_you_mean
 
 NAMED = 8  # most layer names in an error
 LAST_POSITION = 1 << 31
@@ -30,7 +31,7 @@ class LoadedLayer:
     spec: LayerSpec
     fingerprint: str
     attention: MultiHeadAttention
-    gain: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
+    score_deviation: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
     validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
@@ -73,7 +74,7 @@ class LayerRegistry:
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
                 raise LayerUnloaded(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
-            raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"')
+            raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"{did_you_mean(name, self._layers)}')
         return layer
 
     def require_room_for_unloaded(self) -> None:
@@ -138,7 +139,7 @@ class LayerRegistry:
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
-        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
+        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _score_deviation(spec, tensors))
 
     def put(self, layer: LoadedLayer) -> bool:
         """Add or replace the layer. Returns whether the name is new."""
@@ -158,14 +159,14 @@ class LayerRegistry:
         self._unloaded.pop(name, None)
 
 
-def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
+def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
 
     With `query_scale`, it is multiplied by the factor of the last position.
     """
     if (growth := spec.query_scale) is not None:
         factor = 1 + growth.factor * math.log1p(LAST_POSITION / growth.length)
-        return factor * _gain(spec.model_copy(update={"query_scale": None}), tensors)
+        return factor * _score_deviation(spec.model_copy(update={"query_scale": None}), tensors)
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
@@ -185,7 +186,9 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
     problems += [
-        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", describe_value(name)) for name in weights if name not in shapes
+        Problem("/weights" + pointer([name]), one_of(shapes), describe_value(name) + did_you_mean(name, shapes))
+        for name in weights
+        if name not in shapes
     ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")

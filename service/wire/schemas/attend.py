@@ -3,6 +3,7 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -35,11 +36,13 @@ from service.wire.schemas.tensors import (
     tensor_kinds,
     with_definitions,
 )
+from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS = "Canonical name -> tensor. If null, the weights are drawn by `init` and `seed`; if given, `init` and `seed` become null."
+WEIGHTS = (
+    "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
+    "`gain`; if given, `init` and `seed` become null, and `gain` 1."
+)
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
-OTHER_ENDPOINTS = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # field -> the endpoint that accepts it
 
 Output = Literal[
     "output",
@@ -107,10 +110,14 @@ Strict = Annotated[bool, Field(strict=True)]
 
 
 class Document(BaseModel):
-    """A document whose unknown fields are refused by name. `tensors` maps its tensor members to their kinds."""
+    """A document whose unknown fields are refused by name.
+
+    `tensors` maps its tensor members to their kinds, `instead` names that are no fields to what callers may have meant by them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
     tensors: ClassVar[dict[str, Kind]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -164,6 +171,11 @@ class AttendRequest(Document):
     b batch, q queries, k keys, h heads. Where the query has no b, no other tensor has.
     """
 
+    instead: ClassVar[Mapping[str, str]] = {
+        **OTHER_NAMES,
+        "figure": "no field of that name, which belongs to POST /attend/figure",
+        "metrics": "no field of that name, which belongs to POST /attend/analysis",
+    }
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.")
     query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
     key: Sequences | None = Field(default=None, description="[b, k, key_dim]. The query if left out.")
@@ -194,18 +206,6 @@ class AttendRequest(Document):
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
     reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _misplaced(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if "mask" in data:
-            raise disagreement("/mask", WHICH_MASK, '"mask"')
-        for name, path in OTHER_ENDPOINTS.items():
-            if name in data and name not in cls.model_fields:
-                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", describe_value(data[name]))
-        return data
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -270,7 +270,7 @@ class AttendReply(Document):
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")

@@ -14,14 +14,15 @@ from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES
-from service.wire.problems import describe_value
+from service.wire.problems import describe_value, one_of
 from service.wire.reply import Reply
 from service.wire.safetensors import LISTS
-from service.wire.schemas.attend import WHICH_MASK, AttendRequest, Output
+from service.wire.schemas.attend import AttendRequest, Output
+from service.wire.suggestions import did_you_mean
 
 VERSION = "1"  # of every model
 TENSORS = {*AttendRequest.tensors, *LISTS}
-INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]  # in the order of error messages
+INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]
 OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LISTS
 NESTED = {"window", "dropout", "select", "reply", "tokens"}
 PER_ITEM = ("valid_lens", "query_offset")  # one number per batch item
@@ -53,7 +54,7 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
             raise MalformedBody.where(f"/inputs/{i}/name", "each input once", f'"{name}" twice')
         members[name] = array
     if "query" not in members:
-        raise InvalidRequest.where("/inputs", "an input called query", ", ".join(members))
+        raise InvalidRequest.where("/inputs", "an input called query", ", ".join(sorted(members)))
     for name, value in parameters.items():
         if name in PROTOCOL or name in IGNORED["request"]:
             continue
@@ -61,7 +62,7 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
         if name == FINAL and isinstance(value, bool):
             continue
         if name not in OPTIONS:
-            raise InvalidRequest.where(at, f"one of {', '.join(sorted(OPTIONS | PROTOCOL))}", "another parameter")
+            raise _unknown(name, at, OPTIONS | PROTOCOL, "another parameter")
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
@@ -104,7 +105,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
         if name not in (*OUTPUTS, *PARTS):
-            raise InvalidRequest.where(at, f"one of {', '.join((*OUTPUTS, *PARTS))}", describe_value(name))
+            raise InvalidRequest.where(at, one_of((*OUTPUTS, *PARTS)), describe_value(name) + did_you_mean(name, (*OUTPUTS, *PARTS)))
         if name in names[:i] or (name in PARTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
         if name in PARTS and not (isinstance(select, dict) and select.get("top_k") is not None):
@@ -135,8 +136,7 @@ def require_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
     """Raises InvalidRequest if an object of a request has an unknown member."""
     for name in entry:
         if name not in known:
-            expected = f"one of {', '.join(known)}" if known else "no members"
-            raise InvalidRequest.where(at + pointer([name]), expected, "another member")
+            raise InvalidRequest.where(at + pointer([name]), one_of(known), "another member" + did_you_mean(name, known))
 
 
 def require_version(version: str | None) -> None:
@@ -151,9 +151,13 @@ def require_input(name: str, at: str) -> None:
         return
     if name in OPTIONS:
         raise InvalidRequest.where(at, f"{name} among the parameters", "an input of that name")
-    if name == "mask":
-        raise InvalidRequest.where(at, WHICH_MASK, describe_value(name))
-    raise InvalidRequest.where(at, f"one of {', '.join(INPUTS)}", describe_value(name))
+    raise _unknown(name, at, INPUTS, describe_value(name))
+
+
+def _unknown(name: str, at: str, known: Iterable[str], got: str) -> InvalidRequest:
+    """The error of an unknown input or parameter: what its name means in other libraries, or the known names."""
+    instead = AttendRequest.instead.get(name)
+    return InvalidRequest.where(at, instead or one_of(known), got + ("" if instead else did_you_mean(name, known)))
 
 
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
     "an unknown parameter of an input": (
         request("tiny", entry("query", [1, 1, 6], parameters={"scale": {"int64_param": 1}}, fp32_contents=[0.5] * 6)),
         INVALID,
-        "expected one of content_type, binary_data_size, got another member, at /inputs/0/parameters/scale",
+        "expected one of binary_data_size, content_type, got another member, at /inputs/0/parameters/scale",
     ),
     "a parameter without a value": (request("tiny", GOOD, parameters={"causal": {}}), INVALID, "value"),
     "an unknown parameter": (request("tiny", GOOD, parameters={"sequence_id": {"int64_param": 1}}), INVALID, "sequence_id"),

@@ -11,6 +11,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 SAFETENSORS = "application/vnd.safetensors"
 RNG = np.random.default_rng(20)
@@ -153,7 +154,9 @@ def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}, {"output_gate": {"bias": True}}]
+)
 def test_what_get_gives_put_takes_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
     """The same fingerprint, which hashes every bit; and the file again is the same but for how the weights came about."""
     spec = {"d_model": 6, "num_heads": 3, "seed": 5, "dtype": dtype, **more}
@@ -289,6 +292,95 @@ def test_a_hostile_file_is_refused(http: httpx.Client, case: str) -> None:
     problem(put(http, body), status)
     assert http.get("/health/ready").status_code == 200
     assert http.get("/layers/filed").status_code == 404
+
+
+def in_json(tensors: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"spec": fields, "weights": {name: tensor.tolist() for name, tensor in tensors.items()}}
+
+
+NAMES_OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "NumPy": ({f"W_{letter}": drawn(6) for letter in "qkvo"}, {}),
+    "Dive into Deep Learning": ({f"W_{letter}.weight": drawn(6) for letter in "qkvo"}, {}),
+    "one layer of BERT": (bert(2), {"prefix": "encoder.layer.1"}),
+    "torch": (
+        {"in_proj_weight": drawn(6, 18, 6), "in_proj_bias": drawn(6, 18), "out_proj.weight": drawn(6), "out_proj.bias": drawn(6, 6)},
+        {},
+    ),
+    "BART": ({f"{name}_proj.weight": drawn(6) for name in ("q", "k", "v", "out")}, {"layout": "bart"}),
+}
+
+
+@pytest.mark.parametrize("case", NAMES_OF_OTHERS)
+def test_weights_in_json_have_the_names_of_any_framework(http: httpx.Client, case: str) -> None:
+    """The same layer as from a safetensors file of these names."""
+    tensors, query = NAMES_OF_OTHERS[case]
+    filed = put(http, packed(tensors), spec='{"num_heads": 2}', **query).json()
+
+    given = http.put("/layers/filed", params=query, json=in_json(tensors, num_heads=2)).json()
+    exact = http.put("/layers/filed", params=query, json=in_json(tensors, num_heads=2, dtype="float64")).json()
+
+    assert given == filed and exact["spec"] == {**filed["spec"], "dtype": "float64"}
+    http.delete("/layers/filed")
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "at"),
+    [
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkv"}, num_heads=2), {}, "/weights/W_o"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}), {}, "/spec/num_heads"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, bias=True), {}, "/spec/bias"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, d_modle=6), {}, "/spec/d_modle"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, dtype=""), {}, "/spec/dtype"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"spec": "{}"}, "/spec"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"layout": "bert"}, "/layout"),
+        ({**in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, d_model=6), "x": 1}, {}, "/x"),
+        (in_json({f"{name}_weight": drawn(6) for name in ("query", "key")}, num_heads=2, d_model=6), {}, "/weights/query.weight"),
+    ],
+)
+def test_weights_in_json_that_fit_no_layer_are_refused(http: httpx.Client, body: dict[str, Any], query: dict[str, str], at: str) -> None:
+    found = http.put("/layers/filed", params=query, json=body)
+    assert problem(found, 422)["at"] == at
+    assert http.get("/layers/filed").status_code == 404
+
+
+def test_a_misspelt_weight_is_answered_with_its_name(http: httpx.Client) -> None:
+    weights = {f"{name}.weight": drawn(4) for name in ("query", "key", "value")} | {"output_weight": drawn(4)}
+    answer = http.put("/layers/filed", json=in_json(weights, d_model=4, num_heads=2, bias=False))
+    assert '"output_weight" (did you mean output.weight?)' in {error["got"] for error in answer.json()["errors"]}
+
+
+def weights_of(http: httpx.Client, **spec: Any) -> dict[str, Any]:
+    """The weights of a layer in float64, which is made and removed."""
+    made = http.put("/layers/gained", json={"spec": {"d_model": 6, "num_heads": 2, "seed": 4, "dtype": "float64", **spec}})
+    assert made.is_success, made.text
+    tensors: dict[str, Any] = load(http.get("/layers/gained/weights").content)
+    assert http.delete("/layers/gained").status_code == 204
+    return tensors
+
+
+@pytest.mark.parametrize("init", ["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear", "torch_mha"])
+def test_a_gain_multiplies_what_is_drawn(http: httpx.Client, init: str) -> None:
+    plain, gained = weights_of(http, init=init), weights_of(http, init=init, gain=2.5)
+    assert plain.keys() == gained.keys()
+    for name, tensor in plain.items():
+        np.testing.assert_allclose(gained[name], 2.5 * tensor, rtol=1e-6)
+    normed = weights_of(http, init=init, gain=2.5, qk_norm={"kind": "rms"})
+    np.testing.assert_array_equal(normed["key_norm.weight"], np.ones(3))  # which is not drawn
+
+
+def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Client) -> None:
+    """The fingerprint has the weights themselves. A gain of 1 is what is meant without one; given weights have none."""
+    spec = {"d_model": 4, "num_heads": 2, "seed": 3, "bias": False}
+    plain, one, null, two = (
+        http.put("/layers/gained", json={"spec": {**spec, **gain}}).json() for gain in ({}, {"gain": 1}, {"gain": None}, {"gain": 2})
+    )
+    assert plain == one == null and plain["spec"]["gain"] == 1
+    assert two["spec"] == {**plain["spec"], "gain": 2} and two["fingerprint"] != plain["fingerprint"]
+    again = put(http, http.get("/layers/gained/weights").content, "gained").json()
+    weights = {f"{name}.weight": drawn(4).tolist() for name in ("query", "key", "value", "output")}
+    given = http.put("/layers/gained", json={"spec": {**spec, "gain": 2}, "weights": weights}).json()
+    assert again["fingerprint"] == two["fingerprint"] and again["spec"]["gain"] == given["spec"]["gain"] == 1
+    http.delete("/layers/gained")
 
 
 def test_the_query_belongs_to_a_checkpoint(http: httpx.Client) -> None:

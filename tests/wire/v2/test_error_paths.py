@@ -165,10 +165,11 @@ def test_over_grpc_it_blames_the_name_in_the_message(stub: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("querry", 'expected one of query, key, value, attend_mask, block_mask, attend_keys, block_keys, valid_lens, bias, .*got "querry"'),
+        ("querry", 'expected one of attend_keys, attend_mask, bias, .*got "querry" \\(did you mean query\\?\\)'),
+        ("key_padding_mask", 'expected block_keys .*got "key_padding_mask"'),
         ("tokens", "expected tokens among the parameters"),
         ("causal", "expected causal among the parameters"),
-        ("outputs", "expected one of query, key"),
+        ("outputs", "expected one of attend_keys, attend_mask"),
     ],
 )
 def test_an_input_that_is_none_is_told_which_there_are(v2: httpx.Client, stub: Any, name: str, words: str) -> None:

@@ -1,0 +1,62 @@
+"""The engine by itself: what is left of a request when its reply has been sent."""
+
+import gc
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from support.scheduler import REAL, run
+
+from service.attention.call import Call
+from service.errors import AttendError
+from service.serving.batching import Entry
+from service.serving.codec_pool import HEAVY, Job
+from service.serving.cost import ServingLimits
+from service.serving.requests import RawRequest
+from service.serving.service import open_service
+from service.wire.codec import CODECS
+from service.wire.limits import WireLimits
+from service.wire.negotiation import JSON, SAFETENSORS
+
+KINDS = {
+    "computed in a thread": (SAFETENSORS, {}, False),
+    "decoded in a thread": (JSON, {}, False),
+    "an unknown layer": (JSON, {"layer": "unknown"}, True),
+    "an invalid field": (SAFETENSORS, {"unknown": 1}, True),
+    "an invalid shape": (JSON, {"attend_keys": [1, 1]}, True),
+    "a deadline that has passed": (SAFETENSORS, {}, True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_leaves_nothing_to_the_garbage_collector(kind: str) -> None:
+    """A reference cycle would keep the tensors, megabytes for each request, until the next collection."""
+    form, members, is_refused = KINDS[kind]
+    query = np.random.default_rng(0).standard_normal((5, 509, 6)).astype("f4")
+    if form == JSON:
+        body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(HEAVY)
+    else:
+        body = save({"query": query}, {"request": json.dumps({"layer": "layer", **members})})
+
+    async def test() -> None:
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(replace(REAL, name="layer"))
+        for _ in range(3):
+            deadline = service.clock() if kind == "a deadline that has passed" else None
+            try:
+                await service.engine.attend(RawRequest(body, CODECS[form], "", CODECS[form], "", deadline=deadline))
+                assert not is_refused
+            except AttendError:
+                assert is_refused
+        service.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test())
+        left = [found for found in gc.get_objects() if type(found) in (Call, RawRequest, Job, Entry)]
+    finally:
+        gc.enable()
+    assert not left
