@@ -36,6 +36,7 @@ from service.checkpoints.traits import (
     key_multiplier,
     laguna,
     layer_thetas,
+    lfm3,
     listed,
     llama4,
     llama4_type,
@@ -46,6 +47,7 @@ from service.checkpoints.traits import (
     modernbert_window,
     molmo2,
     mpt,
+    muse_glimmer,
     no_rope_layers,
     normed,
     only,
@@ -196,6 +198,9 @@ DECODERS: dict[str, Family] = {
     ),
     "molmo2_text": decoder(molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
     "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
+    "muse_glimmer_text": decoder(
+        normed(weights="none", default=1e-5), gated(), window, layer_thetas, muse_glimmer, irrelevant="^output_multiplier$|^post_norm_eps$"
+    ),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN_GATED),
     "afmoe": decoder(
         normed(default=1e-5),
@@ -222,7 +227,7 @@ DECODERS: dict[str, Family] = {
     "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
-    **{name: {"decoder": replace(GPT2, traits=(gpt2_scale,))} for name in ("gpt2", "gpt-sw3", "imagegpt")},
+    **{name: {"decoder": replace(GPT2, traits=(gpt2_scale,))} for name in ("gpt2", "imagegpt")},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
@@ -251,6 +256,7 @@ HYBRIDS: dict[str, Family] = {  # which have attention in some layers, or beside
     "lfm2": decoder(LFM2_NORM, bias=NO_BIASES, layer_type=listed("full_attn_idxs", "conv", True), irrelevant=MAMBA),
     "lfm2_moe": decoder(LFM2_NORM, bias=NO_BIASES, irrelevant=MAMBA),
     "nemotron_h": decoder(path="layers.{n}.mixer", rotary=None, types_field="layers_block_type", irrelevant=f"{MAMBA}|^sliding_window$"),
+    "lfm3": decoder(normed(), window, lfm3, irrelevant=f"{MAMBA}|sandwich_norm"),
     "olmo_hybrid": decoder(ALL_HEADS, rope_if_any, irrelevant=MAMBA),
     "recurrent_gemma": decoder(
         recurrent_gemma_window,
@@ -345,6 +351,25 @@ def bart(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL_
     }
 
 
+def moonshine() -> Family:
+    """BART's parts with grouped heads, and RoPE in self-attention."""
+    rotary = Rotary(interleaved=True, partial=0.9)
+    return {
+        part: replace(
+            attention,
+            heads=(f"{side}_num_attention_heads",),
+            kv_heads=(f"{side}_num_key_value_heads",),
+            layers=(f"{side}_num_hidden_layers",),
+            bias=biased("attention_bias", "qkv"),
+            rotary=None if part == "cross" else rotary,
+            traits=(only("pad_head_dim_to_multiple_of", None),),
+            irrelevant="coder_num_|^rope_parameters$" if part == "cross" else "coder_num_",
+        )
+        for part, attention in bart().items()
+        for side in (attention.path.partition(".")[0],)
+    }
+
+
 def t5(table_of_each_block: bool = False) -> Family:
     """T5's encoder, decoder and cross-attention, whose first block has the table of biases for all, unless each has its own."""
     common = Attention(
@@ -387,6 +412,7 @@ LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its en
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], bart()),
     "fsmt": bart(),
+    "moonshine": moonshine(),
     "whisper": bart(bias=biased(None, "qvo"), irrelevant="^mask_"),
     "speech_to_text": bart(),
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), bart("cross_attention", irrelevant=SEAMLESS, tower="text_")),
@@ -401,10 +427,17 @@ ENCODER_DECODERS: dict[str, Family] = {
 }
 REASONS = {  # what the layer cannot compute -> model types that need it
     "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
-        longcat_flash mistral4 youtu axk1 axk2""",
-    "a norm of head outputs": "muse_spark_text",
-    "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
-    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
+        longcat_flash mistral4 youtu axk1 axk2 hy_v4""",
+    "an output gate with a bias for each head": "beam",
+    "a norm of head outputs": "muse_spark_text bitnet",
+    "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
+        parakeet_encoder nemotron_asr_streaming_encoder vits sam_vision_model sam_hq_vision_model vitdet""",
+    "relative biases with a gate, or between segments": "wavlm cpmant",
+    "positions in two dimensions": "dinov3_vit mlcd mlcd_vision_model sam3_vit_model",
+    "attention to keys that the layer chooses": "doge",
+    "experts among its projections": "jetmoe",
+    "attention over time and space by turns": "timesformer",
+    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer canine",
     "differential attention": "diffllama",
     "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
     "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",

@@ -33,11 +33,14 @@ def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> T
     return trait
 
 
-def biased_but(field: str, always: str, default: bool = False) -> Trait:
-    """Biases of the projections in `always`, and of the others if the flag `field` is true."""
-    return lambda config, n, layer_type: {
-        "bias": {name: letter in always or config.flag(field, default=default) for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}
-    }
+def biased_but(field: str, always: str, never: str = "", default: bool = False) -> Trait:
+    """Biases of the projections in `always`, and of the others but those in `never` if the flag `field` is true."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        letters = always + ("qkvo" if config.flag(field, default=default) else "")
+        return {"bias": {name: letter in letters and letter not in never for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
+
+    return trait
 
 
 def window(config: Config, n: int, layer_type: str) -> Fields:
@@ -197,6 +200,17 @@ def molmo2(config: Config, n: int, layer_type: str) -> Fields:
         raise config.refusal("rope_scaling_layers", f"layer {n} among them", scaled)
     olmo = {"over": "all", "weights": "own"} if config.get("qk_norm_type") == "olmo" else {}
     return {"qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), **olmo}}
+
+
+def lfm3(config: Config, n: int, layer_type: str) -> Fields:
+    """A gate on each head, unless the config has none."""
+    gate = {"granularity": "headwise", "activation": "sigmoid", "bias": False}
+    return {"output_gate": gate if config.flag("use_attention_gate", default=True) else None}
+
+
+def muse_glimmer(config: Config, n: int, layer_type: str) -> Fields:
+    """A factor on queries after their norm."""
+    return {"scale": _head_dim(config) ** -0.5 * config.number("qk_scale_factor", default=3.87)}
 
 
 def mobilebert(config: Config, n: int, layer_type: str) -> Fields:

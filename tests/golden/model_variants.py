@@ -41,6 +41,9 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "layers_block_type": ["linear_attention", "full_attention"]},
+    "moonshine": {"hidden_size": 80}
+    | {f"{side}_num_{name}": 4 for side in ("encoder", "decoder") for name in ("attention_heads", "key_value_heads", "hidden_layers")},
+    "videomae": {"num_frames": 4, "decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1},
     "recurrent_gemma": {"attention_window_size": 5},
     "yolos": {"image_size": [8, 8], "num_detection_tokens": 2},
     "sew": {"conv_dim": [8] * 13},
