@@ -45,6 +45,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         yield f"{'layer' if norm['kind'] == 'layer' else 'RMS'} norm{' over all heads' if norm.get('over') == 'all' else ''}" + (
             " after RoPE" if norm.get("after_rope") else ""
         )
+    if gate := spec.get("output_gate"):
+        yield f"{gate['granularity']} output gate" + (" with softplus" if gate["activation"] == "softplus" else "")
     for field, words in (
         ("window", "window"),
         ("softcap", "softcap"),

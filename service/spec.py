@@ -28,6 +28,7 @@ Flag = Annotated[bool, Field(strict=True)]
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
+    "": {"output_gate": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
@@ -148,6 +149,20 @@ class QKNorm(Part):
         return self
 
 
+class OutputGate(Part):
+    """A gate on the output of each head, before the output projection, from the query's input x (Qiu et al. 2025, arXiv 2505.06708).
+
+    Y' = Y * activation(x W^T + b), with W the weight `gate.weight` and b `gate.bias`. W is [num_heads * value_head_dim, d_model]
+    (elementwise), or [num_heads, d_model] (headwise: one factor for each head).
+    """
+
+    granularity: Literal["elementwise", "headwise"] = Field(
+        default="elementwise", description="One gate for each number of a head's output, or one for each head."
+    )
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
+
+
 def _admit_null(schema: dict[str, Any]) -> None:
     """Adds null to the JSON schema of every field that may be left out, and removes defaults that are derived from other fields."""
     for name, field in schema["properties"].items():
@@ -195,10 +210,12 @@ class LayerSpec(BaseModel):
     sinks: Flag = Field(
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
     )
+    output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
     init: Init | None = Field(default="xavier_uniform", description="Distribution of the drawn weights; null if weights were given.")
+    gain: Annotated[Positive, Field(le=LARGEST)] = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
     dtype: DType = Field(default="float32", description="Datatype of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
         default="highest",
@@ -210,7 +227,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm", "init")
+        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm", "output_gate", "init")
         filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
@@ -250,6 +267,10 @@ class LayerSpec(BaseModel):
             raise disagreement("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
             raise disagreement("/bias", f"false, since init {init} has no bias", "true")
+        if self.output_gate and not self.projections:
+            raise disagreement("/output_gate", "null, since nothing is projected", "a gate")
+        if self.output_gate and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
+            raise disagreement("/output_gate", f"null, since init {init} draws no gate", "a gate")
         return self
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
@@ -294,6 +315,13 @@ class LayerSpec(BaseModel):
         return self._projected_widths()["output"]
 
     @property
+    def gate_dim(self) -> int:
+        """Width of the projection of the gate; 0 without a gate."""
+        if self.output_gate is None:
+            return 0
+        return self.num_heads if self.output_gate.granularity == "headwise" else self.concatenated_dim
+
+    @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
         parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
@@ -322,6 +350,10 @@ class LayerSpec(BaseModel):
             for name, heads in (("query_norm", self.num_heads), ("key_norm", self.num_kv_heads)):
                 shape = (self.head_dim,) if self.qk_norm.weights == "shared" else (heads, self.head_dim)
                 shapes |= {f"{name}.{part}": shape for part in ("weight", "bias")[: 1 + self.qk_norm.bias]}
+        if self.output_gate:
+            shapes["gate.weight"] = (self.gate_dim, self.d_model)
+            if self.output_gate.bias:
+                shapes["gate.bias"] = (self.gate_dim,)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
@@ -356,14 +388,15 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
 def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
 
-    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `matmul_precision`
-    and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
+    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `gain`,
+    `matmul_precision` and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
     (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
-    document = spec.model_dump(mode="json", exclude={"seed", "init", "matmul_precision"})
+    document = spec.model_dump(mode="json", exclude={"seed", "init", "gain", "matmul_precision"})
     for part, defaults in LATER.items():
-        if document[part] is not None:
-            document[part] = {name: x for name, x in document[part].items() if name not in defaults or x != defaults[name]}
+        if (fields := document[part] if part else document) is not None:
+            for name in [name for name, default in defaults.items() if fields[name] == default]:
+                del fields[name]
     digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(weights):
         array = weights[name]

@@ -1,6 +1,7 @@
 """Multi-head attention, batch first: project, attend, project back.
 
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
+    Y = Attention(Q, K, V) ∘ gate(X)                                      (layers with an output gate; Qiu et al. 2025, equation 5)
 
 `_forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
 scores are requested; `eager` for everything else.
@@ -87,10 +88,15 @@ class MultiHeadAttention:
         return self.eager(call, query, key, value, fully_masked, {"attention_weights"})
 
     def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Multiply `head_outputs` by `head_scale`, and add `concatenated` [b, q, h * d]. Without head outputs, no change."""
+        """Multiply `head_outputs` by `head_scale` and the gate, and add `concatenated` [b, q, h * d]. Without head outputs, no change.
+
+        The gate depends on the query alone, so it is left out of parts of a call and applied once, where they are merged.
+        """
         if (head_outputs := tensors.get("head_outputs")) is not None:
             if call.head_scale is not None:
                 tensors["head_outputs"] = head_outputs = head_outputs * call.head_scale
+            if self.spec.output_gate is not None and not call.part:
+                tensors["head_outputs"] = head_outputs = head_outputs * self.projections.gate(call.query)
             tensors["concatenated"] = head_outputs.transpose(1, 2).flatten(2)
         return tensors
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.call import Call
@@ -54,6 +55,16 @@ class Projections:
         if bias is not None:
             x = x + bias.to(accumulate).unsqueeze(-2)
         return x.to(self.dtype)
+
+    def gate(self, query: Tensor) -> Tensor:
+        """The gate on the head outputs, [b, h, q, value_head_dim], or [b, h, q, 1] if headwise (Qiu et al. 2025, equation 5).
+
+        `query` [b, q, d_model] is the input of the layer, before its projections.
+        """
+        assert self.spec.output_gate is not None
+        heads = self.spec.num_heads
+        logits = self.product(query, "gate").view(*query.shape[:2], heads, self.spec.gate_dim // heads).transpose(1, 2)
+        return logits.sigmoid() if self.spec.output_gate.activation == "sigmoid" else F.softplus(logits)
 
     def project_back(self, concatenated: Tensor) -> Tensor:
         """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]; unchanged if the layer has no projections."""

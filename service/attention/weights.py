@@ -16,17 +16,25 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
-DRAWN = {f"{name}.weight" for name in PROJECTIONS}
+DRAWN_MATRICES = (*PROJECTIONS, "gate")
+DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 
 
 def draw_weights(spec: LayerSpec) -> Weights:
     """Canonical name -> array in the spec's dtype, C-contiguous. The same spec gives the same weights.
 
-    Raises InvalidRequest if the spec has no init.
+    Raises InvalidRequest if the spec has no init, or a gain that makes weights infinite.
     """
     if spec.init is None:
         raise InvalidRequest.where("/spec/init", "a way to draw the weights, since none are given", "null")
-    return in_dtype(spec, _constants(spec) | (SCHEMES[spec.init](spec) if spec.projections else {}))
+    drawn = SCHEMES[spec.init](spec) if spec.projections else {}
+    if spec.gain == 1:
+        return in_dtype(spec, _constants(spec) | drawn)
+    with np.errstate(over="ignore"):
+        weights = in_dtype(spec, _constants(spec) | {name: array * spec.gain for name, array in drawn.items()})
+    if not all(np.isfinite(array).all() for array in weights.values()):
+        raise InvalidRequest.where("/spec/gain", f"a factor whose weights are finite in {spec.dtype}", str(spec.gain))
+    return weights
 
 
 def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
@@ -42,11 +50,11 @@ def _constants(spec: LayerSpec) -> Weights:
 
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:
-    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output."""
-    stream = np.random.RandomState(spec.seed)
+    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output, gate."""
+    stream, shapes = np.random.RandomState(spec.seed), spec.weight_shapes()
     weights: Weights = {}
-    for name in PROJECTIONS:
-        out_dim, in_dim = spec.weight_shapes()[f"{name}.weight"]
+    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+        out_dim, in_dim = shapes[f"{name}.weight"]
         draw = stream.random_sample((out_dim, in_dim))
         weights[f"{name}.weight"] = ((draw * 2 - 1) * math.sqrt(6 / (in_dim + out_dim))).astype(np.float32)
     return weights
@@ -82,8 +90,9 @@ def _generator(spec: LayerSpec) -> torch.Generator:
 def _torch_linear(spec: LayerSpec) -> Weights:
     generator = _generator(spec)
     weights: Weights = {}
-    for name in PROJECTIONS:
-        weight, bias = _linear(spec.weight_shapes()[f"{name}.weight"], spec.has_bias(name), generator)
+    shapes = spec.weight_shapes()
+    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+        weight, bias = _linear(shapes[f"{name}.weight"], f"{name}.bias" in shapes, generator)
         weights[f"{name}.weight"] = weight.numpy()
         if bias is not None:
             weights[f"{name}.bias"] = bias.numpy()

@@ -13,6 +13,7 @@ from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
 from service.checkpoints.traits import (
     FULL,
+    LINEAR,
     SLIDING,
     WIDEST_HEAD,
     WINDOWED,
@@ -29,10 +30,12 @@ from service.checkpoints.traits import (
     every_nth_full,
     falcon,
     from_layer,
+    gated,
     gemma4_heads,
     gemma_values,
     gpt2_scale,
     gpt_neo,
+    laguna,
     layer_thetas,
     modernbert_decoder_window,
     modernbert_window,
@@ -44,6 +47,7 @@ from service.checkpoints.traits import (
     qwen_type,
     rope_if_rotary,
     rope_if_sliding,
+    rope_only_if_sliding,
     scale,
     sliding,
     t5_bias,
@@ -81,6 +85,8 @@ Family = Mapping[str, Attention]  # part -> attention
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
     layer_type, windowed = _layer_type(attention, config, n), any(trait in WINDOWED for trait in attention.traits)
+    if layer_type == LINEAR:
+        raise config.refusal("layer_types", f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type)
     if layer_type != FULL and not (layer_type == SLIDING and windowed):
         raise config.refusal("layer_types", f"{FULL}{f' or {SLIDING}' if windowed else ''} in layer {n}", layer_type)
     heads, width = config.count(*attention.heads), config.get(*attention.width)
@@ -90,6 +96,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
+    fields["output_gate"] = None
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
@@ -148,6 +155,24 @@ GEMMA3 = Attention(
     traits=(PRE_SCALAR, capped, window, normed(), only("use_bidirectional_attention", False)),
     layer_type=every_nth_full("sliding_window_pattern", 6),
     rotary=Rotary(theta=1e6, theta_fields={SLIDING: ("rope_local_base_freq", 1e4)}, scaled_layer_types=(FULL,)),
+)
+QWEN_GATED = decoder(
+    normed(),
+    gated(bias="attention_bias"),
+    layout="gated queries, norms less 1",
+    rotary=Rotary(partial=0.25),
+    layer_type=every_nth_full("full_attention_interval", 4, other=LINEAR),
+    irrelevant="^linear_",
+)
+HRM_TEXT = replace(
+    LLAMA,
+    path="L_module.layers.{n}.attn",
+    layout="gated stack",
+    kv_heads=(),
+    layers=("num_layers_per_stack", "num_hidden_layers"),
+    bias=NO_BIASES,
+    traits=(gated(), only("attention_bias", False)),
+    irrelevant="^embedding_scale$",
 )
 
 DECODERS: dict[str, Family] = {
@@ -210,6 +235,28 @@ DECODERS: dict[str, Family] = {
             traits=(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None)),
         )
     },
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN_GATED),
+    "afmoe": decoder(
+        normed(default=1e-5),
+        gated(),
+        window,
+        rope_only_if_sliding,
+        layer_type=every_nth_full("global_attn_every_n_layers", 4),
+        irrelevant="^mup_enabled$",
+    ),
+    "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
+    "step3p5": decoder(
+        normed(default=1e-5),
+        gated("headwise"),
+        window,
+        scale("query_pre_attn_scalar", -0.5),
+        only("gating", True),
+        only("use_bidirectional_attention", False),
+        layout="separate, norms less 1",
+        rotary=Rotary(partial=1.0),
+        irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
+    ),
+    "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
@@ -348,7 +395,7 @@ ENCODER_DECODERS: dict[str, Family] = {
 REASONS = {  # what the layer cannot compute -> model types that need it
     "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
         longcat_flash mistral4 youtu axk1 axk2""",
-    "an output gate": "qwen3_next qwen3_5_text qwen3_5_moe_text afmoe step3p7 laguna beam muse_spark_text hrm_text",
+    "a norm of head outputs": "muse_spark_text",
     "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
     "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
     "differential attention": "diffllama",
@@ -357,9 +404,9 @@ REASONS = {  # what the layer cannot compute -> model types that need it
     "queries of their own for entities": "luke",
     "quantised arithmetic": "ibert",
     "a factor on values": "mimo_v2_flash",
-    "queries scaled by position, or chunks": "llama4_text ministral3",
+    "queries scaled by position, or chunks": "llama4_text ministral3 beam",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS
 COMPOSITES = """aria gemma3 gemma4 got_ocr2 idefics3 internvl llava llava_next llava_onevision mistral3 qwen2_vl qwen2_5_vl qwen3_vl
-smolvlm vipllava"""  # model types with images or sounds, whose decoder is described in `text_config`
+qwen3_5 qwen3_5_moe step3p7 smolvlm vipllava"""  # model types with images or sounds, whose decoder is described in `text_config`

@@ -2,7 +2,8 @@
 
 So a layout here has the names of many families at once: a name that means something else elsewhere is no danger, and a tensor that is left
 over is refused. `separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values, and `conv` is
-GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual names.
+GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual names. An output gate has a matrix of its own, or shares that
+of the queries (`gated queries`) or of queries, keys and values (`gated stack`).
 """
 
 from collections.abc import Callable
@@ -18,10 +19,11 @@ SPELLINGS = {
     "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj",
     "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj",
     "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv gqkv_proj",
     "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
+    "gate": "gate_proj g_proj",
 }
 IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "bias": 4, "masked_bias": 0}  # norms of blocks, buffers of old files
 Take = Callable[[LayerTensors, Array], tuple[Array, ...]]
@@ -48,7 +50,8 @@ def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
 
 
 def _extras(tensors: LayerTensors) -> Weights:
-    found = {part: tensors.get(part, "n") for part in (*ALL_BIASES, "sinks") if tensors.has(part)}
+    found = {part: tensors.get(part, "n") for part in (*ALL_BIASES, "gate.bias", "sinks") if tensors.has(part)}
+    found |= {"gate.weight": tensors.get("gate.weight", "out", "in")} if tensors.has("gate.weight") else {}
     return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {})
 
 
@@ -68,8 +71,22 @@ def one_plus(tensors: LayerTensors) -> Converted:
     return separate(tensors, one_plus=True)
 
 
-def packed(take: Take, transposed: bool = False) -> Callable[[LayerTensors], Converted]:
-    """Queries, keys and values from the rows of one matrix and of its bias; `transposed`: matrices are [in, out]."""
+def gated_queries(tensors: LayerTensors) -> Converted:
+    """As `one_plus`, with the gate's rows among the queries': [heads, (q, gate), head_dim] (Qwen3-Next)."""
+    converted, heads = one_plus(tensors), tensors.given["num_heads"]
+    for kind in ("weight", "bias"):
+        if (rows := converted.weights.get(f"query.{kind}")) is not None:
+            if len(rows) % (2 * heads):
+                raise tensors.misfit(f"query.{kind}", f"a multiple of {2 * heads} rows, a query and a gate for each of {heads} heads")
+            cut = rows.reshape(heads, 2, -1, *rows.shape[1:])
+            for i, name in enumerate(("query", "gate")):
+                converted.weights[f"{name}.{kind}"] = cut[:, i].reshape(-1, *rows.shape[1:])
+    return converted
+
+
+def packed(take: Take, transposed: bool = False, gated: bool = False) -> Callable[[LayerTensors], Converted]:
+    """Queries, keys, values and, if `gated`, gates from the rows of one matrix and of its bias; `transposed`: matrices are [in, out]."""
+    names = ("query", "key", "value", "gate")
 
     def convert(tensors: LayerTensors) -> Converted:
         axes = ("in", "out") if transposed else ("out", "in")
@@ -80,9 +97,9 @@ def packed(take: Take, transposed: bool = False) -> Callable[[LayerTensors], Con
         arrays = {"weight": matrices["qkv"]} | ({"bias": tensors.get("qkv.bias", "n")} if tensors.has("qkv.bias") else {})
         for kind, array in arrays.items():
             heads, kv_heads, head_dim = _sizes(tensors)
-            if len(array) != (rows := (heads + 2 * kv_heads) * head_dim) or heads % kv_heads:
-                raise tensors.misfit(f"qkv.{kind}", f"{rows} rows of queries, keys and values, as the config has them")
-            weights |= {f"{name}.{kind}": rows for name, rows in zip(PROJECTIONS, take(tensors, array), strict=False)}
+            if len(array) != (rows := (heads + 2 * kv_heads + heads * gated) * head_dim) or heads % kv_heads:
+                raise tensors.misfit(f"qkv.{kind}", f"{rows} rows of {', '.join(names[: 3 + gated])}, as the config has them")
+            weights |= {f"{name}.{kind}": rows for name, rows in zip(names, take(tensors, array), strict=False)}
         return _converted(tensors, weights)
 
     return convert
@@ -102,6 +119,12 @@ def stacked_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     return tuple(np.split(array, [heads * head_dim, (heads + kv_heads) * head_dim]))
 
 
+def gated_stack_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
+    """Rows [gate; q; k; v] (HRM-Text)."""
+    heads, _, head_dim = _sizes(tensors)
+    return *stacked_rows(tensors, array[heads * head_dim :]), array[: heads * head_dim]
+
+
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
     heads, kv_heads, head_dim = _sizes(tensors)
@@ -118,8 +141,8 @@ def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
 
 
 def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str) -> Layout:
-    """Biases, norms and sinks may be missing: the config says whether there are any."""
-    names = _names(*parts, "output", "query_norm", "key_norm")
+    """Biases, norms, gates and sinks may be missing: the config says whether there are any."""
+    names = _names(*parts, "output", "query_norm", "key_norm", "gate")
     needed = {f"{part}.weight" for part in (*parts, "output")}
     return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
 
@@ -129,7 +152,9 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     for layout in (
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
+        _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
+        _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),
         _layout("grouped", packed(grouped_rows), "qkv"),
         _layout("codegen", packed(codegen_rows), "qkv"),
         _layout("conv", packed(stacked_rows, transposed=True), "qkv"),

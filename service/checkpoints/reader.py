@@ -136,7 +136,7 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
 def _select(tensors: Mapping[str, Array], layout: str | None, prefix: str) -> Match:
     """The only layer below the prefix, in `layout` if given. Raises InvalidRequest with the choices if there is not exactly one."""
     if layout is not None and layout not in LAYOUTS:
-        raise InvalidRequest.where("/layout", "one of " + ", ".join(LAYOUTS), f'"{layout[:60]}"')
+        raise InvalidRequest.where("/layout", "one of " + ", ".join(sorted(LAYOUTS)), f'"{layout[:60]}"')
     below = _below(find_matches(tensors), prefix)
     of_layout = [match for match in below if match.layout.name == layout]
     candidates = readable(below) if layout is None else complete(of_layout)
@@ -173,7 +173,7 @@ def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | No
     nearest = max(partial, key=lambda match: (match.share, match.identified, len(match.names)), default=None)
     if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
         return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
-    wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(LAYOUTS)})"
+    wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(sorted(LAYOUTS))})"
     if others := readable(below):
         return InvalidRequest.where("/layout", wanted, listed(map(str, others)))
     if below:
@@ -185,6 +185,6 @@ def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | No
 
 def _ambiguous(candidates: Sequence[Match]) -> InvalidRequest:
     """The refusal of names that several layouts share."""
-    choices = "; ".join(f"{name} ({LAYOUTS[name]})" for name in dict.fromkeys(match.layout.name for match in candidates))
+    choices = "; ".join(f"{name} ({LAYOUTS[name]})" for name in sorted({match.layout.name for match in candidates}))
     at = candidates[0].prefix or "the root"
     return InvalidRequest.where("/layout", f"a layout, since the names at {at} fit several: {choices}", "none")

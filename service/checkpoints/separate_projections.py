@@ -48,9 +48,10 @@ LLAMA_ROPE = (
 )
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
 FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
-EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias")}
+GATE = ("gate.weight", "gate.bias")
+EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias", *GATE)}
 EITHER = (QKV_BIASES, ("output.bias",))
-EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",))
+EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",), *((part,) for part in GATE))
 TABLE = "relative_attention_bias.weight"
 CROSS = "EncDecAttention"
 
@@ -58,7 +59,8 @@ CROSS = "EncDecAttention"
 def canonical(tensors: LayerTensors) -> Converted:
     table = {"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {}
     known = {"relative_bias": {"buckets": len(table["relative_bias"])}} if table else {}
-    return Converted(as_linear(tensors) | table, known)
+    gate = {part: tensors.arrays[part] for part in GATE if tensors.has(part)}
+    return Converted(as_linear(tensors) | table | gate, known)
 
 
 def _d2l(weight: str, bias: str) -> dict[str, str]:

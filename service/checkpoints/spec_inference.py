@@ -12,7 +12,7 @@ from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
 from service.spec import PROJECTIONS
 
-WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks"}
+WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks", "output_gate": "gate.weight"}
 
 
 def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
@@ -59,8 +59,22 @@ def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, 
     if o_in != heads * value_head_dim:
         raise _unfit(tensors, "output.weight", f"{heads} x {value_head_dim} inputs of the output projection, the heads' values")
     _check_others(weights, tensors, heads, head_dim)
-    fields = {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+    fields: Fields = _gate(weights, tensors, heads, value_head_dim)
+    fields |= {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
     return fields | {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out}
+
+
+def _gate(weights: Weights, tensors: LayerTensors, heads: int, value_head_dim: int) -> Fields:
+    """What the tensors of an output gate show of it. Raises InvalidRequest for a shape that is not that of a gate."""
+    if (matrix := weights.get("gate.weight")) is None:
+        return {}
+    widths, inputs = {heads * value_head_dim: "elementwise", heads: "headwise"}, weights["query.weight"].shape[1]
+    if matrix.ndim != 2 or matrix.shape[0] not in widths or matrix.shape[1] != inputs:
+        raise _unfit(tensors, "gate.weight", f"shape [{heads * value_head_dim}, {inputs}], or [{heads}, {inputs}] for one gate per head")
+    bias = weights.get("gate.bias")
+    if bias is not None and bias.shape != matrix.shape[:1]:
+        raise _unfit(tensors, "gate.bias", f"{len(matrix)} numbers")
+    return {"output_gate": {"bias": bias is not None} | ({"granularity": widths[len(matrix)]} if value_head_dim > 1 else {})}
 
 
 def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, Any], rows: int) -> int:

@@ -12,7 +12,7 @@ from service.spec import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 LayerType = Callable[[Config, int], str]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 WIDEST_HEAD = 1 << 16
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
@@ -87,6 +87,27 @@ def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float
     return trait
 
 
+def gated(granularity: str = "elementwise", bias: str = "") -> Trait:
+    """A sigmoid gate on the head outputs; `bias` names the flag of its projection's bias, "" is none."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        config.expect("attn_output_gate", True)
+        has_bias = bool(bias) and config.flag(bias, default=False)
+        return {"output_gate": {"granularity": granularity, "activation": "sigmoid", "bias": has_bias}}
+
+    return trait
+
+
+def laguna(config: Config, n: int, layer_type: str) -> Fields:
+    """A number of heads for each layer, and a softplus gate on each head or on each of its numbers."""
+    name = "num_attention_heads_per_layer"
+    heads = config.each(name, n)
+    config.expect("gating", True, "per-head", "per-element")
+    granularity = "elementwise" if config.get("gating") == "per-element" else "headwise"
+    own = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
+    return own | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
+
+
 def no_rope_layers(config: Config, n: int, layer_type: str) -> Fields:
     """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
     flag, every = config.each("no_rope_layers", n), config.get("no_rope_layer_interval", default=4)
@@ -97,6 +118,11 @@ def rope_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
     """Where some layers have a window, only those have RoPE."""
     _require_present(config, "sliding_window")
     return {} if layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+
+
+def rope_only_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
+    """Layers with full attention have no RoPE."""
+    return {} if layer_type == SLIDING else {"rope": WITHOUT}
 
 
 def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
@@ -231,8 +257,8 @@ def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
 # --- layer types of configs that do not list them ---
 
 
-def every_nth_full(field: str, default: int) -> LayerType:
-    return lambda config, n: FULL if (n + 1) % int(config.number(field, default=default)) == 0 else SLIDING
+def every_nth_full(field: str, default: int, other: str = SLIDING) -> LayerType:
+    return lambda config, n: FULL if (n + 1) % int(config.number(field, default=default)) == 0 else other
 
 
 def alternating(config: Config, n: int) -> str:

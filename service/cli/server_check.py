@@ -21,7 +21,7 @@ from service.spec import fingerprint
 from service.tensors import Array
 from service.wire.schemas.attend import Output
 
-OUTPUTS: tuple[str, ...] = tuple(name for name in get_args(Output) if not name.endswith("_gradient"))
+OUTPUTS: tuple[Output, ...] = tuple(name for name in get_args(Output) if not name.endswith("_gradient"))
 LOGARITHMIC = {"scores", "log_sum_exp"}
 
 

@@ -10,7 +10,7 @@
 
 from service.client.client import AsyncClient, Client
 from service.client.merge import merge
-from service.client.responses import AnalysisResult, AttendResult, TopWeights
+from service.client.responses import AnalysisResult, AttendResult, Picture, TopWeights, WordsResult
 from service.client.retries import Retries
 from service.errors import BadReply, TimedOut, Unreachable, Untrusted
 
@@ -20,10 +20,12 @@ __all__ = [
     "AttendResult",
     "BadReply",
     "Client",
+    "Picture",
     "Retries",
     "TimedOut",
     "TopWeights",
     "Unreachable",
     "Untrusted",
+    "WordsResult",
     "merge",
 ]

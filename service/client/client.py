@@ -17,7 +17,10 @@ from service.client.operations import Operation
 from service.client.responses import raise_for_status, read_ready
 from service.client.retries import Attempts, Outcome, Retries
 from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
+from service.wire.schemas.analysis import AnalysisRequest
 
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+DESCRIPTIONS = {name: field.description or inspect.getdoc(field.annotation) for name, field in AnalysisRequest.model_fields.items()}
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -47,9 +50,18 @@ def _async_method(
 
 
 def _signed(method: F) -> F:
-    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, and the type of the result."""
+    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, each field of its `Unpack`ed
+    dictionary, and the type of the result. The fields are described below the docstring."""
     signature = inspect.signature(method)
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for parameter in signature.parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        fields = get_args(parameter.annotation)[0].__annotations__
+        parameters += [parameter.replace(name=name, kind=KEYWORD, default=None, annotation=kind) for name, kind in fields.items()]
+        described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
+        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
     result = get_args(signature.return_annotation)[0]
     cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
     return method
@@ -101,6 +113,7 @@ class Client(_Connections[httpx.BaseTransport]):
     analysis = _method(operations.analysis)
     plan = _method(operations.plan)
     figure = _method(operations.figure)
+    words = _method(operations.words)
     layers = _method(operations.layers)
     layer = _method(operations.layer)
     put_layer = _method(operations.put_layer)
@@ -188,6 +201,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     analysis = _async_method(operations.analysis)
     plan = _async_method(operations.plan)
     figure = _async_method(operations.figure)
+    words = _async_method(operations.words)
     layers = _async_method(operations.layers)
     layer = _async_method(operations.layer)
     put_layer = _async_method(operations.put_layer)

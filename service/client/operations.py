@@ -7,20 +7,32 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, Unpack
 from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
-from numpy.typing import ArrayLike
 
 from service.checkpoints import ModelFolder
 from service.client.connection import USE_CLIENT_DEFAULT, Timeout
-from service.client.responses import AnalysisResult, AttendResult, read_analysis, read_attend, read_document, read_ready
+from service.client.fields import AnalysisFields, AttendFields, FigureOptions, PlanFields, TensorLike
+from service.client.responses import (
+    AnalysisResult,
+    AttendResult,
+    Picture,
+    WordsResult,
+    read_analysis,
+    read_attend,
+    read_document,
+    read_ready,
+    read_words,
+)
+from service.errors import InvalidRequest, pointer
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.client_codec import encode_request, encode_tensors
 from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
@@ -64,51 +76,53 @@ class Operation(Generic[T]):
 
 
 def attend(
-    query: ArrayLike,
-    key: ArrayLike | None = None,
-    value: ArrayLike | None = None,
+    query: TensorLike,
+    key: TensorLike | None = None,
+    value: TensorLike | None = None,
     *,
     layer: str = "default",
     timeout: Timeout = USE_CLIENT_DEFAULT,
-    **fields: Any,
+    **more: Unpack[AttendFields],
 ) -> Operation[AttendResult]:
     """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch tensors or nested lists.
 
-    `fields` are the other fields of the request, such as `causal=True`, `attend_mask=…`, `outputs=["scores"]`, `select={"heads": [0]}`;
-    None leaves a field out. Arrays have the layer's dtype, or that of `reply={"datatype": …}`.
+    A missing key is the query, a missing value the key; None leaves a field out. Arrays have the layer's dtype, or that of
+    `reply={"datatype": …}`.
     """
-    fields = _without_repeats({"layer": layer, "query": query, "key": key, "value": value, **fields})
+    fields = _fields(AttendRequest, layer=layer, query=query, key=key, value=value, **more)
     reply = dict(fields.get("reply") or {})
     form = "base64" if reply.get("decimals") is None else "flat"  # in JSON; both keep datatypes
 
     def in_json() -> bytes:
         return encode_request({**fields, "reply": {"form": form, **reply}}, AttendRequest.tensors)
 
+    def read(response: httpx.Response) -> AttendResult:
+        return read_attend(response, fields.get("select"), fields.get("tokens"))
+
     if reply.get("form") is not None or reply.get("decimals") is not None:  # which only JSON replies have
-        return Operation("POST", "/attend", in_json(), read_attend, timeout, accept=JSON)
+        return Operation("POST", "/attend", in_json(), read, timeout, accept=JSON)
     body, accept = encode_tensors(fields, AttendRequest.tensors), f"{SAFETENSORS}, {JSON};q=0.5"
-    return Operation("POST", "/attend", body, read_attend, timeout, SAFETENSORS, accept, json_body=in_json)
+    return Operation("POST", "/attend", body, read, timeout, SAFETENSORS, accept, json_body=in_json)
 
 
 def analysis(
-    query: ArrayLike,
-    key: ArrayLike | None = None,
-    value: ArrayLike | None = None,
+    query: TensorLike,
+    key: TensorLike | None = None,
+    value: TensorLike | None = None,
     *,
     layer: str = "default",
     metrics: Sequence[str] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-    **fields: Any,
+    **more: Unpack[AnalysisFields],
 ) -> Operation[AnalysisResult]:
     """Metrics of each head; `metrics` has their names, by default all cheap ones that these arguments suffice for.
 
-    `fields` are those of `attend`, and `analysis={"local_window": …, "top_links": …}`, `direction=…`. Undefined numbers are NaN, undefined
-    indices -1.
+    Tensors are those of `attend`. Undefined numbers are NaN, undefined indices -1.
     """
+    fields = _fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
     reply = dict(fields.get("reply") or {})
-    reply.setdefault("form", "base64" if reply.get("decimals") is None else "flat")
-    fields = {"layer": layer, "query": query, "key": key, "value": value, "metrics": metrics, **fields, "reply": reply}
-    body = encode_tensors(_without_repeats(fields), AnalysisRequest.tensors)
+    fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
+    body = encode_tensors(fields, AnalysisRequest.tensors)
 
     def in_json() -> bytes:
         return encode_request(fields, AnalysisRequest.tensors)
@@ -117,19 +131,19 @@ def analysis(
 
 
 def plan(
-    query: ArrayLike | Mapping[str, Any],
-    key: ArrayLike | Mapping[str, Any] | None = None,
-    value: ArrayLike | Mapping[str, Any] | None = None,
+    query: TensorLike | Mapping[str, Any],
+    key: TensorLike | Mapping[str, Any] | None = None,
+    value: TensorLike | Mapping[str, Any] | None = None,
     *,
     layer: str = "default",
     timeout: Timeout = USE_CLIENT_DEFAULT,
-    **fields: Any,
+    **more: Unpack[PlanFields],
 ) -> Operation[Plan]:
     """Shapes and cost of `attend` with the same arguments, and whether it is admitted; with `metrics`, of `analysis`.
 
     A tensor may be `{"shape": [2, 9, 64]}`. Only the shapes of large tensors are sent.
     """
-    fields = {"layer": layer, "query": query, "key": key, "value": value, **fields}
+    fields = _fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, **more)
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
         for name in ("query", "key", "value", "bias", "direction")
@@ -140,30 +154,41 @@ def plan(
 
 
 def figure(
-    query: ArrayLike,
-    key: ArrayLike | None = None,
-    value: ArrayLike | None = None,
+    query: TensorLike,
+    key: TensorLike | None = None,
+    value: TensorLike | None = None,
     *,
-    kind: str = "heads",
-    format: str = "png",
+    kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = "heads",
+    format: Literal["png", "svg", "html"] = "png",
     layer: str = "default",
-    figure: Mapping[str, Any] | None = None,
+    figure: FigureOptions | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-    **fields: Any,
-) -> Operation[bytes]:
-    """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page.
+    **more: Unpack[AttendFields],
+) -> Operation[Picture]:
+    """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page, which a notebook shows.
 
-    `kind` is heads, head, mean, std, similarity or concatenation; `figure` has its other fields, such as
-    `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […], "key": […]}` label the axes.
+    `figure` has the other options of the picture, such as `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […],
+    "key": […]}` label the axes.
     """
     options = {"kind": kind, "format": format, **(figure or {})}
-    fields = _without_repeats({"layer": layer, "query": query, "key": key, "value": value, **fields, "figure": options})
+    fields = _fields(FigureRequest, layer=layer, query=query, key=key, value=value, figure=options, **more)
     body = encode_tensors(fields, FigureRequest.tensors)
 
     def in_json() -> bytes:
         return encode_request(fields, FigureRequest.tensors)
 
-    return Operation("POST", "/attend/figure", body, read_bytes, timeout, SAFETENSORS, json_body=in_json)
+    return Operation("POST", "/attend/figure", body, lambda response: Picture(response.content), timeout, SAFETENSORS, json_body=in_json)
+
+
+def words(
+    text: str, *, layer: str = "default", part: Literal["query", "key", "value"] = "query", timeout: Timeout = USE_CLIENT_DEFAULT
+) -> Operation[WordsResult]:
+    """The tokens of a text, and a vector of each for the input `part` of a layer.
+
+    A layer of an installed model gets its inputs in that model; any other gets vectors drawn from a hash of each word, which mean nothing.
+    """
+    body = encode_request({"text": text, "layer": layer, "part": part}, {})
+    return Operation("POST", "/words", body, read_words, timeout)
 
 
 def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerDocument]]:
@@ -179,11 +204,12 @@ def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Laye
 def put_layer(
     name: str,
     spec: LayerSpec | Mapping[str, Any],
-    weights: Mapping[str, ArrayLike] | None = None,
+    weights: Mapping[str, TensorLike] | None = None,
     *,
     timeout: Timeout = USE_CLIENT_DEFAULT,
 ) -> Operation[LayerDocument]:
-    """Create or replace a layer, with weights by canonical name or drawn from the spec's `init` and `seed`."""
+    """Create or replace a layer, with weights drawn from the spec's `init` and `seed`, or given, by canonical names or those of another
+    framework, such as `W_q`."""
     document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
     body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
     return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
@@ -221,7 +247,7 @@ def put_layer_from(
 ) -> Operation[LayerDocument]:
     """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
 
-    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder or cross, where the model has several. `spec`
+    Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder, cross, …, where the model has several. `spec`
     has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
     """
     return put_layer_file(name, model_layer(path, layer, part), spec=spec, timeout=timeout)
@@ -272,11 +298,17 @@ def read_bytes(response: httpx.Response) -> bytes:
     return response.content
 
 
-def _without_repeats(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields without a value that is the key, and a key that is the query: these are the service's defaults."""
+def _fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
+    """The fields without a value that is the key, and a key that is the query: these are the service's defaults.
+
+    Raises InvalidRequest for fields that `model` does not have.
+    """
+    unknown = [unknown_field(pointer([name]), name, model) for name in fields if name not in model.model_fields]
+    if unknown:
+        raise InvalidRequest(problems=unknown)
     query, key, value = (fields.get(name) for name in ("query", "key", "value"))
     if value is key:
-        fields = {**fields, "value": None}
+        fields["value"] = None
         if key is query:
-            fields = {**fields, "key": None}
+            fields["key"] = None
     return fields

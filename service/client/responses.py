@@ -7,10 +7,13 @@ the status selects the class.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
+import numpy as np
 
+from service.client.notebook import heat_maps, metric_table
 from service.errors import (
     AttendError,
     BadReply,
@@ -23,11 +26,13 @@ from service.errors import (
     ServiceFault,
 )
 from service.tensors import Array
-from service.wire.client_codec import decode_binary_reply, decode_document, decode_metrics, decode_reply
+from service.wire.client_codec import decode_binary_reply, decode_document, decode_metrics, decode_reply, decode_tensor
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
 from service.wire.reply import Reply
+from service.wire.schemas.analysis import PER_HEAD, SHAPES
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
+from service.wire.schemas.text import Words
 
 Model = TypeVar("Model", bound=Document)
 EXCERPT = 200  # characters of a response that is no problem document
@@ -47,6 +52,7 @@ class AttendResult(Mapping[str, Any]):
     """The requested outputs, as `result.output` or `result["output"]`; iterates over their names in the requested order.
 
     An output is an array; `attention_weights` with `top_k` are `TopWeights`. `timing` maps decode, queue, compute, encode to milliseconds.
+    `select` and `tokens` are those of the request. A notebook shows a heat map of the weights of each head.
     """
 
     tensors: dict[str, Any]
@@ -54,6 +60,8 @@ class AttendResult(Mapping[str, Any]):
     fully_masked_rows: int
     request_id: str = ""
     timing: dict[str, float] = field(default_factory=dict)
+    select: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.tensors:
@@ -73,10 +81,18 @@ class AttendResult(Mapping[str, Any]):
         shapes = ", ".join(f"{name} {list(getattr(tensor, 'values', tensor).shape)}" for name, tensor in self.tensors.items())
         return f"AttendResult({shapes}; layer {self.layer.name!r})"
 
+    def _repr_html_(self) -> str | None:
+        """Heat maps for a notebook; None without attention weights, of which `repr` is shown instead."""
+        weights = self.tensors.get("attention_weights")
+        return heat_maps(weights, self.select, self.tokens, repr(self)) if isinstance(weights, np.ndarray) else None
+
 
 @dataclass(frozen=True, slots=True)
 class AnalysisResult(Mapping[str, Any]):
-    """The requested metrics, as `result["entropy"]`: an array, or a dictionary of arrays; those named `…_words` are lists."""
+    """The requested metrics, as `result["entropy"]`: an array, or a dictionary of arrays; those named `…_words` are lists.
+
+    A notebook shows a table of the metrics that are one number for each head.
+    """
 
     metrics: dict[str, Any]
     layer: LayerReference
@@ -91,16 +107,55 @@ class AnalysisResult(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.metrics)
 
+    def _repr_html_(self) -> str | None:
+        columns = {name: metric for name, metric in self.metrics.items() if SHAPES.get(name) == PER_HEAD}
+        others = sorted(self.metrics.keys() - columns.keys())
+        return metric_table(columns, f"layer {self.layer.name!r}" + (f"; also {', '.join(others)}" if others else ""))
 
-def read_attend(response: httpx.Response) -> AttendResult:
-    """Decodes a reply to POST /attend, by its Content-Type. Raises BadReply if it cannot be read."""
+
+class Picture(bytes):
+    """The bytes of a PNG, an SVG or an HTML page. A notebook shows the picture."""
+
+    def _repr_png_(self) -> bytes | None:
+        return bytes(self) if self.startswith(b"\x89PNG") else None
+
+    def _repr_svg_(self) -> str | None:
+        return self.decode() if self.startswith(b"<?xml") else None
+
+    def _repr_html_(self) -> str | None:
+        """The page in a frame, whose scripts cannot reach the notebook."""
+        if not self.startswith(b"<!DOCTYPE"):
+            return None
+        return f'<iframe sandbox="allow-scripts" width="100%" height="640" style="border:0" srcdoc="{escape(self.decode())}"></iframe>'
+
+
+@dataclass(frozen=True, slots=True)
+class WordsResult:
+    """The tokens of a text, and a vector for each, [tokens, width]. `meaningful`: whether `layer` was trained on such vectors."""
+
+    tokens: list[str]
+    vectors: Array
+    layer: LayerReference
+    meaningful: bool
+    note: str
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Arguments of `attend`, `analysis`, `figure` and `plan` for self-attention of the text: layer, query and tokens."""
+        return {"layer": self.layer.name, "query": self.vectors, "tokens": {"query": self.tokens}}
+
+
+def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None) -> AttendResult:
+    """Decodes a reply to POST /attend, by its Content-Type. `select` and `tokens` are the request's. Raises BadReply."""
     headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
         reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
         tensors = {name: TopWeights(**tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
-        return AttendResult(tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing)
+        return AttendResult(
+            tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}
+        )
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
 
@@ -112,6 +167,16 @@ def read_analysis(response: httpx.Response) -> AnalysisResult:
         return AnalysisResult(reply.metrics or {}, _layer(reply), reply.fully_masked_rows)
     except (MalformedBody, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
+
+
+def read_words(response: httpx.Response) -> WordsResult:
+    """Decodes a reply to POST /words. Raises BadReply if it cannot be read."""
+    words = read_document(Words, response)
+    try:
+        vectors = decode_tensor(words.vectors.model_dump(), "/vectors")
+    except MalformedBody as error:
+        raise BadReply(f"the reply to POST /words cannot be read: {error}") from None
+    return WordsResult(words.tokens, vectors, words.layer, words.meaningful, words.note)
 
 
 def _layer(reply: Reply) -> LayerReference:

@@ -5,8 +5,11 @@ The functions raise subclasses of RequestError and block, so they must not run o
 
 from typing import Any, TypeVar
 
+import numpy as np
+
+from service.checkpoints.detection import find_matches
 from service.errors import InvalidRequest
-from service.serving.layers.files import ReadLayer, Source, given_weights, read_layer_file
+from service.serving.layers.files import ReadLayer, Source, read_checkpoint, read_layer_file, without_init
 from service.serving.requests import RawRequest
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
@@ -21,8 +24,12 @@ D = TypeVar("D", bound=Document)
 
 def read_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
     """Decode the body and validate it as `model`."""
+    return validate(model, _members(raw, model, limits))
+
+
+def _members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict[str, Any]:
     body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
-    return validate(model, raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
+    return dict(raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
 
 
 def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
@@ -38,8 +45,24 @@ def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer
     """The layer of a PUT. Raises RequestError."""
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
-    for name in ("layout", "prefix", "spec"):
+    members = _members(raw, PutLayer, limits)
+    checkpoint = _is_checkpoint(members)
+    for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", JSON)
-    document = read_document(raw, PutLayer, limits)
-    return ReadLayer(document.spec if document.weights is None else given_weights(document.spec), document.weights)
+            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
+    if checkpoint:
+        spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
+        return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
+    document = validate(PutLayer, members)
+    return ReadLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)
+
+
+def _is_checkpoint(members: dict[str, Any]) -> bool:
+    """Whether the weights of a PUT have names of another framework, such as W_q, and not canonical ones."""
+    spec, weights = members.get("spec"), members.get("weights")
+    if len(members) != 2 or not isinstance(spec, dict) or not isinstance(weights, dict):
+        return False
+    if not all(isinstance(array, np.ndarray) for array in weights.values()):
+        return False
+    matches = find_matches(weights)
+    return bool(matches) and not any(match.layout.name == "attend" and not match.stem for match in matches)

@@ -1,13 +1,14 @@
 """Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
 
-from collections.abc import Sequence
-from difflib import get_close_matches
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from service.errors import InvalidRequest, Problem, pointer
+from service.wire.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 SHOWN = 60  # characters of a received value
@@ -62,9 +63,34 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
+def one_of(names: Iterable[str]) -> str:
+    """The expectation of one of these names, in alphabetical order; "none" if there are none."""
+    every = sorted(names)
+    return f"one of {', '.join(every)}" if every else "none"
+
+
+def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
+    """The problem of a field that `model` does not have, with what to write instead, or the field that is most like it."""
+    instead: Mapping[str, str] = getattr(model, "instead", {})
+    got = f"a field {describe_value(name[:SHOWN])}"
+    if name in instead:
+        return Problem(at, instead[name], got)
+    return Problem(at, "no field of that name", got + did_you_mean(name, model.model_fields))
+
+
+def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
+    """The model of the document at this path below a document of `model`; one without fields if that has no model of its own."""
+    for name in path:
+        field = model.model_fields.get(str(name))
+        types = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        model = next((x for x in types if isinstance(x, type) and issubclass(x, BaseModel)), BaseModel)
+    return model
+
+
+def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
-    got = describe_value(error.get("input"))
+    value = error.get("input")
+    got = describe_value(value)
     if kind == "disagreement":
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
@@ -72,13 +98,10 @@ def _problem(error: Any, at: str, known: Sequence[str]) -> Problem:
     if kind == "missing":
         return Problem(place, EXPECTED[kind], "nothing")
     if kind == "extra_forbidden":
-        name = str(error["loc"][-1])[:SHOWN]
-        near = get_close_matches(name, known, 1) if len(error["loc"]) == 1 else []
-        return Problem(
-            place, "no field of that name", f"a field {describe_value(name)}" + "".join(f" (did you mean {name}?)" for name in near)
-        )
+        return unknown_field(place, str(error["loc"][-1]), _model_at(model, error["loc"][:-1]))
     if kind in ("literal_error", "enum"):
-        return Problem(place, f"one of {context['expected']}".replace("'", '"'), got)
+        names = re.findall("'(.*?)'", context["expected"])
+        return Problem(place, one_of(f'"{name}"' for name in names), got + did_you_mean(value, names))
     if kind in EXPECTED_WITH_LIMIT:
         return Problem(place, EXPECTED_WITH_LIMIT[kind].format_map(context), got)
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
@@ -90,5 +113,5 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as refusal:
-        problems = [_problem(error, at, list(model.model_fields)) for error in refusal.errors(include_url=False)[:PROBLEMS]]
+        problems = [_problem(error, at, model) for error in refusal.errors(include_url=False)[:PROBLEMS]]
     raise InvalidRequest(problems=problems)

@@ -215,6 +215,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"alibi": True},
         {"sinks": True},
         {"qk_norm": {"kind": "rms"}},
+        {"output_gate": {}},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

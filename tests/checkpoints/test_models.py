@@ -143,10 +143,43 @@ def test_widths_beyond_a_heads_are_refused(model: str, field: str, value: int) -
     assert f"/config/{field}" in refusals
 
 
+@pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_layers_of_linear_attention_are_refused_by_their_number(model: str) -> None:
+    config = MODELS[model]["config"]
+    kinds = config["layer_types"]
+    assert set(kinds) == {"linear_attention", "full_attention"}
+    for layer, kind in enumerate(kinds):
+        if kind == "full_attention":
+            assert describe(config, layer).fields["output_gate"] == {"granularity": "elementwise", "activation": "sigmoid", "bias": False}
+        else:
+            with pytest.raises(InvalidRequest, match=f"layer {layer} is linear attention.* at /config/layer_types"):
+                describe(config, layer)
+
+
+def test_a_gate_that_config_and_tensors_disagree_about_is_refused() -> None:
+    """Without the gate's tensor; headwise where it is elementwise; in a family without gates; without half of the queries' rows."""
+    case = MODELS["laguna"]["cases"][0]
+    tensors, prefix = tensors_of(case), f"layers.{case['layer']}.self_attn"
+    without = {name: x for name, x in tensors.items() if "g_proj" not in name}
+    llama = tensors_of(MODELS["llama"]["cases"][0]) | {"layers.0.self_attn.gate_proj.weight": np.ones((4, 20), np.float32)}
+    qwen = MODELS["qwen3_next"]["cases"][0]
+    halved = {name: x[:36] if "q_proj" in name else x for name, x in tensors_of(qwen).items()}
+    for given, config, number, at in (
+        (without, MODELS["laguna"]["config"], case["layer"], "/spec/output_gate"),
+        (tensors, MODELS["laguna"]["config"] | {"gating": "per-element"}, case["layer"], "/spec/output_gate/granularity"),
+        (tensors | {f"{prefix}.g_proj.weight": np.ones((3, 20), np.float32)}, MODELS["laguna"]["config"], case["layer"], "/weights/"),
+        (llama, MODELS["llama"]["config"], 0, "/spec/output_gate"),
+        (halved, MODELS["qwen3_next"]["config"], qwen["layer"], "/weights/"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            read_model_layer(given, config, number)
+        assert refusal.value.problems[0].at.startswith(at)
+
+
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
-@pytest.mark.parametrize("model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text"])
+@pytest.mark.parametrize("model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna"])
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
@@ -299,6 +332,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
+    expected |= {"output_gate": None}
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()

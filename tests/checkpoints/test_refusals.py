@@ -59,7 +59,7 @@ A0 = "/weights/encoder.layer.0.attention"
 L0 = "/weights/layers.0.self_attn"
 REFUSALS = {
     # which layer
-    "unknown layout": (bert(), {"layout": "berd"}, "/layout", "attend, torch_mha, bert"),
+    "unknown layout": (bert(), {"layout": "berd"}, "/layout", "attend, bart, bert, bloom"),
     "nothing that is known": ({"fc.weight": draw(1, 3, 3)}, {}, "/layout", "got tensors fc.weight"),
     "nothing at all": ({}, {}, "/layout", "got tensors none"),
     "only a part, of no told layout": ({"dense.weight": draw(1, 3, 3)}, {}, "/layout", "nearest"),

@@ -1,6 +1,7 @@
 """The client against a real server: arrays in and out in every form, and refusals as the exceptions they were."""
 
 import asyncio
+import base64
 import copy
 import inspect
 import pickle
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import httpx
 import ml_dtypes
@@ -20,9 +23,14 @@ import trustme
 
 from service import errors
 from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
+from service.client import fields as arguments
 from service.client.responses import CLASSES
-from service.spec import LayerSpec
+from service.client.retries import Attempts
+from service.spec import LayerSpec, Window
 from service.web.errors import STATUSES, problem
+from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
+from service.wire.schemas.attend import AttendRequest, Dropout, LayerReference, ReplyOptions, Select, Tokens
+from service.wire.schemas.figure import Figure, FigureRequest
 
 SPEC = {"d_model": 6, "num_heads": 2, "seed": 3}
 RNG = np.random.default_rng(0)
@@ -183,6 +191,72 @@ def test_headers_go_with_every_call(server):
         assert client.attend(np.zeros((1, 64))).request_id == "mine-1"
 
 
+def reference(layer):
+    return LayerReference(name=layer.name, fingerprint=layer.fingerprint)
+
+
+def test_a_text_becomes_attention(client, http):
+    """As on the page: tokens and vectors of /words, and then attention over them."""
+    words = client.words("The cat sat.", layer="float32")
+    assert words.tokens == ["The", "cat", "sat", "."] and words.layer == reference(client.layer("float32"))
+    reply = http.post("/words", json={"text": "The cat sat.", "layer": "float32"}).json()
+    np.testing.assert_array_equal(words.vectors, np.frombuffer(base64.b64decode(reply["vectors"]["base64"]), np.float32).reshape(4, 6))
+    assert (words.meaningful, words.note) == (reply["meaningful"], reply["note"])
+
+    result = client.attend(**words.request, causal=True)
+    assert result.attention_weights.shape == (2, 4, 4) and result.tokens == {"query": words.tokens}
+    assert b">cat</text>" in client.figure(**words.request, format="svg")
+    assert client.analysis(**words.request, metrics=["strongest_links"])["strongest_links"]["key_words"]
+    assert client.plan(**words.request).admitted
+    client.put_layer("other-keys", {**SPEC, "key_dim": 5})
+    assert client.words("The cat", layer="other-keys", part="key").vectors.shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "vectors", [{"shape": [1, 2], "datatype": "FP99", "base64": ""}, {"shape": [1, 2], "datatype": "FP32", "base64": "AAA="}]
+)
+def test_vectors_that_cannot_be_read(vectors):
+    words = {"layer": {"name": "x", "fingerprint": "y"}, "tokens": ["a"], "vectors": vectors, "meaningful": False, "note": ""}
+    with pytest.raises(BadReply, match="POST /words"):
+        answering(httpx.Response(200, json=words)).words("a")
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "own"),
+    [
+        ("attend", AttendRequest, set()),
+        ("analysis", AnalysisRequest, {"dropout", "output_gradient"}),  # which it refuses
+        ("plan", AnalysisRequest, set()),
+        ("figure", FigureRequest, {"kind", "format"}),
+    ],
+)
+def test_every_field_is_an_argument_with_a_type_and_a_description(method, model, own):
+    function = getattr(Client, method)
+    parameters = inspect.signature(function).parameters
+    assert (parameters.keys() - {"self", "timeout"}) ^ model.model_fields.keys() == own
+    assert not any(p.kind is p.VAR_KEYWORD or p.annotation in (p.empty, Any) for name, p in parameters.items() if name != "self")
+    for name in parameters.keys() - {"self", "layer", "query", "key", "value", "timeout", "metrics", "figure"} - own:
+        assert f"\n{name}: " in inspect.getdoc(function)
+    assert inspect.getdoc(function) == inspect.getdoc(getattr(AsyncClient, method))
+
+
+def test_the_dictionaries_of_fields_have_what_the_service_takes():
+    pairs = {
+        arguments.Window: Window,
+        arguments.Dropout: Dropout,
+        arguments.Select: Select,
+        arguments.Reply: ReplyOptions,
+        arguments.Tokens: Tokens,
+        arguments.MetricOptions: AnalysisOptions,
+    }
+    for dictionary, model in pairs.items():
+        assert dictionary.__annotations__.keys() == model.model_fields.keys()
+    assert arguments.FigureOptions.__annotations__.keys() | {"kind", "format"} == Figure.model_fields.keys()
+
+
 # --- plan and layers ------------------------------------------------------------------------------------------------------------------
 
 
@@ -237,8 +311,6 @@ def test_a_name_is_quoted(client):
     [
         (lambda c: c.attend(SMALL, layer="none"), errors.LayerNotFound, "/layer"),
         (lambda c: c.attend(SMALL[..., :5], layer="float32"), errors.InvalidRequest, "/query"),
-        (lambda c: c.attend(SMALL, layer="float32", mask=[[1]]), errors.InvalidRequest, "/mask"),
-        (lambda c: c.attend(SMALL, layer="float32", no_such_field=1), errors.InvalidRequest, "/no_such_field"),
         (lambda c: c.attend(SMALL * np.nan, layer="float32"), errors.InvalidRequest, "/query/0/0/0"),
         (lambda c: c.attend(LARGE * np.inf, layer="float32"), errors.InvalidRequest, "/query/0/0/0"),
         (lambda c: c.attend(SMALL > 0, layer="float32"), errors.InvalidRequest, "/query"),
@@ -266,6 +338,8 @@ def test_a_refusal_is_raised_as_what_it_was(client, ask, kind, at):
         ({"query": SMALL, "scale": float("nan")}, "/scale"),
         ({"query": SMALL, "dropout": {"p": np.float32("inf"), "seed": 1}}, "/dropout/p"),
         ({"query": SMALL, "outputs": {"output"}}, ""),
+        ({"query": SMALL, "mask": [[1]]}, "/mask"),
+        ({"query": SMALL, "no_such_field": 1}, "/no_such_field"),
     ],
 )
 def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
@@ -277,6 +351,28 @@ def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
     with Client(transport=httpx.MockTransport(unreached)) as client, pytest.raises(errors.InvalidRequest) as refused:
         client.attend(**fields)
     assert refused.value.problems[0].at == at
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda c: c.attend(SMALL, key_padding_mask=torch.ones(2, 3)), r"block_keys \(1 = blocked, as True is in torch"),
+        (lambda c: c.figure(SMALL, attn_mask=np.eye(3)), r"block_mask for the booleans of torch"),
+        (lambda c: c.analysis(SMALL, is_causal=True), r"causal \(key j is visible to query i"),
+        (lambda c: c.plan(SMALL, num_heads=2), r"the name of a layer"),
+        (lambda c: c.attend(SMALL, metrics=["entropy"]), r"POST /attend/analysis"),
+        (lambda c: c.attend(SMALL, casual=True), r"did you mean causal\?"),
+        (lambda c: c.attend(SMALL, layer="flaot32"), r"did you mean float32\?"),
+        (lambda c: c.attend(SMALL, layer="float32", outputs=["score"]), r"did you mean scores\?"),
+        (lambda c: c.attend(SMALL, layer="float32", select={"head": [0]}), r"did you mean heads\?"),
+        (lambda c: c.analysis(SMALL, layer="float32", metrics=["entropi"]), r"did you mean entropy\?"),
+        (lambda c: c.figure(SMALL, layer="float32", figure={"colors": "cividis"}), r"did you mean colours\?"),
+        (lambda c: c.put_layer("x", {"d_modle": 6, "num_heads": 2}), r"did you mean d_model\?"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_one(client, ask, words):
+    with pytest.raises(errors.RequestError, match=words):
+        ask(client)
 
 
 def answering(*responses: httpx.Response) -> Client:
@@ -407,6 +503,7 @@ PATIENCE = {  # of every method, what it is called with
     "analysis": (SMALL,),
     "plan": (SMALL,),
     "figure": (SMALL,),
+    "words": ("a text",),
     "layers": (),
     "layer": ("x",),
     "put_layer": ("x", SPEC),
@@ -427,6 +524,7 @@ def test_every_call_can_have_a_time_of_its_own(kind, method, monkeypatch):
     """Without one it has the client's; None is for ever."""
     waited = []
     monkeypatch.setattr(operations, "model_layer", lambda *_: b"")
+    monkeypatch.setattr("service.client.client.Attempts", partial(Attempts, clock=lambda: 0.0))
 
     def handle(request):
         waited.append(request.extensions["timeout"]["read"])

@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped": ({"num_kv_heads": 2}, {}),
     "softcap": ({"softcap": 0.5}, {}),
     "norms": ({"qk_norm": {"kind": "rms"}}, {}),
+    "gate": ({"output_gate": {"granularity": "headwise", "bias": True}}, {}),
     "sinks": ({"sinks": True}, {"causal": True, "query_offset": 13}),
     "all": (
         {"sinks": True, "num_kv_heads": 3, "rope": {"theta": 50.0}, "alibi": True, "softcap": 2.0, "window": {"left": 9, "right": None}},

@@ -3,6 +3,7 @@
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
+TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 SIZES = {  # model_type -> fields without which it cannot be made so small
@@ -19,6 +20,7 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "ctrl": {"dff": 16},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
@@ -35,5 +37,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "falcon_all": ("falcon", {"multi_query": False}),
     "gpt_bigcode_all": ("gpt_bigcode", {"multi_query": False}),
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
+    "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
     "glm4_moe_norms": ("glm4_moe", {"use_qk_norm": True}),
 }

@@ -22,7 +22,8 @@ REASONS = {
         r"base64",
         r"fewer than 2\^48 elements",
         r"at most \d+, the number of (keys|queries)",
-        r'one integer or "end"|\d+ integers.*|a single number|\d+ lengths',
+        r'one integer or "end"|\d+ integers.*|a single number(, or \d+ numbers, one for each query)?|\d+ lengths',
+        r"\d+ numbers, one for each batch item, or shape .*",
         r"one list, or one per batch item|\d+ (tokens, one per row of the (query|key)|lists?.*)",
         r"at least one query and one key to draw",
         r"an item below \d+|a head below \d+ for layer .*|a (query|key) below \d+.*",
@@ -32,15 +33,15 @@ REASONS = {
         r"a (number that is finite in|finite) \w+",
     ],
     "what goes only together, or not together": [
-        r"a key beside the value|a key, .*",
-        r"data or base64 beside the shape",  # a shape alone is for the plan
+        r"a key in addition to the value|a key, .*",
+        r"data or base64 in addition to the shape",  # a shape alone is for the plan
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",
         r"query_gradient, key_gradient or value_gradient among the outputs",
         r"tokens of queries and keys, since \w+ is among the metrics",
         r"one head for a picture of kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
         r"numbers? in cells .*|room for .*",
-        r"a body of type application/vnd.safetensors beside it",
+        r"a body of type application/vnd.safetensors with this query parameter",
         r"at most one of .*|either .* or .*",
     ],
     "a spec's fields must agree, and weights be those of the spec": [
@@ -50,7 +51,8 @@ REASONS = {
         r"less than high_freq_factor .*",
         r"\d+, (since|as) .*",
         r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
-        r"a tensor of shape \[.*\]|one of (query\.weight|sinks|relative_bias|query_norm)\b.*",
+        r"a tensor of shape \[.*\]|(one of (key|key_norm|output|relative_bias|sinks)\b.*|none)",
+        r"a factor whose weights are finite in \w+",
     ],
     "what a word is, no schema says": [r"a sentence with at least one word"],
     "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)"],
@@ -63,7 +65,7 @@ REASONS = {
         r"an input called query",
         r"each (input|output) once",
         r"one of U?INT8 .*",  # BOOL is for masks
-        r"select.top_k among the parameters, since the largest weights are asked for",
+        r"select.top_k among the parameters, which .* requires",
         r"an output in JSON, whose numbers are text to round",
     ],
 }

@@ -43,6 +43,7 @@ LAYER_FEATURES = (
     "qk_norm",
     "sinks",
     "weights",  # explicit ones, even if they could be seeded
+    "output_gate",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -174,6 +175,8 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
         settled -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     if init == "torch_mha" or init.startswith("numpy_"):
         settled.discard("biases")
+    if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
+        settled.discard("output_gate")
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
@@ -231,6 +234,9 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "qk_norm" in drawn:
         kinds = ["rms", "layer"] if sizes.head_dim > 2 else ["rms"]  # the layer norm of two numbers is only their signs
         fields["qk_norm"] = {"kind": rng.choice(kinds).item(), "eps": rng.choice([1e-6, 1e-5, 0.1]).item()} | _draw_norm(rng)
+    if "output_gate" in drawn:
+        granularity, activation = rng.choice(["elementwise", "headwise"]).item(), rng.choice(["sigmoid", "softplus"]).item()
+        fields["output_gate"] = {"granularity": granularity, "activation": activation, "bias": bool(rng.random() < 0.5)}
     return LayerSpec.model_validate(fields)
 
 
@@ -267,9 +273,10 @@ def _draw_norm(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
-    """All weights of a layer; None if its seed draws all of them. Layers with norms, sinks or relative bias always get explicit weights.
+    """All weights of a layer; None if its seed draws all of them.
 
-    Norms are not 1; biases, sinks and relative biases are not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias or a gate always get explicit weights. Norms are not 1; biases, sinks and relative biases are
+    not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):

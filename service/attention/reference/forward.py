@@ -1,7 +1,7 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scale, softcap, add biases, block, softmax, dropout, in this order.
+are project, norm, RoPE, scale, softcap, add biases, block, softmax, dropout, gate, in this order.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from service.attention.reference.masks import blocked_by_keys, blocked_by_masks, blocked_by_position, query_positions, spread
 from service.attention.reference.positions import position_bias, rotate
-from service.spec import LayerSpec, QKNorm
+from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
 
@@ -32,7 +32,7 @@ class Reference:
     query_projection: Array  # [b, h, q, d], after the norm and RoPE
     key_projection: Array  # [b, kv heads, k, d], likewise
     value_projection: Array  # [b, kv heads, k, dv]
-    head_outputs: Array  # [b, h, q, dv], after head_scale
+    head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
     fully_masked: Array  # [b, h, q], true where no key is left
 
@@ -110,6 +110,8 @@ def attend(
     heads = average_values(attention_weights, repeat_kv_heads(v, spec.num_heads))
     if head_scale is not None:
         heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
+    if spec.output_gate:
+        heads = heads * activate(gate_logits(spec, weights, as_batch(query, batched)), spec.output_gate)
     concatenated = merge_heads(heads)
     outputs: dict[str, Array] = {
         "output": project(concatenated, weights, "output") if spec.projections else concatenated,
@@ -124,6 +126,18 @@ def attend(
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:
+    """X W_θ of Qiu et al. 2025 (arXiv 2505.06708), equation 5: [b, q, d_model] -> [b, h, q, dv], or [b, h, q, 1] for a headwise gate."""
+    return split_heads(project(query, weights, "gate"), spec.num_heads)
+
+
+def activate(logits: Array, gate: OutputGate) -> Array:
+    """1 / (1 + exp(-x)), or softplus ln(1 + exp(x)), neither of which overflows here."""
+    if gate.activation == "softplus":
+        return np.logaddexp(0.0, logits)
+    return np.exp(-np.logaddexp(0.0, -logits))
 
 
 def as_batch(x: ArrayLike | None, batched: bool) -> Any:

@@ -20,10 +20,12 @@ from numpy.typing import ArrayLike
 
 from service.attention.reference.forward import (
     Reference,
+    activate,
     as_batch,
     attend,
     average_values,
     dropout_multiplier,
+    gate_logits,
     merge_heads,
     norm_weight,
     normalises,
@@ -34,7 +36,7 @@ from service.attention.reference.forward import (
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.reference.positions import rotate
-from service.spec import LayerSpec, QKNorm
+from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
 
@@ -57,13 +59,16 @@ def gradients(
     key = query if key is None else key
     value = key if value is None else value
     batched = np.ndim(query) == 3
-    forward = attend(spec, weights, query=query, key=key, value=value, **call)
+    forward = attend(spec.model_copy(update={"output_gate": None}), weights, query=query, key=key, value=value, **call)
     inputs = {name: as_batch(x, batched) for name, x in (("query", query), ("key", key), ("value", value))}
 
     back = as_batch(output_gradient, batched)
     if spec.projections:
         back = back @ np.asarray(weights["output.weight"], np.float64)
     back = split_heads(back, spec.num_heads)
+    through_gate: ArrayLike = 0.0
+    if spec.output_gate:
+        through_gate, back = _through_gate(spec, weights, inputs["query"], as_batch(forward.head_outputs, batched), back)
     if (head_scale := call.get("head_scale")) is not None:
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
 
@@ -76,7 +81,23 @@ def gradients(
                 through[name] = _back_through_norm(rotated, weights, name, spec.qk_norm, through[name])
             through[name] = rotate(through[name], -positions, spec.rope)
     input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
+    input_gradients["query"] = input_gradients["query"] + through_gate
     return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
+
+
+def _through_gate(spec: LayerSpec, weights: Mapping[str, Array], query: Array, heads: Array, back: Array) -> tuple[Array, Array]:
+    """From the gradient Ȳ of Y = H ∘ a(Z), Z = X Wᵀ + b: the gradient of X, (Ȳ ∘ H ∘ a'(Z)) W, and that of H, Ȳ ∘ a(Z).
+
+    A headwise gate has one column of Z for all columns of H, so their gradients are summed.
+    """
+    assert spec.output_gate is not None
+    logits = gate_logits(spec, weights, query)
+    gate, sigmoid = activate(logits, spec.output_gate), activate(logits, OutputGate())
+    slope = sigmoid if spec.output_gate.activation == "softplus" else sigmoid * (1 - sigmoid)
+    for_logits = back * heads * slope
+    if spec.output_gate.granularity == "headwise":
+        for_logits = for_logits.sum(axis=-1, keepdims=True)
+    return merge_heads(for_logits) @ np.asarray(weights["gate.weight"], np.float64), back * gate
 
 
 def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: Mapping[str, Any], batched: bool) -> tuple[Array, ...]:

@@ -9,16 +9,17 @@ import torch
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
-from service.serving.casting import cast
+from service.serving.casting import cast, numpy_of
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
-from service.tensors import BY_TORCH, Array
-from service.wire.problems import describe_value
+from service.tensors import Array
+from service.wire.problems import describe_value, one_of
 from service.wire.schemas.attend import LayerDocument
+from service.wire.suggestions import did_you_mean
 
-NAMED = 8  # most layer names in an error
-MOST_UNLOADED = 1000  # bounds the memory that callers can fill by creating and unloading layers
+MAX_NAMES_IN_ERROR = 8  # most layer names in an error
+MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class LoadedLayer:
     spec: LayerSpec
     fingerprint: str
     attention: MultiHeadAttention
-    gain: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
+    score_deviation: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
     validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
@@ -72,13 +73,13 @@ class LayerRegistry:
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
                 raise LayerUnloaded(f'the layer "{name}" is unloaded; POST /v2/repository/models/{name}/load makes it available')
-            raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"')
+            raise LayerNotFound.where(at, f"a loaded layer ({self._named()})", f'"{name}"{did_you_mean(name, self._layers)}')
         return layer
 
     def require_room_for_unloaded(self) -> None:
         """Raises LayerConflict if no more layers may be unloaded."""
-        if len(self._unloaded) >= MOST_UNLOADED:
-            raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
+        if len(self._unloaded) >= MAX_UNLOADED_LAYERS:
+            raise LayerConflict(f"{MAX_UNLOADED_LAYERS} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
 
     def unloaded(self, name: str) -> UnloadedLayer | None:
         """The unloaded layer of that name, or None."""
@@ -104,10 +105,10 @@ class LayerRegistry:
         )
 
     def _named(self) -> str:
-        """The first NAMED layer names and the number of the others, for an error."""
+        """The first MAX_NAMES_IN_ERROR layer names and the number of the others, for an error."""
         names = sorted(self._layers)
-        more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
-        return ", ".join((*names[:NAMED], *more)) or "none"
+        more = [f"and {len(names) - MAX_NAMES_IN_ERROR} more"] if len(names) > MAX_NAMES_IN_ERROR else []
+        return ", ".join((*names[:MAX_NAMES_IN_ERROR], *more)) or "none"
 
     def all(self) -> list[LoadedLayer]:
         return [self._layers[name] for name in sorted(self._layers)]
@@ -123,8 +124,8 @@ class LayerRegistry:
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
         others = sum(other.num_parameters for key, other in specs.items() if key != name)
         if others + count > limits.max_total_parameters:
-            wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
-            raise TooLarge.where("/spec", wanted, f"{count} beside {others} of other layers")
+            expected = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", expected, f"{count} in addition to {others} in other layers")
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
@@ -137,7 +138,7 @@ class LayerRegistry:
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
-        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _gain(spec, tensors))
+        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _score_deviation(spec, tensors))
 
     def put(self, layer: LoadedLayer) -> bool:
         """Add or replace the layer. Returns whether the name is new."""
@@ -157,7 +158,7 @@ class LayerRegistry:
         self._unloaded.pop(name, None)
 
 
-def _gain(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
+def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
@@ -178,7 +179,9 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
     ]
     problems += [
-        Problem("/weights" + pointer([name]), f"one of {', '.join(shapes)}", describe_value(name)) for name in weights if name not in shapes
+        Problem("/weights" + pointer([name]), one_of(shapes), describe_value(name) + did_you_mean(name, shapes))
+        for name in weights
+        if name not in shapes
     ]
     problems += [
         Problem(f"/weights/{name}", f"shape {list(shapes[name])}", f"shape {list(array.shape)}")
@@ -188,10 +191,3 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
     if problems:
         raise InvalidRequest(problems=problems)
     return {name: cast(f"weights/{name}", weights[name], spec.dtype) for name in shapes}
-
-
-def numpy_of(tensor: torch.Tensor) -> Array:
-    """A NumPy view of a CPU tensor; bfloat16, which torch does not convert, is reinterpreted through int16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
-    return tensor.numpy()

@@ -41,6 +41,14 @@ function blockMask(before, blocked, queries, keys) {
   return { shape: [queries, keys], datatype: "UINT8", base64: btoa(bytes) };
 }
 
+/** The body with the outputs of the heads `off`, of `count`, multiplied by 0. */
+export function withoutHeads(body, off, count) {
+  const { head_scale: given } = body;
+  if (given && !Array.isArray(given)) throw new Refusal(422, "", "", [{ at: "/head_scale", text: "Expected a list, to switch heads off, got another form" }]);
+  const scaled = (factors) => Array.from({ length: count }, (_, head) => (off.includes(head) ? 0 : (factors?.[head] ?? 1)));
+  return { ...body, head_scale: Array.isArray(given?.[0]) ? given.map(scaled) : scaled(given) };
+}
+
 /** {batch, queries, keys} from the shapes of query and key; batch is null without that axis. */
 export function lengths({ query, key }) {
   const shape = (tensor) => (Array.isArray(tensor) ? nestedShape(tensor) : (tensor?.shape ?? []));
@@ -61,22 +69,50 @@ export function tokensOf(request, item, queries, keys) {
   return { query, key };
 }
 
-/** The request as "curl", "python" or "json" to paste; the API key, if needed, is read from an environment variable. */
-export function written(kind, request, url, keyed) {
+/** Whether a token is one that a tokenizer adds around or between words, such as [CLS], [SEP] and <s>. */
+export function isSpecial(token) {
+  return /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?(s|bos|eos|pad)>|<\|[^|]*\|>)$/i.test(token);
+}
+
+/**
+ * The request as "curl", "python" or "json" to paste. `texts`: the bodies for /words of its inputs, if they are sentences; the command then
+ * begins with these. The API key, if needed, is read from an environment variable.
+ */
+export function written(kind, request, texts, url, keyed) {
+  if (kind === "curl") return curl(request, texts, url, keyed);
   const json = JSON.stringify(request);
   if (kind === "json") return json;
-  const header = keyed ? ` -H "Authorization: Bearer $${KEY}"` : "";
-  if (kind === "curl") return `curl -sS ${url}attend${header} -H 'Content-Type: application/json' --data-binary @- <<'REQUEST'\n${json}\nREQUEST\n`;
   return [
     "import json",
     ...(keyed ? ["import os"] : []),
     "",
     "from service.client import Client",
     "",
-    `request = json.loads(r'''${json.replaceAll("'", "\\u0027")}''')`,
+    `request = json.loads(r'''${quotable(request)}''')`,
     `with Client(${JSON.stringify(url)}${keyed ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
     "    result = client.attend(**request)",
     "print(result.attention_weights.shape)",
     "",
   ].join("\n");
+}
+
+function curl(request, texts, url, keyed) {
+  const post = (path) => `curl -sS ${url}${path}${keyed ? ` -H "Authorization: Bearer $${KEY}"` : ""} -H 'Content-Type: application/json'`;
+  if (!texts) return `${post("attend")} --data-binary @- <<'REQUEST'\n${JSON.stringify(request)}\nREQUEST\n`;
+  const { query, key, value, tokens, ...rest } = request;
+  const parts = Object.keys(texts);
+  const words = parts.map((part) => `${post("words")} -d '${quotable({ ...texts[part], part: part === "query" ? undefined : part })}'`);
+  const vectors = parts.map((part, i) => `${part}: .[${i}].vectors`);
+  const labels = parts.flatMap((part, i) => (part === "value" ? [] : [`${part}: .[${i}].tokens`]));
+  return [
+    words.length === 1 ? `${words[0]} |` : `{ ${words.join("\n  ")}; } |`,
+    `  jq -s '${quotable(rest)} + {${vectors.join(", ")}, tokens: {${labels.join(", ")}}}' |`,
+    `  ${post("attend")} --data-binary @-`,
+    "",
+  ].join("\n");
+}
+
+/** JSON without single quotes, for text between them. */
+function quotable(document) {
+  return JSON.stringify(document).replaceAll("'", "\\u0027");
 }

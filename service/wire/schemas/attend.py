@@ -4,6 +4,7 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -36,11 +37,13 @@ from service.wire.schemas.tensors import (
     tensor_kinds,
     with_definitions,
 )
+from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS = "Canonical name -> tensor. If null, the weights are drawn by `init` and `seed`; if given, `init` and `seed` become null."
+WEIGHTS_DESCRIPTION = (
+    "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
+    "`gain`; if given, `init` and `seed` become null, and `gain` 1."
+)
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-WHICH_MASK = "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask"
-OTHER_ENDPOINTS = {"metrics": "/attend/analysis", "figure": "/attend/figure"}  # field -> the endpoint that accepts it
 
 SPECIAL = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
@@ -118,10 +121,14 @@ Strict = Annotated[bool, Field(strict=True)]
 
 
 class Document(BaseModel):
-    """A document whose unknown fields are refused by name. `tensors` maps its tensor members to their kinds."""
+    """A document whose unknown fields are refused by name.
+
+    `tensors` maps its tensor members to their kinds, `instead` names that are no fields to what callers may have meant by them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
     tensors: ClassVar[dict[str, Kind]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -189,6 +196,11 @@ class AttendRequest(Document):
     b batch, q queries, k keys, h heads. Where the query has no b, no other tensor has.
     """
 
+    instead: ClassVar[Mapping[str, str]] = {
+        **OTHER_NAMES,
+        "figure": "no field of that name, which belongs to POST /attend/figure",
+        "metrics": "no field of that name, which belongs to POST /attend/analysis",
+    }
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.")
     query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
     key: Sequences | None = Field(default=None, description="[b, k, key_dim]. The query if left out.")
@@ -220,18 +232,6 @@ class AttendRequest(Document):
     reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _misplaced(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if "mask" in data:
-            raise disagreement("/mask", WHICH_MASK, '"mask"')
-        for name, path in OTHER_ENDPOINTS.items():
-            if name in data and name not in cls.model_fields:
-                raise disagreement(f"/{name}", f"no field of that name, which belongs to POST {path}", describe_value(data[name]))
-        return data
-
     @model_validator(mode="after")
     def _agree(self) -> Self:
         shapes.check(self)
@@ -253,12 +253,12 @@ class PutLayer(Document):
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
+    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
     @model_validator(mode="before")
     @classmethod
     def _drawn(cls, data: Any) -> Any:
-        """An init of null says that weights were given. Where none are, it is the same as left out."""
+        """Removes an `init` of null if there are no weights: it is then the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
@@ -301,7 +301,7 @@ class AttendReply(Document):
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm and rotation.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")

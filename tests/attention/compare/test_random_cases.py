@@ -80,6 +80,10 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {spec.relative_bias.bidirectional for spec in specs if spec.relative_bias} == {True, False}
     assert {spec.qk_norm.kind for spec in specs if spec.qk_norm} == {"rms", "layer"}
     assert any(spec.sinks for spec in specs)
+    gates = [spec.output_gate for spec in specs if spec.output_gate]
+    assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
+    assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
+    assert {gate.bias for gate in gates} == {True, False}
     assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
@@ -88,10 +92,10 @@ def test_features_that_do_not_go_together_are_dropped():
     everything = set(FEATURES)
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
-    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases"}
-    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases"}
-    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases"} - widths
-    assert settle(everything, "torch_mha") == everything - {"biases"} - widths
+    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate"}
+    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases", "output_gate"}
+    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate"} - widths
+    assert settle(everything, "torch_mha") == everything - {"biases", "output_gate"} - widths
     assert settle({"value"}, "torch_mha") == set()
     assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
     assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}

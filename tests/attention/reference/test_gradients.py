@@ -83,6 +83,10 @@ def torchs(spec, weights, request, inputs, forward):
     heads = torch.einsum("bhij,bhjd->bihd", attention_weights, v)
     if "head_scale" in request:
         heads = heads * torch.tensor(np.asarray(request["head_scale"], np.float64)).expand(len(q), spec.num_heads)[:, None, :, None]
+    if spec.output_gate:
+        logits = functional.linear(inputs["query"], weights["gate.weight"], weights.get("gate.bias"))
+        function = torch.sigmoid if spec.output_gate.activation == "sigmoid" else functional.softplus
+        heads = heads * function(logits).unflatten(-1, (spec.num_heads, -1))
     concatenated = heads.flatten(2)
     return functional.linear(concatenated, weights["output.weight"], weights.get("output.bias")) if spec.projections else concatenated
 
@@ -293,7 +297,7 @@ def test_uniform_rows_are_constants():
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
 def test_axes_without_length(queries, keys):
-    spec = LayerSpec(d_model=4, num_heads=2, dtype="float64", rope={}, alibi=True, sinks=True, qk_norm={}, relative_bias={})
+    spec = LayerSpec(d_model=4, num_heads=2, dtype="float64", rope={}, alibi=True, sinks=True, qk_norm={}, relative_bias={}, output_gate={})
     weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
     got = gradients(
         spec, weights, np.ones((2, queries, 4)), query=np.ones((2, queries, 4)), key=np.ones((2, keys, 4)), causal=True, query_offset="end"

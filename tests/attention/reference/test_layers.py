@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.nn import functional
 
 from service.attention.compare.random_cases import random_case
@@ -26,6 +27,39 @@ def draw_all(seed, spec):
     """Weights of which none is trivial."""
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
+
+
+# --- output gates ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("granularity", "rows"), [("elementwise", 4), ("headwise", 2)])
+@pytest.mark.parametrize(
+    ("activation", "at_zero", "at_three"), [("sigmoid", 0.5, 1 / (1 + np.exp(-3))), ("softplus", np.log(2), np.log(1 + np.exp(3)))]
+)
+def test_a_gate_multiplies_what_the_heads_give(granularity, rows, activation, at_zero, at_three):
+    """Two heads of two numbers; the gate of the first head is at 0, that of the second at 3 times the query, 1."""
+    gate = {"granularity": granularity, "activation": activation}
+    spec = LayerSpec(d_model=1, num_heads=2, head_dim=2, bias=False, output_gate=gate, dtype="float64", output_dim=4)
+    weights = {"query.weight": np.ones((4, 1)), "key.weight": np.ones((4, 1)), "value.weight": [[1.0], [2.0], [3.0], [4.0]]}
+    weights |= {"output.weight": np.eye(4), "gate.weight": 3.0 * (np.arange(rows) >= rows // 2)[:, None]}
+    got = attend(spec, weights, query=[[1.0]])
+    expected = [at_zero, 2 * at_zero, 3 * at_three, 4 * at_three]
+    np.testing.assert_allclose(got.output[0], expected, rtol=1e-15)
+    np.testing.assert_array_equal(got.concatenated, got.output)
+    np.testing.assert_allclose(got.head_outputs[:, 0].ravel(), expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("fields", [{"projections": False}, {"init": "numpy_normal"}, {"init": "torch_mha"}], ids=str)
+def test_a_gate_needs_a_projection_of_its_own(fields):
+    with pytest.raises(ValidationError, match="null, since"):
+        LayerSpec(d_model=4, num_heads=2, output_gate={}, **fields)
+
+
+def test_a_gate_of_any_size_overflows_nothing():
+    spec = LayerSpec(d_model=1, num_heads=1, bias=False, output_gate={}, dtype="float64")
+    weights = {f"{name}.weight": np.ones((1, 1)) for name in ("query", "key", "value", "output")}
+    for logit, expected in ((1e4, 1.0), (-1e4, 0.0)):
+        assert attend(spec, weights | {"gate.weight": np.full((1, 1), logit)}, query=[[1.0]]).output.item() == expected
 
 
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def hold(spec, weights, request):
                 attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
                 same(got.attention_weights[item, n, i], attention_weights)
                 mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
-                factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n]
+                factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n] * gate(spec, weights, query[item, i], n)
                 same(got.head_outputs[item, n, i], factor * mean)
                 side_by_side[i] += (factor * mean).tolist()
         same(got.concatenated[item], side_by_side)
@@ -99,6 +99,17 @@ def head(spec, weights, name, x, n, position=None):
     if norm and norm.after_rope and name != "value":
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     return heads[n]
+
+
+def gate(spec, weights, x, n):
+    """Head n's own rows of the gate: a factor for each of its numbers, or one row and one factor for all of them."""
+    if spec.output_gate is None:
+        return 1.0
+    width = spec.value_head_dim if spec.output_gate.granularity == "elementwise" else 1
+    rows = slice(n * width, (n + 1) * width)
+    logits = weights["gate.weight"][rows] @ x + weights.get("gate.bias", np.zeros(spec.num_heads * width))[rows]
+    function = {"sigmoid": lambda z: 1 / (1 + math.exp(-z)), "softplus": lambda z: math.log1p(math.exp(z))}[spec.output_gate.activation]
+    return np.array([function(z) for z in logits])
 
 
 def projected(spec, weights, name, x, rows):

@@ -1,0 +1,123 @@
+"""HTML of results for notebooks: a heat map for each head, a table of metrics.
+
+It has no scripts and loads nothing. Texts are escaped. Its size is bounded: long sequences are pooled, and many heads left out.
+"""
+
+import struct
+import zlib
+from binascii import b2a_base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from service.tensors import Array
+
+MAPS = 16  # most heat maps
+SIDE = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
+LABELLED = 24  # most tokens along an axis that are written out
+LONGEST = 12  # characters of a token
+ROWS = 64  # most heads in a table
+RAMP = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]])  # colours, as on the service's page
+
+
+def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, Any], about: str) -> str | None:
+    """A heat map for each head of the first batch item; None without weights.
+
+    `weights`: [b,h,q,k], [h,q,k], or without h if `select` averages. `select` and `tokens` are those of the request.
+    """
+    if not weights.size:
+        return None
+    average = bool(select.get("average"))
+    batched = weights.ndim == 4 - average
+    of_item = weights[0] if batched else weights  # [h,q,k], or [q,k] if averaged
+    names = ["mean over heads"] if average else [f"head {i}" for i in select.get("heads") or range(len(of_item))]
+    maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAPS].astype(np.float64)
+    rows, columns = (_labels(tokens, side) for side in ("query", "key"))
+    rows = [rows[i] for i in select.get("queries") or () if i < len(rows)] or rows
+    drawn = "".join(_heat_map(cells, name, rows, columns) for cells, name in zip(maps, names, strict=False))
+    more = [about]
+    if batched and len(weights) > 1:
+        more.append(f"item 0 of {len(weights)}")
+    if len(names) > MAPS:
+        more.append(f"{len(names) - MAPS} more heads are not shown")
+    return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{drawn}</div><div>{escape("; ".join(more))}</div>'
+
+
+def metric_table(metrics: Mapping[str, Array], about: str) -> str | None:
+    """A row for each head and a column for each of these metrics, [b,h] or [h]; None without metrics. Of a batch, the first item."""
+    columns = {name: x[0] if x.ndim == 2 else x for name, x in metrics.items() if x.size}
+    if not columns:
+        return None
+    heads = len(next(iter(columns.values())))
+    rows = [
+        _row("td", [str(i), *("" if np.isnan(column[i]) else f"{column[i]:.3f}" for column in columns.values())])
+        for i in range(min(heads, ROWS))
+    ]
+    more = f"; {heads - ROWS} more heads are not shown" if heads > ROWS else ""
+    return f"<table>{_row('th', ['head', *columns])}{''.join(rows)}</table><div>{escape(about + more)}</div>"
+
+
+def _row(tag: str, texts: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(text)}</{tag}>' for text in texts)}</tr>"
+
+
+def _labels(tokens: Mapping[str, Any], side: str) -> list[str]:
+    """The first item's tokens of queries or keys; without tokens of keys, those of queries. A wrong number of them is no label."""
+    words: Sequence[Any] = tokens.get(side) or tokens.get("query") or ()
+    return list(words if not words or isinstance(words[0], str) else words[0])
+
+
+def _heat_map(weights: Array, name: str, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """An SVG of weights [q,k], with the tokens beside it if they are few. The last colour is the largest weight."""
+    cells = _pooled(np.nan_to_num(weights, posinf=0, neginf=0))
+    height, width = cells.shape
+    labelled = (len(rows), len(columns)) == weights.shape and max(weights.shape) <= LABELLED
+    side, margin = (14, 7 * LONGEST) if labelled else (max(3, 144 // max(height, width)), 0)
+    largest = float(cells.max())
+    picture = b2a_base64(_png(_colours(cells / largest if largest > 0 else cells)), newline=False).decode()
+    texts = ""
+    for i, row in enumerate(rows if labelled else ()):
+        texts += f'<text x="{margin - 4}" y="{margin + side * i + 11}" text-anchor="end">{_short(row)}</text>'
+    for i, column in enumerate(columns if labelled else ()):
+        x, y = margin + side * i + 11, margin - 4
+        texts += f'<text x="{x}" y="{y}" transform="rotate(-90 {x} {y})">{_short(column)}</text>'
+    caption = f"{name}, largest weight {largest:.2f}"
+    return (
+        f'<figure style="margin:0"><figcaption>{escape(caption)}</figcaption>'
+        f'<svg role="img" aria-label="{escape(caption)}" width="{margin + side * width}" height="{margin + side * height}" '
+        'font-size="11" font-family="sans-serif" fill="currentColor">'
+        f'<image x="{margin}" y="{margin}" width="{side * width}" height="{side * height}" preserveAspectRatio="none" '
+        f'style="image-rendering:pixelated" href="data:image/png;base64,{picture}"/>{texts}</svg></figure>'
+    )
+
+
+def _short(token: str) -> str:
+    return escape(token if len(token) <= LONGEST else token[: LONGEST - 1] + "…")
+
+
+def _pooled(weights: Array) -> Array:
+    """The largest weights of blocks, at most SIDE along each axis."""
+    for axis, length in enumerate(weights.shape):
+        cells = min(length, SIDE)
+        weights = np.maximum.reduceat(weights, np.arange(cells) * length // cells, axis)
+    return weights
+
+
+def _colours(shares: Array) -> Array:
+    """uint8 [q,k,3] of shares in 0..1."""
+    stops = np.linspace(0, 1, len(RAMP))
+    return np.stack([np.interp(shares, stops, channel) for channel in RAMP.T], -1).astype(np.uint8)
+
+
+def _png(pixels: Array) -> bytes:
+    """A PNG of uint8 [height, width, 3]."""
+    height, width, _ = pixels.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    lines = zlib.compress(b"".join(b"\0" + line.tobytes() for line in pixels))  # 0: no filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # eight bits a channel, RGB
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")

@@ -1,0 +1,35 @@
+"""What a caller may have meant: the closest name, and names of other libraries."""
+
+import re
+
+import pytest
+
+from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.figure import FigureRequest
+from service.wire.suggestions import COMPARED, OTHER_NAMES, did_you_mean
+
+FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureRequest.model_fields}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_name_of_another_library_is_no_field_and_is_answered_with_one(name: str) -> None:
+    assert name not in FIELDS
+    assert re.match("|".join([*FIELDS, "the name of a layer"]), OTHER_NAMES[name])
+
+
+def test_the_table_is_in_alphabetical_order() -> None:
+    assert list(OTHER_NAMES) == sorted(OTHER_NAMES)
+
+
+def test_the_closest_name_is_suggested() -> None:
+    known = ["causal", "query", "query_offset"]
+    assert did_you_mean("querry", known) == " (did you mean query?)"
+    assert did_you_mean("query_ofset", known) == " (did you mean query_offset?)"
+    assert did_you_mean("xyz", known) == did_you_mean(5, known) == did_you_mean("q", []) == ""
+
+
+def test_the_comparison_is_bounded() -> None:
+    """A server may have a thousand layers, and a name any length."""
+    assert did_you_mean("layer", [*("x" * COMPARED), "layer"]) == ""
+    assert did_you_mean("layer" + "x" * 10**6, ["layer"]) == ""
