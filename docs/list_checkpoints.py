@@ -24,9 +24,10 @@ list is made by `python docs/list_checkpoints.py` from the table in `service/che
 and saves; the service repeats their eager attention over HTTP to 3e-5 of the largest value. Every other `model_type` is refused by
 name, and so is every field about attention that is not understood.
 
-The table has {families} model types. As a measure of what is missing, `tests/golden/count_families.py` tries every family of that transformers
-which can be made tiny and run on tokens, an image or sound; model types that only combine families are not counted. Of {built}, {plain} have no
-softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and the others are refused.
+The table has {families} model types. As a measure of what is missing, `tests/golden/count_families.py` tries every family of that
+transformers which can be made tiny and run on tokens, an image or sound; model types that only combine families are not counted.
+Of {built}, {plain} have no softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and
+the others are refused.
 
 | `model_type` | part | beyond projections, scale and softmax |
 |---|---|---|

@@ -21,7 +21,7 @@ from support.server import Server
 
 from service.settings import Settings
 from service.spec import Init
-from service.web.openapi.operations import ATTEND, PUT_TINY
+from service.web.openapi.operations import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
 from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
     commands = next(block for block in blocks("sh") if "curl" in block)
     bodies = [json.loads(shlex.split(command)[-1]) for command in re.split(r"\n(?=curl)", commands)]
 
-    assert bodies == [PUT_TINY, ATTEND]
+    assert bodies == [PUT_LAYER_EXAMPLE, ATTEND_EXAMPLE]
 
 
 def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:

@@ -1,34 +1,29 @@
-"""Bounds the bytes, calls and messages that one process accepts at once, over all protocols, and each caller's share of them.
+"""Bounds the bytes and calls that one process accepts at once, over all protocols, and each caller's share of them.
 
 `cost.py` bounds the cost of one call, `load.py` the cost of the calls that wait for the device.
 """
 
-import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
-from weakref import WeakValueDictionary
 
-from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
+from service.errors import Overloaded, Problem
 
-SHARE = 2  # a caller may use at most SHARE times the bytes that stay free
-MEMORY = 5.0  # time constant, in seconds, of the decaying average of released bytes
-LONGEST_WAIT = 30  # seconds; longer estimates would be meaningless
-MOST_TURNS = 64
-Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream
+SHARE_OF_FREE = 2  # a caller may use at most SHARE_OF_FREE times the bytes that stay free
+RATE_TIME_CONSTANT = 5.0  # time constant, in seconds, of the decaying average of released bytes
+MAX_RETRY_AFTER = 30  # seconds; longer estimates would be meaningless
 
 
 class ByteBudget:
     """Bounds the bytes of request bodies and replies in memory to `capacity`, and no caller can use all of it.
 
-    A caller may use at most SHARE times the bytes that stay free (dynamic threshold; Choudhury and Hahne, "Dynamic queue length thresholds
-    for shared-memory packet switches", 1998): two thirds of the capacity if it is the only caller, less otherwise. So there is always
-    room for another one. One request counts as at most half of the capacity, so that the largest legal request can be admitted together
-    with others.
+    A caller may use at most SHARE_OF_FREE times the bytes that stay free: two thirds of the capacity if it is the only caller, less
+    otherwise. So there is always room for another one (dynamic threshold; Choudhury and Hahne, "Dynamic queue length thresholds for
+    shared-memory packet switches", 1998). One request counts as at most half of the capacity, so that the largest legal request can be
+    admitted together with others.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,20 +41,22 @@ class ByteBudget:
         """Raises Overloaded if the caller may not use `size` more counted bytes. Does not take them."""
         taken, free = self._callers.get(caller, 0) + size, self.capacity - self._counted - size
         if free < 0:
-            expected = f"room for request bodies and replies of {self.capacity} bytes in all (max_queue_bytes)"
-            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} beside {self._counted}")])
-        if taken > SHARE * free:
-            expected = f"one caller's request bodies and replies to be at most {SHARE} times what is left free (max_queue_bytes)"
-            missing = (taken - SHARE * free) / (1 + SHARE)  # bytes that this caller must release; released bytes become free
-            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken} bytes beside {free} free ones")])
+            expected = f"request bodies and replies of at most {self.capacity} bytes in all (max_queue_bytes)"
+            raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} in addition to {self._counted}")])
+        if taken > SHARE_OF_FREE * free:
+            expected = f"request bodies and replies of one caller of at most {SHARE_OF_FREE} times the free bytes (max_queue_bytes)"
+            missing = (taken - SHARE_OF_FREE * free) / (
+                1 + SHARE_OF_FREE
+            )  # bytes that this caller must release; released bytes become free
+            raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken}, with {free} free")])
 
     def _wait(self, missing: float) -> int:
-        """Whole seconds until `missing` bytes are released at the recent rate; at most LONGEST_WAIT."""
-        rate = self._released * self._fading() / MEMORY
-        return math.ceil(min(missing / rate, LONGEST_WAIT)) if rate else LONGEST_WAIT
+        """Whole seconds until `missing` bytes are released at the recent rate; at most MAX_RETRY_AFTER."""
+        rate = self._released * self._fading() / RATE_TIME_CONSTANT
+        return math.ceil(min(missing / rate, MAX_RETRY_AFTER)) if rate else MAX_RETRY_AFTER
 
     def _fading(self) -> float:
-        return math.exp((self._at - self.clock()) / MEMORY)
+        return math.exp((self._at - self.clock()) / RATE_TIME_CONSTANT)
 
     def change(self, caller: str, used: int, counted: int) -> None:
         """Add to the bytes of a caller; negative numbers release them."""
@@ -126,8 +123,8 @@ class CallLimit:
         self._total, self._taken = 0, Counter[str]()
 
     @contextmanager
-    def place(self, caller: str) -> Iterator[None]:
-        """Occupy one place during the `with` block. Raises Overloaded if none is free."""
+    def slot(self, caller: str) -> Iterator[None]:
+        """Occupy one slot during the `with` block. Raises Overloaded if none is free."""
         if self._total >= self.count or self._taken[caller] >= max(1, self.count // 2):
             raise Overloaded(1, problems=[Problem("", f"at most {self.count} {self.what} at once, half of them of one caller", "one more")])
         self._total += 1
@@ -139,50 +136,3 @@ class CallLimit:
             self._taken[caller] -= 1
             if not self._taken[caller]:
                 del self._taken[caller]
-
-
-class ReceivingTurns:
-    """Receives at most `count` messages at once, at most half of them from one caller; others wait. A message may take `seconds`.
-
-    For protocols that deliver only complete messages: the bytes received so far are unknown, so a message counts as `largest` until then.
-    """
-
-    def __init__(self, count: int, largest: int, seconds: float) -> None:
-        self.count, self.largest, self.seconds = count, largest, seconds
-        self._all = asyncio.Semaphore(count)
-        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-
-    async def receive(self, read: Receive, lease: Lease) -> bytes:
-        """Return the message from `read`; the lease then counts its bytes.
-
-        Raises Overloaded if there is no turn or no room, DeadlinePassed if the message does not arrive in time, InvalidRequest if the
-        stream ends without one.
-        """
-        own = self._own.setdefault(lease.caller, asyncio.Semaphore(max(1, self.count // 2)))
-        turn = False
-        try:
-            async with asyncio.timeout(self.seconds) as limit, own, self._all:
-                turn = True
-                limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
-                lease.add(self.largest)
-                message = await read()
-        except TimeoutError:
-            if not turn:
-                waited = Problem("", f"a turn among the {self.count} messages that are read at once", f"none in {self.seconds:g} seconds")
-                raise Overloaded(1, problems=[waited]) from None
-            raise DeadlinePassed(too_late(self.seconds)) from None
-        lease.release()
-        if not isinstance(message, bytes):
-            raise InvalidRequest.where("", f"a message, of at most {self.largest} bytes (max_grpc_bytes)", "none")
-        lease.add(len(message))
-        return message
-
-
-def turns_within(budget: ByteBudget, largest: int, seconds: float) -> ReceivingTurns:
-    """As many turns as fit into half of the budget at `largest` bytes each, at most MOST_TURNS."""
-    return ReceivingTurns(max(1, min(MOST_TURNS, budget.capacity // 2 // largest)), largest, seconds)
-
-
-def too_late(seconds: float) -> str:
-    """The error detail for a message that did not arrive in time."""
-    return f"the message did not arrive within {seconds:g} seconds (client_timeout)"

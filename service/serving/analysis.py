@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
-from service.serving.casting import cast
-from service.serving.cost import Cost, ServingLimits, check, reply_sizes
+from service.serving.casting import cast, numpy_of
+from service.serving.cost import Cost, ServingLimits, reply_sizes, require_admitted
 from service.serving.cost import predict as predict_call
-from service.serving.layers.registry import LoadedLayer, numpy_of
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
@@ -25,11 +25,11 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_ALONE = ("alibi", "relative_bias", "sinks", "output_gate")  # fields with parameters per head, unknown for a single head
-OF_VALUES_ALONE = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
-SORTED = {"keys_for_mass"}
-OF_OUTPUTS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
-BLOCK = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
+PER_HEAD_FIELDS = ("alibi", "relative_bias", "sinks", "output_gate")  # fields with parameters per head, unknown for a single head
+VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
+SORTING_METRICS = {"keys_for_mass"}
+OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
+BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
 def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
@@ -38,15 +38,15 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, s
     Raises InvalidRequest, or TooLarge for a cost beyond the limits.
     """
     request = validate(AnalysisRequest, decoded.members)
-    binding.fit(request, layer.spec)
-    fit(request, layer.spec)
+    binding.check_against_layer(request, layer.spec)
+    check_metrics(request, layer.spec)
     cost = predict(request, layer.spec)
-    check(cost, limits)
+    require_admitted(cost, limits)
     call = binding.bind(request, layer.spec)
     return BoundCall(request, layer, call, cost, operation=operation_of(request, layer.spec, call))
 
 
-def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
+def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
@@ -61,7 +61,7 @@ def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
-    for name in OF_VALUES_ALONE:
+    for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
             raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
@@ -71,7 +71,7 @@ def fit(request: AnalysisRequest, spec: LayerSpec) -> None:
 
 def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
     at = f"/metrics/{(request.metrics or ()).index('single_head')}"
-    for name in PER_HEAD_ALONE:
+    for name in PER_HEAD_FIELDS:
         if getattr(spec, name):
             raise InvalidRequest.where(at, f"a metric other than single_head {layer}, since one head has no {name} of many", "single_head")
     for name in ("attend_mask", "block_mask", "bias"):
@@ -88,10 +88,10 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
     """
     options, metrics = request.analysis, request.wanted(bool(spec.positional))
-    words: dict[str, Any] = {}
+    query_ids = key_ids = None
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
-        words = _numbered(request.tokens.query, request.tokens.key)
-        words["key"] = torch.where(real_keys(call.masks, call.query.shape[0]), words["key"], -1)  # a padding token matches no word
+        query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
+        key_ids = torch.where(real_keys(call.masks, call.query.shape[0]), key_ids, -1)  # a padding token equals no token
     direction = None
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
@@ -101,15 +101,31 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
         options.local_window,
         options.top_links,
         options.mass,
-        _counted(request, call),
-        words.get("query"),
-        words.get("key"),
+        _counted_queries(request, call),
+        query_ids,
+        key_ids,
         direction,
+        _kept(request, "key"),
     )
     return MetricsOperation(query)
 
 
-def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+    """bool [b|1, q]: the queries that are neither padding nor omitted; None: all."""
+    real, kept = _real_queries(request, call), _kept(request, "query")
+    return real if kept is None else kept if real is None else real & kept
+
+
+def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
+    """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
+    tokens, words = request.tokens, request.words(side)
+    if tokens is None or not tokens.omit or not words:
+        return None
+    rows: list[Any] = [words] if isinstance(words[0], str) else words
+    return torch.tensor([[not tokens.omits(word) for word in row] for row in rows])
+
+
+def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
@@ -119,20 +135,20 @@ def _counted(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     return real_keys(call.masks, call.query.shape[0])
 
 
-def _numbered(query: Any, key: Any) -> dict[str, torch.Tensor]:
-    """Query and key words as integers [b|1, n]; equal words have equal numbers."""
-    numbers: dict[str, int] = {}
+def _token_ids(query: Any, key: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of queries and keys as integers [b|1, n]; equal tokens have equal ids."""
+    ids: dict[str, int] = {}
 
-    def of(words: Any) -> torch.Tensor:
-        rows = [words] if not words or isinstance(words[0], str) else words
-        return torch.tensor([[numbers.setdefault(word, len(numbers)) for word in row] for row in rows])
+    def ids_of(tokens: Any) -> torch.Tensor:
+        rows = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+        return torch.tensor([[ids.setdefault(token, len(ids)) for token in row] for row in rows])
 
-    return {"query": of(query), "key": of(query if key is None else key)}
+    return ids_of(query), ids_of(query if key is None else key)
 
 
 def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
-    plain = predict_call(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
+    forward = predict_call(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
     k = q if request.key is None else request.key.shape[-2]
@@ -144,18 +160,18 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
             shape = tuple(lengths[letter] for letter in letters)
             shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
     weights = b * h * q * k
-    passes = 1 + 2 * ("single_head" in metrics) + bool(OF_OUTPUTS & set(metrics))
-    elements = weights * (12 * len(metrics) + 80 * len(SORTED & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
-    wide = spec.concatenated_dim
-    products = 4 * b * q * wide**2 + 2 * spec.output_dim * wide**2 if OF_OUTPUTS & set(metrics) else 0
+    passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))
+    elements = weights * (12 * len(metrics) + 80 * len(SORTING_METRICS & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
+    width = spec.concatenated_dim
+    products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if OUTPUT_METRICS & set(metrics) else 0
     scores = weights * ("value_norm_weights" in metrics)
-    block = max(min(weights, BLOCK), b * h * k)
+    block = max(min(weights, BLOCK_WEIGHTS), b * h * k)
     memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
-    memory += 8 * (2 * b * q * wide + (b + 2) * wide**2) * bool(OF_OUTPUTS & set(metrics)) + 16 * b * (q + k) * wide
-    operations = passes * plain.operations + elements + products
+    memory += 8 * (2 * b * q * width + (b + 2) * width**2) * bool(OUTPUT_METRICS & set(metrics)) + 16 * b * (q + k) * width
+    operations = passes * forward.operations + elements + products
     datatypes = {name: datatype_of(name, request, spec) for name in shapes}
     reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
-    return Cost(shapes, operations, scores, plain.memory_bytes + memory, reply, plain.items, plain.pairs, tensors)
+    return Cost(shapes, operations, scores, forward.memory_bytes + memory, reply, forward.items, forward.pairs, tensors)
 
 
 def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
@@ -177,7 +193,7 @@ def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) ->
         parts = {part: arrays[f"{name}.{part}" if part else name] for part in SHAPES[name]}
         metrics[name] = parts.get("", parts)
         if name == "strongest_links" and request.tokens is not None:
-            metrics[name] = parts | _words(request, parts)
+            metrics[name] = parts | _link_words(request, parts)
     datatype = datatype_of("", request, layer.spec)
     if request.reply.nonfinite == "error":
         _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
@@ -196,18 +212,16 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
         raise InvalidRequest.where("/reply/nonfinite", "finite scores, values and outputs to measure", "some that overflow")
 
 
-def _words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
+def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
     """The query and key words of the strongest links; None for missing links."""
-    assert request.tokens is not None
-    query = request.tokens.query
-    key = query if request.tokens.key is None and request.key is None else request.tokens.key
-    named = (("query_words", query, parts["queries"]), ("key_words", key, parts["keys"]))
-    return {part: _at(words, indices, request.batched) for part, words, indices in named if words is not None}
+    named = (("query_words", request.words("query"), parts["queries"]), ("key_words", request.words("key"), parts["keys"]))
+    return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
 
 
-def _at(words: Sequence[Any], indices: Array, batched: bool) -> Any:
+def _words_at(words: Sequence[Any], indices: Array, batched: bool) -> Any:
+    """The words at `indices` [b, h, n] as nested lists; without b if not `batched`."""
     if not batched:
         row = words if isinstance(words[0], str) else words[0]
-        return [[None if i < 0 else row[i] for i in of_head] for of_head in indices]
+        return [[None if i < 0 else row[i] for i in head_indices] for head_indices in indices]
     rows = [words] * len(indices) if isinstance(words[0], str) else words
-    return [_at(row, of_item, False) for row, of_item in zip(rows, indices, strict=True)]
+    return [_words_at(row, item_indices, False) for row, item_indices in zip(rows, indices, strict=True)]

@@ -43,11 +43,11 @@ class Entry:
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
 
     def is_settled(self) -> bool:
-        """Whether the caller has an answer, for example that the deadline passed."""
+        """Whether the caller has a result or an error, for example that the deadline passed."""
         return self.future is not None and self.future.done() and not self.future.cancelled()
 
     def is_abandoned(self) -> bool:
-        """Whether nobody waits for an answer."""
+        """Whether the caller has cancelled the call or disconnected."""
         return (self.future is not None and self.future.cancelled()) or self.gone()
 
     def settle(self, outcome: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from service.attention.call import Call
 from service.attention.masks import Masks, last_keys
-from service.errors import InvalidRequest, Problem, TooLarge
+from service.errors import InvalidRequest, TooLarge
 from service.serving.casting import cast
 from service.serving.cost import ServingLimits, predict, refusals
 from service.serving.layers.registry import LoadedLayer
@@ -37,7 +37,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
         query, keys, values = sequences(members["query"], members.get("key"), members.get("value"), layer.spec)
         return BoundCall(cached.request, layer, Call(query, keys, values, **cached.options), cached.cost, cached.in_parts)
     request = validate(AttendRequest, members)
-    fit(request, layer.spec)
+    check_against_layer(request, layer.spec)
     cost = predict(request, layer.spec)
     problems, in_parts = refusals(request, cost, limits, shards if layer.spec.is_relative else 0)
     if problems:
@@ -48,7 +48,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     return BoundCall(request, layer, call, cost, in_parts)
 
 
-def fit(request: AttendRequest, spec: LayerSpec) -> None:
+def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if the request's shapes do not fit the layer."""
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
@@ -188,9 +188,3 @@ def _lengths(lens: Array | None, batched: bool) -> torch.Tensor | None:
         return None
     array: Any = lens if batched else lens[None]
     return torch.from_numpy(np.array(array[:, None] if array.ndim == 1 else array))
-
-
-def masked_rows(first: Any) -> InvalidRequest:
-    """The error for fully masked rows under fully_masked="error"; `first` lists some of them."""
-    rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
-    return InvalidRequest(problems=[Problem("/fully_masked", "a key to attend to for every row", f"none for {rows}")])

@@ -1,4 +1,4 @@
-"""Casts the arrays of a request to torch tensors of a layer's dtype, and checks that the results are finite."""
+"""Converts NumPy arrays to finite torch tensors of a layer's dtype, and torch tensors to NumPy arrays."""
 
 import warnings
 
@@ -33,3 +33,10 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
     if dtype == "bfloat16":
         return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(numbers)
+
+
+def numpy_of(tensor: torch.Tensor) -> Array:
+    """A NumPy view of a CPU tensor; bfloat16, which torch does not convert, is reinterpreted through int16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
+    return tensor.numpy()

@@ -10,8 +10,8 @@ from service.serving.fair_queue import FairQueue
 from service.serving.threads import lower_priority
 
 T = TypeVar("T")
-HEAVY = 1 << 20  # bytes; work of this size takes milliseconds, and without the C extension it holds the interpreter's lock meanwhile
-OVERHEAD = 1 << 14  # bytes added to the cost of any work
+HEAVY_BYTES = 1 << 20  # bytes; work of this size takes milliseconds, and without the C extension it holds the interpreter's lock meanwhile
+OVERHEAD_BYTES = 1 << 14  # bytes added to the cost of any work
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class CodecPool:
         """Run a function in a thread and return its result. `size` is the number of bytes it reads or writes, 0 if unknown."""
         loop = asyncio.get_running_loop()
         job = Job(function, size, caller, loop.create_future())
-        lane = self._heavy if size >= HEAVY else self._light
+        lane = self._heavy if size >= HEAVY_BYTES else self._light
         lane.queue.append(job)
         lane.start_jobs(loop)
         try:
@@ -56,7 +56,7 @@ class Lane:
 
     def __init__(self, free: int, threads: ThreadPoolExecutor) -> None:
         self.free, self.threads = free, threads
-        self.queue: FairQueue[Job] = FairQueue(lambda job: job.caller, lambda job: job.size + OVERHEAD)
+        self.queue: FairQueue[Job] = FairQueue(lambda job: job.caller, lambda job: job.size + OVERHEAD_BYTES)
 
     def start_jobs(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start as many jobs as threads are free."""

@@ -17,8 +17,8 @@ from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
-REPLY_BYTES = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
-LARGEST_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
+MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
+MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
 
 
-def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
+def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
     """The limits that a call of this cost exceeds; empty if it is admitted."""
     table = (
         (cost.scores, limits.max_scores, "", "at most {} weights and scores (max_scores); select fewer heads or queries"),
@@ -126,7 +126,7 @@ def admit(cost: Cost, limits: ServingLimits) -> list[Problem]:
         (cost.operations, limits.max_operations, "", "at most {} predicted operations (max_operations)"),
         (cost.items, limits.max_batch_items, "/query", "a batch of at most {} items (max_batch_items)"),
         (cost.pairs, limits.max_pairs, "", "at most {} heads x queries x keys (max_pairs)"),
-        (cost.reply_bytes, limits.max_reply_bytes, "", REPLY_BYTES),
+        (cost.reply_bytes, limits.max_reply_bytes, "", MAX_REPLY_MESSAGE),
     )
     return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
 
@@ -137,13 +137,13 @@ def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: 
     One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
     depend on all keys at once and are never cut. For a layer whose spec is not `is_relative`, `shards` is 0.
     """
-    problems = admit(cost, limits)
+    problems = exceeded_limits(cost, limits)
     if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
         return problems, False
-    return (problems, False) if admit(share(cost, shards), limits) else ([], True)
+    return (problems, False) if exceeded_limits(cost_of_part(cost, shards), limits) else ([], True)
 
 
-def share(cost: Cost, shards: int) -> Cost:
+def cost_of_part(cost: Cost, shards: int) -> Cost:
     """The cost of one part of a call that is cut into `shards` parts."""
     work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
     return replace(cost, **work)
@@ -152,13 +152,13 @@ def share(cost: Cost, shards: int) -> Cost:
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
     inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
-    batches = range(2, min(limits.max_batch_items, LARGEST_BATCH) + 1)
-    return bisect_left(batches, True, key=lambda b: bool(admit(_predict(inputs._replace(batch=b), spec), limits))) + 1
+    batches = range(2, min(limits.max_batch_items, MAX_BATCH) + 1)
+    return bisect_left(batches, True, key=lambda b: bool(exceeded_limits(_predict(inputs._replace(batch=b), spec), limits))) + 1
 
 
-def check(cost: Cost, limits: ServingLimits) -> None:
+def require_admitted(cost: Cost, limits: ServingLimits) -> None:
     """Raises TooLarge if a call of this cost is not admitted."""
-    if problems := admit(cost, limits):
+    if problems := exceeded_limits(cost, limits):
         raise TooLarge(problems=problems)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from service.checkpoints.detection import find_matches
 from service.errors import InvalidRequest
-from service.serving.layers.files import ReadLayer, Source, given_weights, read_checkpoint, read_layer_file
+from service.serving.layers.files import ReadLayer, Source, read_checkpoint, read_layer_file, without_init
 from service.serving.requests import RawRequest
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
@@ -49,12 +49,12 @@ def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer
     checkpoint = _is_checkpoint(members)
     for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} beside it", JSON)
+            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
     if checkpoint:
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
         return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
     document = validate(PutLayer, members)
-    return ReadLayer(document.spec if document.weights is None else given_weights(document.spec), document.weights)
+    return ReadLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)
 
 
 def _is_checkpoint(members: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
     bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
 
-Two steps may be slow: decode, find and bind; and build and encode the reply. Each runs on the event loop if its body is small, else in a
+`Engine.answer` is that path. Its two slow parts, decode to bind and result to bytes, run on the event loop if the body is small, else in a
 thread of the codec pool. Independent of HTTP.
 """
 
@@ -21,7 +21,7 @@ from service.serving.figures import FigureRenderer, bind_figure, draw_figure, me
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics, Phases
 from service.serving.replies import build_reply, plan_of, refuse_fully_masked
-from service.serving.requests import BoundCall, EncodedReply, RawRequest, Waiting
+from service.serving.requests import BoundCall, CallerState, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
@@ -39,16 +39,16 @@ DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
 INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
-class Endpoint(NamedTuple):
-    """A kind of call: the model of its body, and the function that binds a decoded body to its layer."""
+class CallKind(NamedTuple):
+    """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer."""
 
     document: type[AttendRequest]
     bind: Callable[[Decoded, LoadedLayer, ServingLimits, int], BoundCall]
 
 
-ATTEND = Endpoint(AttendRequest, bind_attend)
-ANALYSIS = Endpoint(AnalysisRequest, bind_analysis)
-FIGURE = Endpoint(FigureRequest, bind_figure)
+ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
+ANALYSIS = CallKind(AnalysisRequest, bind_analysis)  # POST /attend/analysis
+FIGURE = CallKind(FigureRequest, bind_figure)  # POST /attend/figure
 
 
 class Engine:
@@ -67,48 +67,37 @@ class Engine:
         self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.shards: Shards | None = None  # compute the calls that are too large for one process
+        self.shards: Shards | None = None  # other processes, which compute parts of the calls that are too large for this one
 
-    def attend(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
-        """POST /attend, and the Open Inference Protocol's infer."""
-        return self.answer(raw, ATTEND)
-
-    def analyse(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
-        """POST /attend/analysis."""
-        return self.answer(raw, ANALYSIS)
-
-    def figure(self, raw: RawRequest) -> Coroutine[Any, Any, EncodedReply]:
-        """POST /attend/figure. The call is computed reproducibly, so that equal requests get equal bytes."""
-        return self.answer(raw, FIGURE)
-
-    async def answer(self, raw: RawRequest, endpoint: Endpoint) -> EncodedReply:
+    async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
         started, size = self.clock(), raw.size
         if size <= INLINE_BYTES and not raw.coding:
-            decoded, bound = self.decode_and_bind(raw, endpoint)
+            decoded, bound = self.decode_and_bind(raw, kind)
         else:
-            decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, endpoint)
+            decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, kind)
         bound_at = self.clock()
-        waiting = Waiting(_earliest(raw.deadline, decoded.timeout, started), raw.gone)
+        caller_state = CallerState(_earliest(raw.deadline, decoded.timeout, started), raw.gone)
         try:
             if raw.lease is not None and bound.figure is None:
                 raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
-            outcome = await self.submit(bound, waiting, raw.caller)
-            encoding = self.clock()
-            encoded = await self.encode(bound, outcome.result, decoded, raw, waiting)
+            outcome = await self.submit(bound, caller_state, raw.caller)
+            computed_at = self.clock()
+            encoded = await self.encode(bound, outcome.result, decoded, raw, caller_state)
         except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
-        phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - encoding)
-        self._count(bound, outcome, phases)
-        return EncodedReply(encoded.headers, encoded.pieces, phases, _description(bound, outcome))
+        phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
+        self.metrics.computed(phases)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, bound.cost.operations)
+        return EncodedReply(encoded.headers, encoded.pieces, phases, _log_fields(bound, outcome))
 
-    def decode_and_bind(self, raw: RawRequest, endpoint: Endpoint) -> tuple[Decoded, BoundCall]:
+    def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall]:
         """Decode the body, find its layer and bind the call."""
-        decoded = self.decode(raw, endpoint.document)
+        decoded = self.decode(raw, kind.document)
         with decoded.error_paths:
-            layer = self.find(decoded.members, endpoint.document)
-            bound = endpoint.bind(decoded, layer, self.limits, 0 if self.shards is None else self.shards.count)
+            layer = self.find(decoded.members, kind.document)
+            bound = kind.bind(decoded, layer, self.limits, self.num_shards)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         return decoded, bound
@@ -129,25 +118,25 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(document, members).layer) if layer is None else layer
 
-    def submit(self, bound: BoundCall, waiting: Waiting, caller: str) -> Coroutine[Any, Any, Outcome]:
+    def submit(self, bound: BoundCall, caller_state: CallerState, caller: str) -> Coroutine[Any, Any, Outcome]:
         """Compute a bound call on this process's device, or in parts on the shards."""
         if self.shards is not None and bound.in_parts:
-            return compute_in_shards(self.shards, bound, waiting.deadline, self.clock, self.codecs)
-        return self.scheduler.submit(bound.layer, bound.call, bound.cost, waiting.deadline, waiting.gone, caller, operation=bound.operation)
+            return compute_in_shards(self.shards, bound, caller_state.deadline, self.clock, self.codecs)
+        return self.scheduler.submit(bound.layer, bound.call, bound.cost, *caller_state, caller, bound.operation)
 
-    async def encode(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest, waiting: Waiting) -> Encoded:
+    async def encode(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest, caller_state: CallerState) -> Encoded:
         """The reply's headers and bytes."""
         if bound.figure is not None:
             with decoded.error_paths:
                 refuse_fully_masked(bound, result)
-                picture = await self.renderer.draw(partial(draw_figure, bound, result), waiting)
+                picture = await self.renderer.draw(partial(draw_figure, bound, result), caller_state)
             headers = ((b"content-type", media_type_of(bound.figure).encode()),)
             encoded = Encoded(headers, [picture])
             coding = raw.reply_coding if bound.figure.format != "png" else ""  # PNG is compressed already
             return await self.run(raw, len(picture), _compressed, encoded, coding) if coding else encoded
         if bound.cost.reply_bytes <= INLINE_BYTES:
             return _build_and_encode(bound, result, decoded, raw)
-        return await self.run(raw, bound.cost.reply_bytes, _build_and_encode, bound, result, decoded, raw, waiting=waiting)
+        return await self.run(raw, bound.cost.reply_bytes, _build_and_encode, bound, result, decoded, raw, caller_state=caller_state)
 
     async def plan(self, raw: RawRequest) -> Plan:
         """POST /attend/plan: the reply's shapes and the cost of a request, without computing it."""
@@ -157,27 +146,28 @@ class Engine:
         decoded = self.decode(raw, AnalysisRequest, shapes_alone=True)
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
         layer = self.find(decoded.members, document)
-        return plan_of(validate(document, decoded.members), layer, self.limits, 0 if self.shards is None else self.shards.count)
+        return plan_of(validate(document, decoded.members), layer, self.limits, self.num_shards)
 
-    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any, waiting: Waiting | None = None) -> T:
+    @property
+    def num_shards(self) -> int:
+        return 0 if self.shards is None else self.shards.count
+
+    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any, caller_state: CallerState | None = None) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
 
-        Raises CallerGone or DeadlinePassed, without running it, if the caller no longer waits when a thread is free.
+        Raises CallerGone or DeadlinePassed, without running it, if the caller has disconnected or its deadline has passed when a thread is
+        free.
         """
-        return await self.codecs.run(partial(self.unless_abandoned, waiting or raw.waiting, function, *args), size, raw.caller)
+        return await self.codecs.run(partial(self.check_and_run, caller_state or raw.caller_state, function, *args), size, raw.caller)
 
-    def unless_abandoned(self, waiting: Waiting, function: Callable[..., T], *args: Any) -> T:
-        """Run the function. Raises CallerGone or DeadlinePassed instead if the caller no longer waits."""
-        waiting.check(self.clock())
+    def check_and_run(self, caller_state: CallerState, function: Callable[..., T], *args: Any) -> T:
+        """Run the function. Raises CallerGone or DeadlinePassed instead if its result is no longer needed."""
+        caller_state.check(self.clock())
         return function(*args)
 
     def close(self) -> None:
         self.renderer.close()
         self.codecs.close()
-
-    def _count(self, bound: BoundCall, outcome: Outcome, phases: Phases) -> None:
-        self.metrics.computed(phases)
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, bound.cost.operations)
 
 
 def _earliest(deadline: float | None, timeout: float | None, now: float) -> float | None:
@@ -205,12 +195,12 @@ def _compressed(encoded: Encoded, coding: str) -> Encoded:
     return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))
 
 
-def _description(bound: BoundCall, outcome: Outcome) -> dict[str, Any]:
-    """The fields of a call's log entry."""
+def _log_fields(bound: BoundCall, outcome: Outcome) -> dict[str, Any]:
+    """The fields of a call's log line."""
     request, layer = bound.request, bound.layer
-    about: dict[str, Any] = {"layer": layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys}
+    fields: dict[str, Any] = {"layer": layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys}
     if bound.figure is not None:
-        return {**about, "figure": bound.figure.kind, "format": bound.figure.format}
-    about["outputs"] = request.wanted(bool(layer.spec.positional)) if isinstance(request, AnalysisRequest) else request.outputs
-    about["operations"], about["batch"] = bound.cost.operations, outcome.batch
-    return about
+        return {**fields, "figure": bound.figure.kind, "format": bound.figure.format}
+    fields["outputs"] = request.wanted(bool(layer.spec.positional)) if isinstance(request, AnalysisRequest) else request.outputs
+    fields["operations"], fields["batch"] = bound.cost.operations, outcome.batch
+    return fields

@@ -17,7 +17,11 @@ from service.serving.batching import Entry, split, stack
 from service.serving.device import one_core
 from service.serving.layers.registry import LoadedLayer
 
-NO_MEMORY = ("can't allocate memory", "can't start new thread", "failed to map segment")  # messages of torch, Python and the linker
+OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)  # messages of torch, Python and the linker
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or the device ran out of memory."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
 
 
 def failure(error: BaseException) -> AttendError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
-REMEMBERED = 1024  # most empty flows whose tags are kept
+MAX_IDLE_FLOWS = 1024  # most empty flows whose tags are kept
 
 
 class _Flow(Generic[T]):
@@ -100,6 +100,6 @@ class FairQueue(Generic[T]):
         if tag <= self._virtual_time:
             return
         self._idle[key] = tag
-        if len(self._idle) > REMEMBERED:
+        if len(self._idle) > MAX_IDLE_FLOWS:
             ahead = {one: tag for one, tag in self._idle.items() if tag > self._virtual_time}
-            self._idle = dict(list(ahead.items())[-REMEMBERED // 2 :])
+            self._idle = dict(list(ahead.items())[-MAX_IDLE_FLOWS // 2 :])

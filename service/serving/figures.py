@@ -15,26 +15,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Literal
 
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind, fit
-from service.serving.cost import ServingLimits, check, predict
+from service.serving.binding import bind, check_against_layer
+from service.serving.cost import ServingLimits, predict, require_admitted
 from service.serving.layers.registry import LoadedLayer
-from service.serving.requests import BoundCall, Waiting
+from service.serving.requests import BoundCall, CallerState
 from service.serving.threads import lower_priority
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
-PLOT = "service.attention.figures.plot"
+SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
+PLOT_MODULE = "service.attention.figures.plot"
 Check = Callable[[], None]
 Drawing = Callable[[Check], bytes]
-HEADS = 256  # most heads in one picture
-LONGEST = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
-WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
+MAX_HEADS = 256  # most heads in one picture
+MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
+MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
 def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
@@ -43,32 +45,33 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
     """
     request = validate(FigureRequest, decoded.members)
-    fit(request, layer.spec)
+    check_against_layer(request, layer.spec)
     options, num_heads = request.figure, layer.spec.num_heads
     for i, head in enumerate(options.heads or ()):
         if head >= num_heads:
             raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
-    many = len(options.heads or range(num_heads))
-    if many > HEADS and options.kind in ("heads", "similarity"):
-        raise TooLarge.where("/figure/heads", f"at most {HEADS} heads in one picture", str(many))
-    form = options.format or PICTURES.get(decoded.reply_format or "")
-    if form is None:
+    num_drawn = len(options.heads or range(num_heads))
+    if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
+        raise TooLarge.where("/figure/heads", f"at most {MAX_HEADS} heads in one picture", str(num_drawn))
+    format = options.format or PICTURES.get(decoded.reply_format or "")
+    if format is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    spec = _spec(request, num_heads, form)
+    spec = _spec(request, num_heads, format)
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
-    shown = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
-    cost = predict(shown, layer.spec)
-    check(cost, limits)
+    # reproducible: equal requests get equal bytes
+    request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
+    cost = predict(request, layer.spec)
+    require_admitted(cost, limits)
     operation = operation_for(spec)
-    call = replace(bind(shown, layer.spec), heads=spec.heads if operation else None)
-    return BoundCall(shown, layer, call, cost, operation=operation, figure=spec)
+    call = replace(bind(request, layer.spec), heads=spec.heads if operation else None)
+    return BoundCall(request, layer, call, cost, operation=operation, figure=spec)
 
 
 def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
     """Draw the figure of a bound call from its result. `check` is called at intervals and raises if the caller no longer waits."""
     assert bound.figure is not None
-    about = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
-    return draw(compose(bound.figure, result.tensors, about), bound.figure, check)
+    metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+    return draw(compose(bound.figure, result.tensors, metadata), bound.figure, check)
 
 
 def media_type_of(spec: FigureSpec) -> str:
@@ -76,18 +79,23 @@ def media_type_of(spec: FigureSpec) -> str:
     return next(media for media, form in PICTURES.items() if form == spec.format)
 
 
-def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
+def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
     options = request.figure
     key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(num_heads))
+    kept, tokens = {side: request.kept(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
+    labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
         kind=options.kind,
         item=options.item,
-        queries=request.query.shape[-2],
-        keys=key.shape[-2],
+        queries=len(labels["query"]) or request.query.shape[-2],
+        keys=len(labels["key"]) or key.shape[-2],
         heads=tuple(heads),
-        query_labels=request.item_tokens("query"),
-        key_labels=request.item_tokens("key"),
+        query_labels=labels["query"],
+        key_labels=labels["key"],
+        query_positions=kept["query"],
+        key_positions=kept["key"],
+        omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
         title=options.title,
         maximum=options.maximum,
@@ -97,7 +105,7 @@ def _spec(request: FigureRequest, num_heads: int, form: Format) -> FigureSpec:
         width=options.width,
         dpi=options.dpi,
         values=options.values,
-        format=form,
+        format=format,
     )
 
 
@@ -110,28 +118,29 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def draw(self, drawing: Drawing, waiting: Waiting) -> bytes:
+    async def draw(self, drawing: Drawing, caller_state: CallerState) -> bytes:
         """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
-        if self._waiting >= WAITING:
-            expected = f"at most {WAITING} pictures that wait to be drawn"
+        if self._waiting >= MAX_WAITING:
+            expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", expected, str(self._waiting + 1))])
-        latest = self.clock() + LONGEST
-        latest = latest if waiting.deadline is None else min(latest, waiting.deadline)
+        deadline = self.clock() + MAX_SECONDS
+        if caller_state.deadline is not None:
+            deadline = min(deadline, caller_state.deadline)
         self._waiting += 1
         try:
-            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, latest, waiting.gone)
-            return await asyncio.wait_for(drawn, max(0.0, latest - self.clock()))
+            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, caller_state.gone)
+            return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
         except TimeoutError:
             raise _too_late() from None
         finally:
             self._waiting -= 1
 
-    def _draw(self, drawing: Drawing, latest: float, gone: Callable[[], bool]) -> bytes:
+    def _draw(self, drawing: Drawing, deadline: float, gone: Callable[[], bool]) -> bytes:
         _load_matplotlib()
         started = self.clock()
 
         def check() -> None:
-            if self.clock() > latest:
+            if self.clock() > deadline:
                 raise _too_late()
             if gone():
                 raise CallerGone
@@ -147,11 +156,11 @@ class FigureRenderer:
 def _load_matplotlib() -> None:
     """Import matplotlib. A full garbage collection among its many objects would pause all threads for a tenth of a second, so there is none
     during the import, and later ones leave these objects out."""
-    if PLOT in sys.modules:
+    if PLOT_MODULE in sys.modules:
         return
     gc.disable()
     try:
-        importlib.import_module(PLOT)
+        importlib.import_module(PLOT_MODULE)
         gc.freeze()
     finally:
         gc.enable()

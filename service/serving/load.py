@@ -7,8 +7,8 @@ from typing import NamedTuple
 from service.errors import Problem
 from service.serving.cost import Cost
 
-LIGHT = 1 << 24  # operations; on a CPU well under a millisecond, less than a thread switch costs other calls
-SIZE_CLASS_BOUNDS = (LIGHT, 1 << 28, 1 << 32, 1 << 36)  # most operations of each size class; larger calls form one more class
+LIGHT_OPERATIONS = 1 << 24  # operations; on a CPU well under a millisecond, less than a thread switch costs other calls
+SIZE_CLASS_BOUNDS = (LIGHT_OPERATIONS, 1 << 28, 1 << 32, 1 << 36)  # most operations of each size class; larger calls form one more class
 MIN_MEASURED_SECONDS = 0.001  # seconds; shorter measurements show overhead, not the device's speed
 DEFAULT_RATE = 1e9  # operations per second, assumed before any measurement
 SMOOTHING = 0.25  # weight of a new measurement in the moving average
@@ -66,12 +66,8 @@ class Occupancy:
         if not load.calls:
             del self.flows[flow]
 
-    def has_room(self, flow: Flow, cost: Cost) -> bool:
-        """Whether a call may enter the queue. An empty queue accepts any call."""
-        return self.refusal(flow, cost) is None
-
     def refusal(self, flow: Flow, cost: Cost) -> Problem | None:
-        """The bound that a call would exceed, with its setting; None if it may enter the queue."""
+        """The bound that a call would exceed, with its setting; None if it may enter the queue. An empty queue accepts any call."""
         total, own = self.total, self.flows.get(flow, Load())
         if not total.calls:
             return None
@@ -81,11 +77,11 @@ class Occupancy:
         )
         for setting, unit, largest, waiting, _, more in bounds:
             if waiting + more > largest:
-                return Problem("", f"room in a queue of {largest} {unit} in all ({setting})", f"{more} beside {waiting} of waiting calls")
+                return Problem("", f"a queue of at most {largest} {unit} in all ({setting})", f"{more} in addition to {waiting}")
         for setting, unit, largest, waiting, mine, more in bounds if own.calls and flow.caller else ():
             if mine + more > largest - waiting:
-                wanted = f"one caller's waiting calls of one size to have at most as many {unit} as are left free ({setting})"
-                return Problem("", wanted, f"{mine + more} beside {largest - waiting} free ones")
+                expected = f"waiting calls of one caller and size of at most as many {unit} as are free ({setting})"
+                return Problem("", expected, f"{mine + more}, with {largest - waiting} free")
         return None
 
 

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's folder for several processes; read when it is imported
 
-PENDING = 64  # most calls that are counted later: recording them takes less than a millisecond
-SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+MAX_PENDING_CALLS = 64  # most calls that are counted later: recording them takes less than a millisecond
+PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 PHASES = ("decode", "queue", "compute", "encode")
 
@@ -42,8 +42,8 @@ class Phases:
 class Metrics:
     """The metrics of one process.
 
-    Counts of requests are kept as plain numbers, and added to the library's counters when they are read, or after PENDING calls: each of
-    its counters takes a lock, and they are a tenth of the time of a small request.
+    Counts of requests are kept as plain numbers, and added to the library's counters when they are read, or after MAX_PENDING_CALLS calls:
+    each of its counters takes a lock, and they are a tenth of the time of a small request.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -54,7 +54,9 @@ class Metrics:
         self.shared = self.folder is not None  # any worker reports the sums over all workers
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
-        phases = Histogram("attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=SECONDS, registry=self.registry)
+        phases = Histogram(
+            "attend_phase_seconds", "Time a request spends in a phase.", ["phase"], buckets=PHASE_BUCKETS, registry=self.registry
+        )
         self._phases = [phases.labels(name) for name in PHASES]
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
@@ -96,7 +98,7 @@ class Metrics:
     def computed(self, phases: Phases) -> None:
         """Count an answered call."""
         self._computed.append(phases)
-        if len(self._computed) >= PENDING:
+        if len(self._computed) >= MAX_PENDING_CALLS:
             self.record()
 
     def record(self) -> None:

@@ -13,7 +13,7 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.scheduler import Scheduler
 from service.wire.schemas.attend import AttendRequest
 
-RECOVERY = 1.0  # seconds between probes of a device that ran out of memory
+RECOVERY_INTERVAL = 1.0  # seconds between probes of a device that ran out of memory
 MIN_QUERIES, MAX_QUERIES = 16, 1024  # of the call that measures the device
 MEASURED_OPERATIONS = 100_000_000  # intended operations of that call
 
@@ -30,7 +30,7 @@ class Probe:
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
-        cost.check(cost.predict(_zeros(layer, 1), layer.spec), limits)
+        cost.require_admitted(cost.predict(_zeros(layer, 1), layer.spec), limits)
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:
@@ -58,7 +58,7 @@ class Probe:
     async def recover(self, layers: Callable[[], Sequence[LoadedLayer]]) -> None:
         """Probe the device at intervals while it is unhealthy: an unready server may get no calls that show its recovery. Never ends."""
         while True:
-            await asyncio.sleep(RECOVERY)
+            await asyncio.sleep(RECOVERY_INTERVAL)
             if not self.scheduler.healthy and (present := layers()):
                 await self._computes(present[0])
 

@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 from service.attention.call import Result
+from service.errors import InvalidRequest
 from service.serving import analysis, cost
-from service.serving.binding import fit, masked_rows
-from service.serving.layers.registry import LoadedLayer, numpy_of
+from service.serving.binding import check_against_layer
+from service.serving.casting import numpy_of
+from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
@@ -18,7 +20,8 @@ from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, Pla
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
     """Raises InvalidRequest for fully masked rows if the request asks for an error."""
     if bound.call.fully_masked == "error" and (first := result.first_fully_masked()):
-        raise masked_rows(first)
+        rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
+        raise InvalidRequest.where("/fully_masked", "a key to attend to for every row", f"none for {rows}")
 
 
 def build_reply(bound: BoundCall, result: Result) -> Reply:
@@ -40,9 +43,9 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
 
 def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimits, shards: int) -> Plan:
     """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
-    fit(request, layer.spec)
+    check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
-        analysis.fit(request, layer.spec)
+        analysis.check_metrics(request, layer.spec)
         predicted, shards = analysis.predict(request, layer.spec), 0
     else:
         predicted = cost.predict(request, layer.spec)

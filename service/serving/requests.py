@@ -18,12 +18,12 @@ from service.wire.reply import Buffer
 from service.wire.schemas.attend import AttendRequest
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
-PACKED = 10  # estimated bytes of an unpacked body for each byte of a compressed one
+ESTIMATED_COMPRESSION_RATIO = 10  # estimated bytes of an unpacked body for each byte of a compressed one
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
-class Waiting(NamedTuple):
-    """The caller's deadline on the engine's clock, and `gone`, a function that returns whether it has disconnected."""
+class CallerState(NamedTuple):
+    """Whether a reply is still needed: the deadline on the engine's clock, and a function that returns whether the client disconnected."""
 
     deadline: float | None
     gone: Callable[[], bool]
@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class RawRequest:
-    """A request body as received, the codecs of body and reply, and how long the caller waits.
+    """A request body as received, the codecs of body and reply, and the caller's deadline.
 
     Only `body` changes after construction: `take_body` empties it.
     """
@@ -57,12 +57,12 @@ class RawRequest:
     @property
     def size(self) -> int:
         """Bytes of the decompressed body; estimated for a compressed one."""
-        return len(self.body) * (PACKED if self.coding else 1)
+        return len(self.body) * (ESTIMATED_COMPRESSION_RATIO if self.coding else 1)
 
     @property
-    def waiting(self) -> Waiting:
-        """How long the caller waits according to the headers; the body may set a shorter timeout."""
-        return Waiting(self.deadline, self.gone)
+    def caller_state(self) -> CallerState:
+        """The caller's state with the deadline of the headers; the body may set an earlier one."""
+        return CallerState(self.deadline, self.gone)
 
     def take_body(self) -> bytes:
         """Return the body and drop the reference to it, so that a large one does not stay in memory next to its decoded arrays."""

@@ -35,15 +35,14 @@ from service.serving.cost import Cost
 from service.serving.executor import Outcome, Settled, compute, failure
 from service.serving.fair_queue import FairQueue
 from service.serving.layers.registry import LoadedLayer
-from service.serving.load import LIGHT, Flow, Occupancy, Throughput, size_class
+from service.serving.load import LIGHT_OPERATIONS, Flow, Occupancy, Throughput, size_class
 from service.serving.metrics import Metrics
 from service.serving.requests import TOO_LATE
 from service.serving.threads import lower_priority
 
-INLINE_OPERATIONS = LIGHT  # most operations of a call that is computed on the event loop
-OVERHEAD = 1 << 20  # operations added to the cost of any call
-SLOWEST = 10  # a batch that takes longer than this many times its predicted seconds is overdue
-OOM_UNREADY = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
+OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
+OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
+UNHEALTHY_AFTER = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Scheduler:
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
         self._inline = device.type == "cpu" and not self.limits.delay
-        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.cost.operations + OVERHEAD)
+        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.cost.operations + OVERHEAD_OPERATIONS)
         self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
@@ -89,7 +88,7 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        return self.out_of_memory < OOM_UNREADY
+        return self.out_of_memory < UNHEALTHY_AFTER
 
     @property
     def waiting(self) -> list[Entry]:
@@ -115,8 +114,8 @@ class Scheduler:
 
     @property
     def overdue(self) -> float:
-        """Seconds by which the running batch exceeds SLOWEST times its predicted seconds; 0 if it does not."""
-        return 0.0 if self._running is None else max(0.0, self.clock() - self._running.started - SLOWEST * self._running.predicted)
+        """Seconds by which the running batch exceeds OVERDUE_FACTOR times its predicted seconds; 0 if it does not."""
+        return 0.0 if self._running is None else max(0.0, self.clock() - self._running.started - OVERDUE_FACTOR * self._running.predicted)
 
     @property
     def retry_after(self) -> int:
@@ -139,7 +138,7 @@ class Scheduler:
         """
         entry = Entry(layer, call, cost, self.clock(), deadline, gone, Flow(caller, size_class(cost.operations)), operation)
         # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
-        is_light = cost.operations <= INLINE_OPERATIONS and operation is None and not call.reproducible
+        is_light = cost.operations <= LIGHT_OPERATIONS and operation is None and not call.reproducible
         try:
             if not (self._inline and is_light):
                 return await self._enqueue(entry)
@@ -200,7 +199,7 @@ class Scheduler:
 
     def _require_room(self, entry: Entry) -> None:
         """Raises Overloaded if the queue is full. An empty queue accepts any call."""
-        if self._occupancy.has_room(entry.flow, entry.cost):
+        if self._occupancy.refusal(entry.flow, entry.cost) is None:
             return
         if not self._swept:  # at most once between batches: sweeping the queue for every refused call would be too slow
             self._swept = True

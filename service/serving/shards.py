@@ -21,13 +21,13 @@ from service.attention.masks import Masks
 from service.attention.selection import selection
 from service.errors import DeadlinePassed, LayerConflict
 from service.serving.codec_pool import CodecPool
-from service.serving.cost import Cost, share
+from service.serving.cost import Cost, cost_of_part
 from service.serving.executor import Execution, Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import TOO_LATE, BoundCall
 from service.spec import PROJECTIONS
 
-MERGED = {"output", "concatenated", "head_outputs"}
+MERGED_OUTPUTS = {"output", "concatenated", "head_outputs"}
 
 
 class Shards(Protocol):
@@ -47,7 +47,7 @@ async def compute_in_shards(
     started, parts = clock(), split_call(bound.call, shards.count)
     try:
         async with asyncio.timeout(None if deadline is None else deadline - started):
-            results = await shards.compute(bound.layer, parts, share(bound.cost, len(parts)))
+            results = await shards.compute(bound.layer, parts, cost_of_part(bound.cost, len(parts)))
     except TimeoutError:
         raise DeadlinePassed(TOO_LATE) from None
     result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, "")
@@ -58,13 +58,13 @@ def split_call(call: Call, shards: int) -> list[Call]:
     """The parts of a call, at most `shards`, each with at least one key. Their keys are consecutive slices [b, part, …]."""
     bounds = _bounds(call, max(1, min(shards, call.key.shape[1])))
     wanted = (call.outputs & {"scores", "attention_weights"}) | {"log_sum_exp"}
-    if call.outputs & MERGED:
+    if call.outputs & MERGED_OUTPUTS:
         wanted |= {"head_outputs"}
     parts = []
     for first, end in pairwise(bounds):
         key = call.key[:, first:end].clone()  # a copy: sending a view would send all of the memory under it
         value = key if call.value is call.key else call.value[:, first:end].clone()
-        masks = _of_keys(call.masks, first, end)
+        masks = _key_range(call.masks, first, end)
         part = replace(
             call, key=key, value=value, masks=masks, outputs=frozenset(wanted), head_scale=None, average=False, top_k=None, part=True
         )
@@ -104,30 +104,31 @@ class ShardLayers:
 @torch.inference_mode()
 def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
     """The result of the whole call from those of its parts, in order. Tensors are on the CPU; parts are weighted in float64."""
-    logs = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
-    whole = torch.logsumexp(logs, 0)
-    empty = whole == -torch.inf
+    log_sums = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
+    log_sum = torch.logsumexp(log_sums, 0)
+    fully_masked = log_sum == -torch.inf
     if attention.spec.sinks:
         sinks = attention.weights["sinks"].cpu().double()[:, None]
-        whole = torch.where(empty, whole, torch.logaddexp(whole, sinks))
-    shares = torch.exp(logs - whole.masked_fill(empty, 0))
+        log_sum = torch.where(fully_masked, log_sum, torch.logaddexp(log_sum, sinks))
+    shares = torch.exp(log_sums - log_sum.masked_fill(fully_masked, 0))
     if call.fully_masked == "uniform":
         sizes = torch.tensor(_bounds(call, len(parts))).double().diff()
-        shares = torch.where(empty, (sizes / sizes.sum()).view(-1, 1, 1, 1), shares)
-    made: dict[str, Tensor] = {"log_sum_exp": whole.to(attention.eager.dtype)}
+        shares = torch.where(fully_masked, (sizes / sizes.sum()).view(-1, 1, 1, 1), shares)
+    tensors: dict[str, Tensor] = {"log_sum_exp": log_sum.to(attention.eager.dtype)}
     if "scores" in call.outputs:
-        made["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
-    on = call.to(attention.device)
+        tensors["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
+    device_call = call.to(attention.device)
     if call.outputs & PROJECTED:  # computed here: parts would rotate them by their own positions, and they cost little compared with [q, k]
-        made |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, attention.projections.project(on), strict=False)}
+        projected = attention.projections.project(device_call)
+        tensors |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, projected, strict=False)}
     if "attention_weights" in call.outputs:
-        made |= _weights(call, parts, shares)
-    if call.outputs & MERGED:
+        tensors |= _weights(call, parts, shares)
+    if call.outputs & MERGED_OUTPUTS:
         heads = sum(part.tensors["head_outputs"] * weight[..., None] for part, weight in zip(parts, shares, strict=True))
         assert isinstance(heads, Tensor)
-        made |= {name: x.cpu() for name, x in attention.merge(heads.to(on.query), on).items()}
+        tensors |= {name: x.cpu() for name, x in attention.merge(heads.to(device_call.query), device_call).items()}
     wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
-    return Result({name: tensor for name, tensor in made.items() if name in wanted}, empty if empty.any() else None)
+    return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked if fully_masked.any() else None)
 
 
 def _weights(call: Call, parts: Sequence[Result], shares: Tensor) -> dict[str, Tensor]:
@@ -146,19 +147,19 @@ def _bounds(call: Call, n: int) -> list[int]:
     return [call.key.shape[1] * i // n for i in range(n + 1)]
 
 
-def _of_keys(masks: Masks, first: int, end: int) -> Masks:
+def _key_range(masks: Masks, first: int, end: int) -> Masks:
     """The masks for the keys first:end, which are renumbered from 0."""
 
-    def keep(tensor: Tensor | None) -> Tensor | None:
+    def cut(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., first:end].clone()
 
     return replace(
         masks,
         positions=masks.positions - first,
         num_keys=end - first,
-        attend_mask=keep(masks.attend_mask),
-        attend_keys=keep(masks.attend_keys),
+        attend_mask=cut(masks.attend_mask),
+        attend_keys=cut(masks.attend_keys),
         lengths=None if masks.lengths is None else (masks.lengths - first).clamp(0, end - first),
-        bias=keep(masks.bias),
+        bias=cut(masks.bias),
         aligned=False,
     )

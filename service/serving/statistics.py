@@ -23,7 +23,7 @@ from service.serving.executor import Execution
 from service.serving.metrics import Phases
 from service.tensors import Array
 
-SIZES = 256  # most batch sizes with a row of their own: callers choose batch sizes, so a table must be bounded
+MAX_BATCH_SIZES = 256  # most batch sizes with a row of their own: callers choose batch sizes, so a table must be bounded
 FAILED, OTHERS = -1, -2  # used as batch sizes: failed calls, and calls of sizes without a row
 
 
@@ -164,13 +164,13 @@ class _Table:
     """One process's totals of one layer, in memory or, with a path, in a memory-mapped file."""
 
     def __init__(self, path: Path | None) -> None:
-        shape = SIZES + 2, FIELDS
+        shape = MAX_BATCH_SIZES + 2, FIELDS
         self.numbers: Array = np.zeros(shape) if path is None else np.memmap(path, np.float64, "w+", shape=shape)
         self._rows: dict[int, memoryview] = {}
 
     def row(self, size: int) -> memoryview:
         if (row := self._rows.get(size)) is None:
-            if size >= 0 and len(self._rows) >= SIZES:
+            if size >= 0 and len(self._rows) >= MAX_BATCH_SIZES:
                 return self.row(OTHERS)
             row = self._rows[size] = memoryview(self.numbers[len(self._rows)])  # faster than numpy for single numbers
             row[SIZE] = size

@@ -1,14 +1,62 @@
-"""Answers the messages of a stream concurrently, sends replies in order, and limits the time between messages. Independent of gRPC."""
+"""Receives messages and answers them in order, within bounds on their number and on the time between them. Independent of gRPC.
+
+For protocols that deliver only complete messages: how many bytes of a message have arrived is unknown until all have.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
-from service.errors import DeadlinePassed
-from service.serving.admission import Receive, too_late
+from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
+from service.serving.admission import ByteBudget, Lease
 from service.serving.lifecycle import ShutdownGate
 
-Turn = Callable[[], Awaitable[None]]
+MAX_READING = 64  # most messages that are read at once
+Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream
+PreviousSent = Callable[[], Awaitable[None]]  # waits until the reply to the previous message has been sent
+
+
+class MessageReader:
+    """Reads at most `count` messages at once, at most half of them of one caller; further ones wait. A message may take `seconds`.
+
+    Until a message is complete, it counts as `largest` bytes.
+    """
+
+    def __init__(self, count: int, largest: int, seconds: float) -> None:
+        self.count, self.largest, self.seconds = count, largest, seconds
+        self._all = asyncio.Semaphore(count)
+        self._of_caller: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def read(self, receive: Receive, lease: Lease) -> bytes:
+        """Return the next message; the lease then counts its bytes.
+
+        Raises Overloaded if too many messages are being read or there is no room, DeadlinePassed if the message does not arrive in time,
+        InvalidRequest if the stream ends without one.
+        """
+        of_caller = self._of_caller.setdefault(lease.caller, asyncio.Semaphore(max(1, self.count // 2)))
+        reading = False
+        try:
+            async with asyncio.timeout(self.seconds) as limit, of_caller, self._all:
+                reading = True
+                limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
+                lease.add(self.largest)
+                message = await receive()
+        except TimeoutError:
+            if not reading:
+                expected = f"fewer than {self.count} messages to be read at once, within {self.seconds:g} seconds"
+                raise Overloaded(1, problems=[Problem("", expected, str(self.count))]) from None
+            raise DeadlinePassed(too_late(self.seconds)) from None
+        lease.release()
+        if not isinstance(message, bytes):
+            raise InvalidRequest.where("", f"a message, of at most {self.largest} bytes (max_grpc_bytes)", "none")
+        lease.add(len(message))
+        return message
+
+
+def message_reader(budget: ByteBudget, largest: int, seconds: float) -> MessageReader:
+    """A reader of as many messages as fit into half of the budget at `largest` bytes each, at most MAX_READING."""
+    return MessageReader(max(1, min(MAX_READING, budget.capacity // 2 // largest)), largest, seconds)
 
 
 async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
@@ -25,22 +73,23 @@ async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator
 
 
 async def answer_stream(
-    receive: Receive, answer: Callable[[bytes, Turn], Awaitable[None]], gate: ShutdownGate, most: int, seconds: float
+    receive: Receive, answer: Callable[[bytes, PreviousSent], Awaitable[None]], gate: ShutdownGate, most: int, seconds: float
 ) -> None:
     """Answer the messages of a stream until it ends or the gate closes. While `most` are being answered, no more are read.
 
-    `answer` awaits the given turn before it sends its reply, so replies are sent in the order of the messages. Raises DeadlinePassed if no
-    message arrives for `seconds` while none is being answered. An exception of `answer` ends the stream, in an ExceptionGroup.
+    `answer` awaits the given `previous_sent` before it sends its reply, so replies are sent in the order of the messages. Raises
+    DeadlinePassed if no message arrives for `seconds` while none is being answered. An exception of `answer` ends the stream, in an
+    ExceptionGroup.
     """
     in_flight: set[asyncio.Task[None]] = set()
     last: asyncio.Task[None] | None = None
 
-    async def one(message: bytes, before: asyncio.Task[None] | None) -> None:
-        async def turn() -> None:
-            if before is not None:
-                await asyncio.wait((before,))
+    async def one(message: bytes, previous: asyncio.Task[None] | None) -> None:
+        async def previous_sent() -> None:
+            if previous is not None:
+                await asyncio.wait((previous,))
 
-        await answer(message, turn)
+        await answer(message, previous_sent)
 
     async with asyncio.TaskGroup() as tasks:
         async for message in gate.until_closed(_messages(receive, in_flight, most, seconds)):
@@ -63,3 +112,8 @@ async def _messages(receive: Receive, in_flight: set[asyncio.Task[None]], most: 
         if not isinstance(message := reading.result(), bytes):
             return
         yield message
+
+
+def too_late(seconds: float) -> str:
+    """The error detail for a message that did not arrive in time."""
+    return f"the message did not arrive within {seconds:g} seconds (client_timeout)"

@@ -16,10 +16,10 @@ from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerReference
 from service.wire.schemas.text import Vocabulary, Words, WordsRequest, base64_tensor
 
-TRAINED = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (0 to {}), and the vectors are its input in that model."
-UNTRAINED = "This pattern means nothing: each word's vector is drawn from a hash of the word, which no layer was trained on."
+TRAINED_NOTE = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (0 to {}), and the vectors are its input in that model."
+UNTRAINED_NOTE = "This pattern means nothing: each word's vector is drawn from a hash of the word, which no layer was trained on."
 MAX_NUMBERS = 1 << 21  # of one reply
-ONE_PROCESS = "Only a server with one worker offers the layers of all-MiniLM-L6-v2."
+ONE_WORKER_NOTE = "Only a server with one worker offers the layers of all-MiniLM-L6-v2."
 
 
 class TextEncoder:
@@ -32,7 +32,7 @@ class TextEncoder:
     async def vocabulary(self) -> Vocabulary:
         """GET /words."""
         if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(_installed) if self.model else Vocabulary(layers=[], note=ONE_PROCESS)
+            self._vocabulary = await asyncio.to_thread(_installed) if self.model else Vocabulary(layers=[], note=ONE_WORKER_NOTE)
         return self._vocabulary
 
     async def read(self, raw: RawRequest) -> Words:
@@ -41,25 +41,27 @@ class TextEncoder:
         try:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)
-                read = await asyncio.to_thread(read_minilm, request.text, number)
-                layer = await self._layer_of(request.layer, read)
-                if layer.fingerprint == await asyncio.to_thread(fingerprint, read.spec, read.weights):
-                    return await asyncio.to_thread(_words, layer, read, True, TRAINED.format(number, len(names) - 1))
+                sentence = await asyncio.to_thread(read_minilm, request.text, number)
+                layer = await self._layer_of(request.layer, sentence)
+                if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
+                    return await asyncio.to_thread(_words, layer, sentence, True, TRAINED_NOTE.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            read = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
+            sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
         except ValueError as error:
             expected, _, got = str(error).removeprefix("expected ").partition(", got ")
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
-        return await asyncio.to_thread(_words, layer, read, False, UNTRAINED)
+        return await asyncio.to_thread(_words, layer, sentence, False, UNTRAINED_NOTE)
 
-    async def _layer_of(self, name: str, read: Sentence) -> LoadedLayer:
-        """The layer of that name; loaded from `read` if the registry has none."""
-        loaded = {layer.name: layer for layer in self.service.registry.all()}
-        return loaded[name] if name in loaded else (await self.service.loader.put(name, lambda: ReadLayer(read.spec, read.weights)))[0]
+    async def _layer_of(self, name: str, sentence: Sentence) -> LoadedLayer:
+        """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
+        if (layer := self.service.registry.get(name)) is not None:
+            return layer
+        return (await self.service.loader.put(name, lambda: ReadLayer(sentence.spec, sentence.weights))).layer
 
 
 def _installed() -> Vocabulary:
+    """The layers of all-MiniLM-L6-v2, or what to install."""
     names: list[str] = []
     try:
         while True:  # until ValueError: no such layer
@@ -70,6 +72,6 @@ def _installed() -> Vocabulary:
         return Vocabulary(layers=[], note=str(error))
 
 
-def _words(layer: LoadedLayer, read: Sentence, meaningful: bool, note: str) -> Words:
+def _words(layer: LoadedLayer, sentence: Sentence, meaningful: bool, note: str) -> Words:
     reference = LayerReference(name=layer.name, fingerprint=layer.fingerprint)
-    return Words(layer=reference, tokens=read.tokens, vectors=base64_tensor(read.vectors), meaningful=meaningful, note=note)
+    return Words(layer=reference, tokens=sentence.tokens, vectors=base64_tensor(sentence.vectors), meaningful=meaningful, note=note)

@@ -16,8 +16,8 @@ from service.attention.call import Call
 from service.serving.cost import Cost
 from service.wire.schemas.attend import AttendRequest
 
-SEQUENCES = frozenset({"query", "key", "value"})
-KEPT = 64  # most results per layer; the oldest is dropped first
+SEQUENCE_FIELDS = frozenset({"query", "key", "value"})
+MAX_RESULTS = 64  # most results per layer; the oldest is dropped first
 MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer requests are unlikely to recur
 
 
@@ -45,13 +45,13 @@ class ValidationCache:
 
     def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool) -> None:
         """Store a validated request without its numbers."""
-        arrays = {name: array for name in SEQUENCES if (array := getattr(request, name)) is not None}
-        hollow = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
-        options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCES}
-        result = CachedValidation(request.model_copy(update=hollow), options, cost, in_parts)
+        arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
+        placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
+        options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCE_FIELDS}
+        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts)
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
-            if len(self._oldest) > KEPT:
+            if len(self._oldest) > MAX_RESULTS:
                 self._results.pop(self._oldest.popleft(), None)
 
 
@@ -61,7 +61,7 @@ def cache_key(members: Mapping[str, Any]) -> Hashable | None:
     length = 0
     for name, value in members.items():
         if isinstance(value, np.ndarray):
-            if name not in SEQUENCES:
+            if name not in SEQUENCE_FIELDS:
                 return None
             parts += name, value.shape, value.dtype
         else:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
+from service.serving.engine import ANALYSIS, ATTEND
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.settings import Settings
@@ -35,21 +36,18 @@ class Application(FastAPI):
     """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
     def wrap_in_middleware(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
-        own: dict[str, Endpoint] = {
-            "/attend": attend.Attend(service, service.engine.attend),
-            "/attend/analysis": attend.Attend(service, service.engine.analyse),
-        }
-        v2 = routes.Infer(service)
+        endpoints: dict[str, Endpoint] = {"/attend": attend.Attend(service, ATTEND), "/attend/analysis": attend.Attend(service, ANALYSIS)}
+        infer = routes.Infer(service)
 
-        def direct(method: str, path: str) -> Endpoint | None:
+        def direct_endpoint(method: str, path: str) -> Endpoint | None:
             if method != "POST":
                 return None
-            return own.get(path) or (v2 if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
+            return endpoints.get(path) or (infer if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
 
-        self._access: ASGIApp = Access(self._strip_slash, service, settings.access_log, direct, guard, traces)
-        if origins := _listed(settings.cors_origins):
-            shown = ["X-Request-Id", "Server-Timing", "Retry-After"]
-            self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
+        self._access: ASGIApp = Access(self._strip_slash, service, settings.access_log, direct_endpoint, guard, traces)
+        if origins := _items(settings.cors_origins):
+            exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
+            self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
     def build_middleware_stack(self) -> ASGIApp:
         """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
@@ -104,7 +102,7 @@ def create_app(settings: Settings) -> FastAPI:
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
     repository.install(app, service, extensions)
-    page.install(app, service, _about(settings, service))
+    page.install(app, service, _index_members(settings, service))
     health.install(app, service)
     app.state.service = service
     document.install(app)
@@ -159,13 +157,14 @@ def _why_no_statistics(settings: Settings, service: Service) -> Exception | None
 
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
     """The guard that these settings require; None if they require no check."""
-    names = frozenset(_listed(settings.allowed_hosts.lower()))
-    browsed = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
-    hosts = names if (names or browsed) and "*" not in names else None
-    return Guard(hosts, _listed(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
+    names = frozenset(_items(settings.allowed_hosts.lower()))
+    open_to_browsers = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
+    hosts = names if (names or open_to_browsers) and "*" not in names else None
+    return Guard(hosts, _items(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
 
-def _listed(text: str) -> list[str]:
+def _items(text: str) -> list[str]:
+    """The items of a comma-separated list."""
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
@@ -177,7 +176,12 @@ def is_local(settings: Settings) -> bool:
         return settings.uds is None and settings.host == "localhost"
 
 
-def _about(settings: Settings, service: Service) -> dict[str, Any]:
-    limits = {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")}
-    about = {"workers": settings.workers, "threads": service.threads, "device": service.device}
-    return {**about, "json_numbers": numbers.variant(), "limits": limits}
+def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
+    """The members of the JSON index that depend on the settings."""
+    return {
+        "workers": settings.workers,
+        "threads": service.threads,
+        "device": service.device,
+        "json_numbers": numbers.variant(),
+        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")},
+    }

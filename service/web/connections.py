@@ -36,15 +36,15 @@ from service.web.slow_peers import SlowPeerTimer
 from service.wire.negotiation import PROBLEM_JSON
 
 log = structlog.get_logger("attend")
-STATE = "attend.connection"  # the key of a connection in `state` of an ASGI scope
-VERSIONS = ("1.1", "1.0")
-LONGEST_HEAD = 64 * 1024  # bytes of a request line and headers, without the empty line after them
-REQUEST_LINE = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line without its target
-HEADER_LINE = len(b": \r\n")  # bytes of a header without its name and value
-FRAMING = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to LONGEST_HEAD
+STATE_KEY = "attend.connection"  # the key of a connection in `state` of an ASGI scope
+HTTP_VERSIONS = ("1.1", "1.0")
+MAX_HEAD_BYTES = 64 * 1024  # bytes of a request line and headers, without the empty line after them
+REQUEST_LINE_BYTES = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line without its target
+HEADER_LINE_BYTES = len(b": \r\n")  # bytes of a header without its name and value
+MAX_FRAMING_RATIO = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to MAX_HEAD_BYTES
 SEND_BYTES = 256 * 1024  # bytes of a reply passed to the transport at a time
-BUFFERED = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
-LINGER = 5.0  # seconds for which bytes after a refused request are read and discarded
+WRITE_BUFFER_BYTES = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
+LINGER_SECONDS = 5.0  # seconds for which bytes after a refused request are read and discarded
 TLS_CLOSE_SECONDS = 5.0  # when the server stops, the peer must answer the TLS close within this time
 
 
@@ -59,12 +59,12 @@ class Refused(Exception):
         self.reason, self.status, self.title, self.expected, self.got = reason, status, title, expected, got
 
 
-LONG_HEAD = "long_headers", 431, "headers too large", f"a request line and headers of at most {LONGEST_HEAD} bytes"
-LONG_CHUNK_HEADERS = (
+HEAD_TOO_LARGE = "long_headers", 431, "headers too large", f"a request line and headers of at most {MAX_HEAD_BYTES} bytes"
+CHUNK_HEADERS_TOO_LARGE = (
     "long_chunk_headers",
     400,
     "chunk headers too large",
-    f"at most {LONGEST_HEAD} bytes of chunk headers and trailers, and {FRAMING} for each byte of a body",
+    f"at most {MAX_HEAD_BYTES} bytes of chunk headers and trailers, and {MAX_FRAMING_RATIO} for each byte of a body",
 )
 
 
@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.app_state = {**self.app_state, STATE: self}  # uvicorn copies this dictionary into each scope
+        self.app_state = {**self.app_state, STATE_KEY: self}  # uvicorn copies this dictionary into each scope
         self.lost = False  # whether the peer has disconnected
         self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
         self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers
@@ -90,7 +90,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
         self._refusal_reply = b""
         if self.scheme == "https":
-            self.transport.set_write_buffer_limits(BUFFERED)
+            self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         self.timer.start(self.loop, self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -107,8 +107,12 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if not self._boundary:  # `data` belongs entirely to one head or to one body
             self._framing += len(data) - (self._body - body)
-            if self._framing > LONGEST_HEAD + FRAMING * self._body and self._refusal is None and not self.transport.is_closing():
-                self._refuse(Refused(*(LONG_CHUNK_HEADERS if self._in_body else LONG_HEAD)))
+            if (
+                self._framing > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body
+                and self._refusal is None
+                and not self.transport.is_closing()
+            ):
+                self._refuse(Refused(*(CHUNK_HEADERS_TOO_LARGE if self._in_body else HEAD_TOO_LARGE)))
 
     def on_headers_complete(self) -> None:
         parser, headers = self.parser, self.headers
@@ -118,9 +122,12 @@ class Connection(HttpToolsProtocol):
             return
         self._body = self._framing = 0
         self._in_body = self._boundary = True
-        if REQUEST_LINE + len(self.url) + HEADER_LINE * len(headers) + sum(map(len, chain.from_iterable(headers))) > LONGEST_HEAD:
-            raise Refused(*LONG_HEAD)
-        if (version := parser.get_http_version()) not in VERSIONS:
+        if (
+            REQUEST_LINE_BYTES + len(self.url) + HEADER_LINE_BYTES * len(headers) + sum(map(len, chain.from_iterable(headers)))
+            > MAX_HEAD_BYTES
+        ):
+            raise Refused(*HEAD_TOO_LARGE)
+        if (version := parser.get_http_version()) not in HTTP_VERSIONS:
             expected = "a request in HTTP/1.1 or HTTP/1.0"
             raise Refused("unsupported_version", 505, "HTTP version not supported", expected, f"HTTP/{version}")
         codings = b", ".join([value for name, value in headers if name == b"transfer-encoding"])
@@ -172,7 +179,7 @@ class Connection(HttpToolsProtocol):
         if not self.lost and self.transport.get_write_buffer_size():
             self.transport.set_write_buffer_limits(1, 0)  # the buffer counts as full until it is empty
             await self.flow.drain()
-            self.transport.set_write_buffer_limits(BUFFERED)
+            self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
 
     def shutdown(self) -> None:
         """Closes an idle connection; aborts TLS after TLS_CLOSE_SECONDS, since asyncio would wait 30 seconds for the peer."""
@@ -268,7 +275,7 @@ class Connection(HttpToolsProtocol):
             # Lingers: closing with unread bytes would reset the connection before the peer reads the refusal.
             self.transport.write_eof()
             self.flow.resume_reading()
-            self.loop.call_later(LINGER, self.transport.close)
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _count(self, status: int) -> None:
         """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
@@ -287,5 +294,5 @@ def _next_turn() -> Generator[None]:
 
 def connection_of(scope: Scope) -> Connection | None:
     """The connection of a request; None under another ASGI server."""
-    connection: Connection | None = scope.get("state", {}).get(STATE)
+    connection: Connection | None = scope.get("state", {}).get(STATE_KEY)
     return connection

@@ -70,10 +70,10 @@ def read_keys(path: Path) -> list[Key]:
 def write_keys(path: Path, keys: Iterable[Key]) -> None:
     """Replaces the file atomically; only its owner may read it. Raises OSError."""
     text = "".join(f"{key.name} {','.join(sorted(key.scopes))} {key.digest}\n" for key in keys)
-    beside = path.with_name(path.name + ".new")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    temporary = path.with_name(path.name + ".new")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
-    beside.replace(path)
+    temporary.replace(path)
 
 
 class Keyring:

@@ -1,12 +1,18 @@
 """The state of one HTTP request that the modules of `web` share: its headers and the fields of its log line."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import Any
+
+from starlette.types import Scope
 
 from service.serving.admission import Lease
 from service.serving.metrics import Phases
-from service.web.connections import Connection
+from service.web.connections import Connection, connection_of
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
@@ -23,7 +29,7 @@ class Record:
     connection: Connection | None = None  # None under another ASGI server
     status: int = 0
     received: int = 0
-    whole: bool = False  # whether the body has been read to its end
+    body_complete: bool = False  # whether the body has been read to its end
     sent: int = 0
     reason: str = ""
     detail: str = ""
@@ -35,3 +41,20 @@ class Record:
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""
         return self.headers[name].decode("latin-1") if name in self.headers else ""
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of a new request, from its scope."""
+    pairs = scope["headers"]
+    headers = dict(pairs)
+    given = headers.get(b"x-request-id")
+    address = scope["client"][0] if scope.get("client") else ""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    repeated = pairs if len(headers) != len(pairs) else ()
+    identity = request_id(None if given is None else given.decode("latin-1"))
+    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
+
+
+def request_id(given: str | None) -> str:
+    """The client's request id if it is valid, otherwise a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"

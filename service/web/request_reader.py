@@ -14,10 +14,10 @@ from service.serving.service import Service
 from service.web.record import Record
 from service.wire.codec import CODECS, Codec
 from service.wire.compression import coding_of_reply
-from service.wire.negotiation import SAFETENSORS, form_of_body, form_of_reply
+from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
-SMALL = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
+UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
 JOIN_IN_THREAD = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
 
 
@@ -27,8 +27,8 @@ async def read(record: Record, receive: Receive, service: Service, *, layer: boo
 
     Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
-    form = form_of_body(record.header(b"content-type"))
-    reply_form = form_of_reply(record.header(b"accept"))
+    form = media_type_of_body(record.header(b"content-type"))
+    reply_form = media_type_of_reply(record.header(b"accept"))
     limits = service.wire_limits
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
@@ -58,11 +58,11 @@ async def read_as(
         except TimeoutError:
             raise DeadlinePassed("the deadline (X-Request-Timeout or request_timeout) passed before the request's body arrived") from None
     record.received = sum(map(len, body))
-    whole = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
+    joined = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
-    return RawRequest(whole, codec, coding, reply_codec, reply_coding, parameters, deadline, _is_gone(record), lease.caller, lease)
+    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, _is_gone(record), lease.caller, lease)
 
 
 def lease_of(record: Record, service: Service) -> Lease:
@@ -114,14 +114,14 @@ async def _pieces(record: Record, receive: Receive, limit: Limit, lease: Lease) 
             raise MalformedBody.where("", "a Content-Length", "something else")
         if (declared := int(content_length)) > limit[1]:
             raise _too_large(limit, str(declared))
-        if declared > SMALL:
+        if declared > UNCHECKED_BYTES:
             lease.check_room(declared)
     pieces, size = [], 0
-    while not record.whole:
+    while not record.body_complete:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
-        record.whole = not message.get("more_body", False)
+        record.body_complete = not message.get("more_body", False)
         if piece := message.get("body", b""):
             size += len(piece)
             if size > limit[1]:

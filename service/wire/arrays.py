@@ -13,7 +13,7 @@ from service.wire.problems import describe_value
 
 Kind = Literal["number", "bias", "mask", "count"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
-EXACT = 2**53  # float64 represents every integer up to here
+MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 
 
 def array_over(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
@@ -66,7 +66,7 @@ def _require_flags(piece: memoryview | bytes | bytearray, at: str) -> None:
 
 def beyond_float64(numbers: Array, dtype: np.dtype[Any]) -> bool:
     """Whether some of the numbers, read as float64, may differ from the 64-bit integers that were sent."""
-    return dtype.kind in "iu" and dtype.itemsize == 8 and bool((np.abs(numbers) >= EXACT).any())
+    return dtype.kind in "iu" and dtype.itemsize == 8 and bool((np.abs(numbers) >= MAX_EXACT_INTEGER).any())
 
 
 def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
@@ -100,7 +100,7 @@ def range_text(datatype: Datatype) -> str:
 
 def _number_text(value: float) -> str:
     """The number as text, without a decimal point if it is an integer."""
-    return str(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) <= EXACT) else repr(value)
+    return str(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) <= MAX_EXACT_INTEGER) else repr(value)
 
 
 def without_broadcast(array: Array) -> Array:

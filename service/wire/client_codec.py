@@ -22,8 +22,8 @@ from service.wire.reply import Reply
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
 
-READABLE = 4096  # a tensor of up to this many bytes is written as nested lists
-HEAD = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
+MAX_NESTED_BYTES = 4096  # a tensor of up to this many bytes is written as nested lists
+HEAD_MEMBERS = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
 
 
 def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
@@ -53,7 +53,7 @@ def _write(document: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise InvalidRequest.where("", "fields that JSON can hold", f"something else ({error})") from None
+        raise InvalidRequest.where("", "fields that JSON can represent", f"something else ({error})") from None
 
 
 def _member(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
@@ -80,13 +80,13 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     array = _array(value, kind, at)
-    row = BY_NUMPY[array.dtype.newbyteorder("<")]
-    if not array.size or array.nbytes > READABLE or (row.kind == "float" and not np.isfinite(array).all()):
+    datatype = BY_NUMPY[array.dtype.newbyteorder("<")]
+    if not array.size or array.nbytes > MAX_NESTED_BYTES or (datatype.kind == "float" and not np.isfinite(array).all()):
         text = binascii.b2a_base64(raw(array), newline=False)
-        return {"shape": list(array.shape), "datatype": row.name, "base64": orjson.Fragment(b'"' + text + b'"')}
-    if row.kind == "float":
+        return {"shape": list(array.shape), "datatype": datatype.name, "base64": orjson.Fragment(b'"' + text + b'"')}
+    if datatype.kind == "float":
         array = array.astype(np.float64)  # the shortest text of a float32 is read as another number in float64
-    elif kind == "mask" and row.kind == "bool":
+    elif kind == "mask" and datatype.kind == "bool":
         array = array.astype(np.uint8)  # 1 and 0 are shorter than true and false
     return little_endian(array) if array.ndim else array.item()
 
@@ -97,7 +97,7 @@ def _array(value: Any, kind: Kind, at: str) -> Array:
         if kind == "bias" and array.dtype.kind == "U":  # "-inf" among the numbers of a list
             array = array.astype(np.float64)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise InvalidRequest.where(at, "a tensor", f"a value that numpy makes no array of ({error})") from None
+        raise InvalidRequest.where(at, "a tensor", f"a value that numpy cannot convert to an array ({error})") from None
     if array.dtype.newbyteorder("<") not in BY_NUMPY:
         raise InvalidRequest.where(at, "numbers", f"elements of type {array.dtype}")
     return array
@@ -124,7 +124,7 @@ def decode_document(body: bytes) -> dict[str, Any]:
 def decode_reply(body: bytes) -> Reply:
     """A JSON reply to POST /attend. Raises MalformedBody."""
     document = decode_document(body)
-    return _reply(document, {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD})
+    return _reply(document, {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD_MEMBERS})
 
 
 def decode_binary_reply(body: bytes) -> Reply:
@@ -143,13 +143,13 @@ def decode_binary_reply(body: bytes) -> Reply:
 def decode_metrics(body: bytes) -> Reply:
     """A reply to POST /attend/analysis: metrics as arrays, null as NaN, or as -1 among indices. Raises MalformedBody."""
     document = decode_document(body)
-    _require_members(document, (*HEAD, "metrics"), "a reply to POST /attend/analysis")
+    _require_members(document, (*HEAD_MEMBERS, "metrics"), "a reply to POST /attend/analysis")
     metrics = {name: _metric(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
     return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
 
 
 def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
-    _require_members(head, HEAD, "a reply to POST /attend")
+    _require_members(head, HEAD_MEMBERS, "a reply to POST /attend")
     arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
     names = [datatype_of(array).name for array in arrays if array.dtype != np.int64]
     return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)

@@ -4,12 +4,12 @@ import zlib
 from collections.abc import Sequence
 
 from service.errors import MalformedBody, TooLarge, UnsupportedMediaType
-from service.wire.negotiation import quality_of
+from service.wire.negotiation import name_and_quality
 from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
-MEMBERS = 4096  # in one gzip body
+MAX_MEMBERS = 4096  # in one gzip body
 LEVEL = 1  # higher levels cost several times as much, and hardly shrink numbers in text
 
 
@@ -24,8 +24,8 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
     position, room, members = 0, limit, 0
     while position < len(body):  # gzip may have several members
         members += 1
-        if members > MEMBERS:
-            raise TooLarge.where("", f"a {coding} body of at most {MEMBERS} members", "more")
+        if members > MAX_MEMBERS:
+            raise TooLarge.where("", f"a {coding} body of at most {MAX_MEMBERS} members", "more")
         position, room = _unpack_member(body, position, room, coding, pieces)
         if room < 0:
             raise TooLarge.where("", f"a body that unpacks to at most {limit} bytes (max_body_bytes)", f"more than {limit}")
@@ -68,6 +68,6 @@ def coding_of_reply(accept_encoding: str, always: bool) -> str:
 
     HTTP libraries accept several codings by default, but on a fast network compression costs more time than it saves.
     """
-    wanted = {name: quality for name, quality in map(quality_of, accept_encoding.split(",")) if name and quality > 0}
+    wanted = {name: quality for name, quality in map(name_and_quality, accept_encoding.split(",")) if name and quality > 0}
     usable = sorted((name for name in wanted if name in ("gzip", "deflate")), key=lambda name: -wanted[name])
     return usable[0] if usable and (always or list(wanted) == usable[:1]) else ""

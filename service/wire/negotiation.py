@@ -14,7 +14,7 @@ SUPPORTED = (JSON, SAFETENSORS)  # in order of preference
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}
 
 
-def form_of_body(content_type: str) -> str:
+def media_type_of_body(content_type: str) -> str:
     """The media type of a body. A body without Content-Type, or with curl's default one, is JSON. Raises UnsupportedMediaType."""
     media = content_type.partition(";")[0].strip().lower()
     if media in ("", "application/x-www-form-urlencoded", "text/json") or media == JSON or media.endswith("+json"):
@@ -24,20 +24,20 @@ def form_of_body(content_type: str) -> str:
     raise UnsupportedMediaType.where("", f"a body of type {' or '.join(SUPPORTED)}", f'"{media}"')
 
 
-def form_of_reply(accept: str, supported: Sequence[str] = SUPPORTED) -> str:
+def media_type_of_reply(accept: str, supported: Sequence[str] = SUPPORTED) -> str:
     """The media type of the reply: the supported one with the highest quality, the first one of several. Raises NotAcceptable."""
-    if best := acceptable(accept, supported):
+    if best := accepted_type(accept, supported):
         return best
     raise NotAcceptable.where("", f"an Accept that admits {' or '.join(supported)}", f'"{accept[:100]}"')
 
 
-def acceptable(accept: str, supported: Sequence[str]) -> str:
+def accepted_type(accept: str, supported: Sequence[str]) -> str:
     """The media type of the reply, "" if none that is supported is accepted."""
     if accept in ("", "*/*"):
         return supported[0]
     if accept in supported:
         return accept
-    ranges = [quality_of(part) for part in accept.split(",") if part.strip()]
+    ranges = [name_and_quality(part) for part in accept.split(",") if part.strip()]
     if not ranges:
         return supported[0]
     best, best_quality = "", 0.0
@@ -49,7 +49,7 @@ def acceptable(accept: str, supported: Sequence[str]) -> str:
     return best
 
 
-def quality_of(part: str) -> tuple[str, float]:
+def name_and_quality(part: str) -> tuple[str, float]:
     """Name, in lower case, and q-value of one element of an Accept header. The q-value is 1 if left out, and 0 if malformed."""
     name, *parameters = (piece.strip().lower() for piece in part.split(";"))
     for parameter in parameters:

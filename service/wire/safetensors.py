@@ -22,9 +22,9 @@ from service.wire.limits import JSON_TEXT_BYTES, WireLimits
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
-HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
-CACHED = 4096  # parsed headers of up to this many bytes are cached
-LISTS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
+MAX_HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
+MAX_CACHED_BYTES = 4096  # parsed headers of up to this many bytes are cached
+LIST_FIELDS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
 OTHER_FILES = {  # first bytes -> the format
     b"PK": "a zip archive, as torch.save and numpy.savez write",
@@ -36,29 +36,31 @@ OTHER_FILES = {  # first bytes -> the format
     b"{": "JSON",
     b"version ": "a pointer of Git LFS in place of the file",
 }
-ENTRY = {"dtype", "shape", "data_offsets"}
+ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
 
 
 def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
     """(name -> view of the body, metadata). Raises MalformedBody, InvalidRequest or TooLarge with the name of the tensor."""
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
-    if len(body) > 8 and body[8] != OPENING:
-        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", _recognised(bytes(body[:8])))
     size = int.from_bytes(body[:8], "little")
-    if size > HEADER_BYTES:
-        raise TooLarge.where("", f"a safetensors header of at most {HEADER_BYTES} bytes", str(size))
+    if size > MAX_HEADER_BYTES and (other := _recognised(bytes(body[:8]))):
+        raise MalformedBody.where("", "safetensors", other)
+    if len(body) > 8 and body[8] != OPENING:
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", "something else")
+    if size > MAX_HEADER_BYTES:
+        raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
         raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
     buffer = memoryview(body)[8 + size :]
-    read = _read_header if size > CACHED else _read_cached_header
+    read = _read_header if size > MAX_CACHED_BYTES else _read_cached_header
     spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
     return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
 
 
 def _recognised(start: bytes) -> str:
-    """The format of a file that begins with these bytes."""
-    return next((kind for magic, kind in OTHER_FILES.items() if start.startswith(magic)), "something else")
+    """The other format of a file that begins with these bytes, "" if it is unknown."""
+    return next((kind for magic, kind in OTHER_FILES.items() if start.startswith(magic)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ _read_cached_header = lru_cache(256)(_read_header)  # clients repeat headers
 def _span(name: str, entry: Any, available: int) -> Span:
     """The checked entry of one tensor."""
     at = pointer([name])
-    if not isinstance(entry, dict) or set(entry) != ENTRY:
+    if not isinstance(entry, dict) or set(entry) != ENTRY_MEMBERS:
         raise MalformedBody.where(at, "an entry with dtype, shape and data_offsets", "something else")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in BY_SAFETENSORS:
         raise InvalidRequest.where(at, "a dtype among " + " ".join(BY_SAFETENSORS), str(entry["dtype"])[:20])
@@ -142,7 +144,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
         if name in members:
             raise InvalidRequest.where(pointer([name]), "the field either as a tensor or in the metadata entry request", "both")
         # a tensor instead of a plain value is refused when that field is validated
-        members[name] = array if name in kinds or name in LISTS else {"tensor": list(array.shape)}
+        members[name] = array if name in kinds or name in LIST_FIELDS else {"tensor": list(array.shape)}
     return members
 
 
@@ -171,7 +173,7 @@ def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> l
     """A safetensors body in pieces: the header, then the memory of each array."""
     entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
     texts = tuple(metadata.items())
-    write = _header if sum(len(text) for _, text in texts) > CACHED else _cached_header
+    write = _header if sum(len(text) for _, text in texts) > MAX_CACHED_BYTES else _cached_header
     return [write(entries, texts), *(raw(array) for array in arrays.values() if array.nbytes)]
 
 

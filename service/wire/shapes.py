@@ -38,7 +38,7 @@ def check(request: Any) -> None:
 def _sequences(request: Any) -> tuple[int | None, int, int]:
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
-        raise disagreement("/value", "a key beside the value", "a value alone")
+        raise disagreement("/value", "a key in addition to the value", "a value alone")
     key = query if key is None else key
     value = key if value is None else value
     for name, array in (("key", key), ("value", value)):
@@ -64,18 +64,18 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
 
 
 def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
-    lens = request.valid_lens
-    if lens is None:
+    lengths = request.valid_lens
+    if lengths is None:
         return
     accepted = [(), (q,)] if b is None else [(b,), (b, q)]
-    if lens.shape not in accepted:
+    if lengths.shape not in accepted:
         several = f"{q} numbers, one for each query" if b is None else f"{b} numbers, one for each batch item, or shape [{b}, {q}]"
-        got = {0: "a single number", 1: f"a list of {lens.size}"}.get(lens.ndim, f"shape {list(lens.shape)}")
+        got = {0: "a single number", 1: f"a list of {lengths.size}"}.get(lengths.ndim, f"shape {list(lengths.shape)}")
         raise disagreement("/valid_lens", f"a single number, or {several}" if b is None else several, got)
-    real = without_broadcast(lens)
-    if (wrong := real > k).any():
+    stored = without_broadcast(lengths)
+    if (wrong := stored > k).any():
         at = first_index(wrong)
-        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(real, at))
+        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
 
 
 def _positions(request: Any, b: int | None, q: int, k: int) -> None:
@@ -109,10 +109,10 @@ def _selection(request: Any, q: int) -> None:
 
 
 def _gradients(request: Any) -> None:
-    raw = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
-    if raw and request.output_gradient is None:
-        raise disagreement("/output_gradient", f"a gradient of the output, since {raw[0]} is among the outputs", "nothing")
-    if request.output_gradient is not None and not raw:
+    gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    if gradients and request.output_gradient is None:
+        raise disagreement("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
+    if request.output_gradient is not None and not gradients:
         raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 

@@ -1,4 +1,4 @@
-"""The byte budget: who may hold how much beside whom; and what requests hold of it, through the application."""
+"""The byte budget: how many bytes each caller may use, and which bytes of requests and replies it counts."""
 
 import asyncio
 import json
@@ -10,7 +10,8 @@ import pytest
 from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.admission import LONGEST_WAIT, MEMORY, SHARE, ByteBudget
+from service.serving.admission import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
+from service.serving.engine import ANALYSIS, ATTEND, FIGURE
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
@@ -36,18 +37,18 @@ def fill(budget: ByteBudget, caller: str) -> int:
         return held
 
 
-def test_one_caller_cannot_take_all() -> None:
-    """Two thirds at most where nobody else is; the refusal names the bound."""
+def test_one_caller_can_use_two_thirds_of_the_budget() -> None:
+    """The refusal names the bound."""
     budget = ByteBudget(CAPACITY)
-    most = CAPACITY * SHARE // (SHARE + 1)
+    most = CAPACITY * SHARE_OF_FREE // (SHARE_OF_FREE + 1)
     assert most - PIECE < fill(budget, "a") <= most
     with pytest.raises(Overloaded, match="one caller's request bodies and replies"):
         budget.lease("a").add(PIECE)
 
 
 @pytest.mark.parametrize("greedy", [1, 2, 5])
-def test_however_many_take_what_they_can_another_finds_room(greedy: int) -> None:
-    """Each of them a share of what the ones before left free."""
+def test_there_is_always_room_for_another_caller(greedy: int) -> None:
+    """Each caller takes its share of what the callers before it left free."""
     budget = ByteBudget(CAPACITY)
     for i in range(greedy):
         assert fill(budget, f"greedy {i}") > 0
@@ -55,8 +56,8 @@ def test_however_many_take_what_they_can_another_finds_room(greedy: int) -> None
     assert budget.used < CAPACITY
 
 
-def test_the_largest_request_goes_beside_others() -> None:
-    """However large, it counts as half; what others hold is no reason to refuse it for ever."""
+def test_a_request_counts_as_at_most_half_of_the_budget() -> None:
+    """So the largest request is admitted together with others."""
     budget = ByteBudget(CAPACITY)
     budget.lease("others").add(CAPACITY // 5)
     largest = budget.lease("a")
@@ -69,8 +70,8 @@ def test_the_largest_request_goes_beside_others() -> None:
     budget.lease("b").add(3 * CAPACITY)
 
 
-def test_the_whole_is_bounded() -> None:
-    """By a refusal that names the setting."""
+def test_all_callers_together_stay_within_the_budget() -> None:
+    """The refusal names the setting."""
     budget = ByteBudget(CAPACITY)
     budget.lease("a").add(CAPACITY // 2)
     budget.lease("b").add(CAPACITY // 4)
@@ -78,8 +79,8 @@ def test_the_whole_is_bounded() -> None:
         budget.lease("c").add(CAPACITY // 2)
 
 
-def test_a_check_takes_nothing_and_a_release_gives_all_back() -> None:
-    """What is there already is counted without being asked."""
+def test_check_room_takes_no_bytes_and_release_returns_all() -> None:
+    """`resize` counts bytes that are in memory already without a check."""
     budget = ByteBudget(CAPACITY)
     with budget.lease("a") as lease:
         lease.check_room(CAPACITY // 2)
@@ -93,8 +94,8 @@ def test_a_check_takes_nothing_and_a_release_gives_all_back() -> None:
     assert fill(budget, "a") > CAPACITY // 2
 
 
-def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
-    """From the bytes that are missing and the rate at which bytes were released; where nothing is released, the longest wait."""
+def test_law_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> None:
+    """Where nothing is released, it is the largest value."""
     now = [100.0]
     budget, size = ByteBudget(1000, lambda: now[0]), 100
     leases = [budget.lease(str(caller)) for caller in range(10)]
@@ -106,23 +107,23 @@ def test_law_14_a_refused_caller_is_told_when_there_will_be_room() -> None:
             budget.lease(caller).check_room(size)
         return refusal.value.retry_after
 
-    assert wait("new", size) == LONGEST_WAIT
+    assert wait("new", size) == MAX_RETRY_AFTER
     for _ in range(200):  # 100 bytes each half second, which others take at once
         now[0] += 0.5
         leases[0].release()
         leases[0].resize(size)
     assert wait("new", size) == 1
     assert [wait("new", size) for size in (400, 500)] == [2, 3]
-    now[0] += MEMORY
+    now[0] += RATE_TIME_CONSTANT
     assert wait("new", 400) > 4, "releases of long ago count for less"
     now[0] += 3600
-    assert wait("new", 400) == LONGEST_WAIT
+    assert wait("new", 400) == MAX_RETRY_AFTER
     leases[0].release()
-    assert wait("1", size) < LONGEST_WAIT
+    assert wait("1", size) < MAX_RETRY_AFTER
 
 
-def test_retry_after_is_spread() -> None:
-    """Upwards, and by at most half: callers who were refused together return one after another."""
+def test_retry_after_is_randomly_increased_by_up_to_half() -> None:
+    """Callers that were refused together return at different times."""
     refusal = Overloaded(10)
     assert (retry_after(refusal, lambda low, high: low), retry_after(refusal, lambda low, high: high)) == ("10", "15")
     assert retry_after(Overloaded(1), lambda low, high: high) == "2"
@@ -168,8 +169,8 @@ async def serving(**settings: Any) -> AsyncIterator[Any]:
         yield app
 
 
-def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
-    """By the bytes that came, and not by those that are declared; what is too much is refused, and room comes back with the answer."""
+def test_law_5_bodies_that_are_being_read_count_against_the_budget() -> None:
+    """By the bytes received, not by those declared. Too many are refused, and the reply frees them."""
     size = 700_000  # of a room of 1 MiB
     body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
 
@@ -206,8 +207,8 @@ def test_law_5_bodies_that_are_being_read_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("path", ["/attend", "/attend/analysis", "/attend/figure", "/v2/models/default/infer"])
-def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
-    """A caller who does not take a long reply holds its bytes, and gets no other; nothing is computed for what is refused."""
+def test_law_5_replies_count_against_the_budget_until_they_are_sent(path: str) -> None:
+    """A caller that does not read a long reply gets no second one, and nothing is computed for a refused request."""
     n = 300
     query = {"query": [[[0.5] * 4] * n]}
     document: dict[str, Any] = {
@@ -248,9 +249,7 @@ def test_law_5_replies_are_bounded_until_they_are_sent(path: str) -> None:
     run(test())
 
 
-def test_a_deadline_covers_the_body() -> None:
-    """Whoever sets one and does not send the body gets 504 when it has passed."""
-
+def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
     async def test() -> None:
         async with serving() as app:
             exchange = Exchange(app, 1000, "192.0.2.1", x_request_timeout="0.01")
@@ -264,26 +263,32 @@ def test_a_deadline_covers_the_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "kind"), [({"gone": lambda: True}, CallerGone), ({"deadline": 0.0}, DeadlinePassed)], ids=["gone", "late"]
+    ("knobs", "error"), [({"gone": lambda: True}, CallerGone), ({"deadline": 0.0}, DeadlinePassed)], ids=["gone", "late"]
 )
-@pytest.mark.parametrize("method", ["attend", "analyse", "figure", "plan", "put_layer"])
-def test_what_nobody_waits_for_is_not_decoded(method: str, knobs: Any, kind: type[Exception]) -> None:
-    """A large body whose caller went, or whose deadline passed, before a thread was free for it stays as it came."""
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
+        lambda service, raw: service.engine.plan(raw),
+        lambda service, raw: service.put_layer("new", raw),
+    ],
+    ids=["attend", "analysis", "figure", "plan", "put_layer"],
+)
+def test_a_body_is_not_decoded_after_its_caller_left_or_its_deadline_passed(call: Any, knobs: Any, error: type[Exception]) -> None:
+    """A large body that waits for a thread of the codec pool."""
 
     async def test() -> None:
         async with serving() as app:
-            asked = RawRequest(b"no JSON".ljust(1 << 20), **knobs)
-            service = app.state.service
-            call = service.put_layer if method == "put_layer" else getattr(service.engine, method)
-            with pytest.raises(kind):
-                await (call("new", asked) if method == "put_layer" else call(asked))
-            assert len(asked.body) == 1 << 20
+            raw = RawRequest(b"not JSON".ljust(1 << 20), **knobs)
+            with pytest.raises(error):
+                await call(app.state.service, raw)
+            assert len(raw.body) == 1 << 20
 
     run(test())
 
 
-def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
-    """The caller goes while its call is computed."""
+def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
+    """The caller disconnects while its call is computed."""
     encoded: list[Any] = []
 
     class Watched(NativeCodec):
@@ -295,18 +300,17 @@ def test_a_large_reply_that_nobody_waits_for_is_not_encoded() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.attend(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)))).pieces
+            assert (await service.engine.answer(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)), ATTEND)).pieces
             computed = service.scheduler.finished_at
             raw = RawRequest(body, reply_codec=Watched(JSON, parse, encode_json), gone=lambda: service.scheduler.finished_at > computed)
             with pytest.raises(CallerGone):
-                await service.engine.attend(raw)
+                await service.engine.answer(raw, ATTEND)
             assert len(encoded) == 1
 
     run(test())
 
 
-def test_a_caller_of_ipv6_is_its_network() -> None:
-    """All of whose addresses one caller may use."""
+def test_ipv6_addresses_of_one_network_are_one_caller() -> None:
     assert network_of("192.0.2.1") == "192.0.2.1"
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
     assert network_of("fe80::1%eth0") == "fe80::/64"

@@ -1,4 +1,4 @@
-"""POST /attend/analysis: every metric of any layer and any masks against plain NumPy; identities that theory gives; what is refused."""
+"""POST /attend/analysis: every metric on random layers and masks against plain NumPy, identities from theory, and refusals."""
 
 import asyncio
 import json
@@ -27,8 +27,9 @@ from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
-from service.serving.analysis import OF_VALUES_ALONE
+from service.serving.analysis import VALUE_METRICS
 from service.serving.cost import ServingLimits
+from service.serving.engine import ANALYSIS
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.spec import LayerSpec
@@ -86,8 +87,8 @@ def ask(client: Client, case: Case, **more: Any) -> AnalysisResult:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: int) -> None:
-    """Grouped heads, cross-attention, padding, masks per head, rows without a key, sinks, positions: all that a request may hold."""
+def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Client, seed: int) -> None:
+    """Grouped heads, cross-attention, padding, masks per head, fully masked rows, sinks, positions."""
     rng = np.random.default_rng(seed)
     case = random_case(rng, features=MEASURED, rate=0.3, dtype="float64")
     if case.request.get("key") is not None and case.request.get("query_offset") is None:
@@ -104,7 +105,7 @@ def test_any_metric_of_any_layer_agrees_with_plain_numpy(client: Client, seed: i
     width = spec.output_dim if spec.projections else spec.concatenated_dim
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
-    names = [name for name in (*WORDLESS, *WORDS) if spec.output_gate is None or name not in OF_VALUES_ALONE]
+    names = [name for name in (*WORDLESS, *WORDS) if spec.output_gate is None or name not in VALUE_METRICS]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
 
     assert list(result) == names
@@ -141,8 +142,8 @@ def _links_agree(ours: dict[str, Any], theirs: list[list[tuple[float, int, int]]
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_closed_form_agrees_with_ablation(client: Client, seed: int) -> None:
-    """Towards a direction, what a head contributes is what is lost without it; and the contributions of all leave the output's bias."""
+def test_contribution_towards_a_direction_equals_what_ablation_removes(client: Client, seed: int) -> None:
+    """The contributions of all heads sum to the output without its bias."""
     rng = np.random.default_rng(seed)
     case = random_case(rng, features=["key", "value", "num_kv_heads", "value_head_dim", "biases"], dtype="float64")
     if 0 in np.shape(case.request["query"]) or 0 in np.shape(case.request.get("key", [[1]])):
@@ -167,8 +168,8 @@ def test_the_closed_form_agrees_with_ablation(client: Client, seed: int) -> None
     np.testing.assert_allclose(result["zero_ablation"]["relative_change"], changes, rtol=1e-7, atol=1e-9)
 
 
-def test_one_head_beside_many(client: Client) -> None:
-    """The one-head layer of the same seed, as a layer of its own, gives what `single_head` says; grouped heads included by their shapes."""
+def test_single_head_equals_a_layer_with_one_head_of_the_same_seed(client: Client) -> None:
+    """Also for grouped heads."""
     rng = np.random.default_rng(5)
     query, lens = rng.standard_normal((3, 7, 12)), [7, 4, 5]
     client.put_layer("many", {"d_model": 12, "num_heads": 3, "seed": 9, "dtype": "float64", "init": "torch_linear"})
@@ -213,8 +214,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "at"), REFUSED, ids=[at + str(i) for i, (_, at) in enumerate(REFUSED)])
-def test_what_cannot_be_measured_is_refused_with_its_place(http: httpx.Client, fields: dict[str, Any], at: str) -> None:
-    """Problem details, as everywhere."""
+def test_undefined_metrics_are_refused_with_a_pointer(http: httpx.Client, fields: dict[str, Any], at: str) -> None:
+    """As problem details."""
     answer = http.post("/attend/analysis", json=BASE | fields)
 
     assert answer.status_code == 422, answer.text
@@ -222,8 +223,8 @@ def test_what_cannot_be_measured_is_refused_with_its_place(http: httpx.Client, f
 
 
 @pytest.mark.parametrize("metric", ["value_norms", "value_norm_weights", "single_head"])
-def test_a_gate_is_no_part_of_a_value(client: Client, metric: str) -> None:
-    """It is another factor for each query, so values have no norm after it, and the heads of a layer of one head have no gate."""
+def test_value_metrics_and_single_head_are_refused_for_gated_layers(client: Client, metric: str) -> None:
+    """The gate is a factor per query, so values have no norm after it; a layer with one head would need another gate."""
     client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "output_gate": {}})
     with pytest.raises(InvalidRequest, match="output_gate") as caught:
         client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", metric])
@@ -231,8 +232,7 @@ def test_a_gate_is_no_part_of_a_value(client: Client, metric: str) -> None:
     assert caught.value.problems[0].at == "/metrics/1"
 
 
-def test_one_head_has_no_slopes_of_many(client: Client) -> None:
-    """What belongs to each of many heads cannot be given to one."""
+def test_single_head_is_refused_for_layers_with_parameters_per_head(client: Client) -> None:
     client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "alibi": True})
     with pytest.raises(InvalidRequest, match="one head has no alibi") as caught:
         client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", "single_head"])
@@ -240,8 +240,7 @@ def test_one_head_has_no_slopes_of_many(client: Client) -> None:
     assert caught.value.problems[0].at == "/metrics/1"
 
 
-def test_metrics_have_no_place_on_the_main_endpoint(http: httpx.Client) -> None:
-    """There they would be thought to have been answered."""
+def test_metrics_are_refused_on_attend(http: httpx.Client) -> None:
     answer = http.post("/attend", json=BASE | {"metrics": ["entropy"]})
 
     assert answer.status_code == 422
@@ -249,7 +248,7 @@ def test_metrics_have_no_place_on_the_main_endpoint(http: httpx.Client) -> None:
 
 
 def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) -> None:
-    """In JSON, base64 and safetensors alike, batched and not; the plan names each tensor, and admits it."""
+    """In JSON, base64 and safetensors, batched and unbatched. The plan names each tensor and admits it."""
     rng = np.random.default_rng(2)
     lengths = {"b": 3, "h": 8, "q": 5, "k": 5, "n": 4}
     tokens = {"query": list("abcab")}
@@ -275,8 +274,8 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
             np.testing.assert_allclose(alone, array[1], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_null_stands_for_what_is_not_defined(http: httpx.Client) -> None:
-    """A padded query, a lone key's normalised entropy, links that are not there: no NaN is ever written."""
+def test_undefined_numbers_are_null(http: httpx.Client) -> None:
+    """A padded query, the normalised entropy of one key, missing links. NaN is never written."""
     body = BASE | {"valid_lens": 1, "tokens": {"query": ["a", "b", "c"]}, "reply": {"decimals": 3}}
     body["metrics"] = ["entropy_per_query", "normalised_entropy", "strongest_links"]
 
@@ -294,8 +293,42 @@ def test_null_stands_for_what_is_not_defined(http: httpx.Client) -> None:
     }
 
 
-def test_padding_changes_nothing(client: Client) -> None:
-    """An item padded at its end, or at its front by a key mask, has the metrics of the item alone, whatever stands in the padding."""
+@pytest.mark.parametrize("omit", ["special", ["[CLS]", "<|end|>"]])
+def test_omitted_tokens_are_no_queries_and_in_no_link(client: Client, omit: Any) -> None:
+    """The weights of the others stay as they are, of a batch whose items have tokens of their own."""
+    x, n = np.random.default_rng(11).standard_normal((2, 6, 64)), 30
+    words = [["[CLS]", "a", "b", "[UNK]", "c", "<|end|>"], ["a", "[CLS]", "b", "c", "d", "e"]]
+    names, options = ["entropy", "entropy_per_query", "value_norms", "strongest_links"], {"top_links": n}
+
+    whole = client.analysis(x, metrics=names, analysis=options)
+    part = client.analysis(x, metrics=names, analysis=options, tokens={"query": words, "omit": omit})
+
+    for b, kept in enumerate(([1, 2, 3, 4], [0, 2, 3, 4, 5])):
+        rest = sorted({*range(6)} - {*kept})
+        np.testing.assert_array_equal(part["entropy_per_query"][b][:, kept], whole["entropy_per_query"][b][:, kept])
+        assert np.isnan(part["entropy_per_query"][b][:, rest]).all()
+        np.testing.assert_allclose(part["entropy"][b], whole["entropy_per_query"][b][:, kept].mean(-1))
+        every, links = whole["strongest_links"], part["strongest_links"]
+        for h in range(8):
+            expected = [
+                (q, k, w)
+                for q, k, w in zip(every["queries"][b, h], every["keys"][b, h], every["weights"][b, h], strict=True)
+                if {q, k} <= {*kept}
+            ]
+            found = [*zip(links["queries"][b, h], links["keys"][b, h], links["weights"][b, h], strict=True)]
+            assert found[: len(expected)] == expected and all({q, k} <= {*kept, -1} for q, k, _ in found)
+    np.testing.assert_array_equal(part["value_norms"], whole["value_norms"])
+
+
+def test_an_omission_is_special_or_a_list(http: httpx.Client) -> None:
+    for omit in ("none", ["a", 1], True):
+        [refused] = http.post("/attend/analysis", json=BASE | {"tokens": {"omit": omit}}).json()["errors"]
+        assert refused["at"] == "/tokens/omit" and refused["expected"] == '"special" or a list of tokens'
+
+
+def test_padding_does_not_change_metrics(client: Client) -> None:
+    """An item padded at its end by lengths, or at its front by a key mask, has the metrics of the item alone, whatever the padding
+    contains."""
     rng = np.random.default_rng(3)
     real, n = rng.standard_normal((5, 64)), 5
     words = list("abcab")
@@ -313,8 +346,8 @@ def test_padding_changes_nothing(client: Client) -> None:
         np.testing.assert_allclose(masked[name], alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_queries_of_another_sequence_are_counted_by_their_lengths(client: Client) -> None:
-    """In cross-attention nothing tells which queries are padding but `query_lens`; the default metrics leave out those of position."""
+def test_query_lens_excludes_padded_queries_in_cross_attention(client: Client) -> None:
+    """Without `query_lens` all queries count. The default metrics leave out those that need positions."""
     rng = np.random.default_rng(4)
     query, key = rng.standard_normal((5, 64)), rng.standard_normal((7, 64))
 
@@ -328,8 +361,7 @@ def test_queries_of_another_sequence_are_counted_by_their_lengths(client: Client
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_half_layers_are_measured_in_single_precision(client: Client, dtype: str) -> None:
-    """Numbers about a layer need not be as coarse as its own."""
+def test_metrics_of_half_precision_layers_are_float32(client: Client, dtype: str) -> None:
     client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "dtype": dtype})
     client.put_layer("exact", {"d_model": 8, "num_heads": 2, "dtype": "float64"})
     query = np.random.default_rng(6).standard_normal((9, 8)).astype(np.float16)
@@ -340,8 +372,8 @@ def test_half_layers_are_measured_in_single_precision(client: Client, dtype: str
     np.testing.assert_allclose(result["entropy"], exact["entropy"], rtol=1e-5 if dtype == "float32" else 2e-2)
 
 
-def test_what_would_not_fit_is_refused_before_it_is_computed(client: Client) -> None:
-    """[q, k] numbers where they are asked for, and only there; the plan says the same."""
+def test_metrics_beyond_the_memory_limit_are_refused_and_the_plan_says_so(client: Client) -> None:
+    """Numbers per query and key count only where the requested metrics hold them."""
     shape = {"shape": [1, 6000, 64]}
     with pytest.raises(TooLarge, match="max_scores"):
         client.analysis(np.zeros((1, 6000, 64), np.float16), metrics=["value_norm_weights"])
@@ -350,16 +382,15 @@ def test_what_would_not_fit_is_refused_before_it_is_computed(client: Client) -> 
     assert client.plan(shape, metrics=["entropy"]).admitted
 
 
-def test_the_reply_documents_every_metric() -> None:
-    """The table in the reply's description is what a reader of /docs has."""
+def test_the_openapi_description_lists_every_metric() -> None:
     missing = [name for name in METRICS if f"`{name}`" not in (AnalysisReply.__doc__ or "")]
 
     assert missing == []
     assert AnalysisRequest.tensors["direction"] == "number"
 
 
-def test_every_form_of_reply_holds_the_same(http: httpx.Client) -> None:
-    """Nested, flat, base64 and safetensors: indices, numbers that are not defined, and words of each item."""
+def test_all_reply_forms_have_the_same_metrics(http: httpx.Client) -> None:
+    """Nested, flat, base64 and safetensors: indices, undefined numbers, and words of each item."""
     rng = np.random.default_rng(7)
     tokens = {"query": [["a", "b", "c"], ["d", "e", "f"]], "key": [["g", "h"], ["i", "j"]]}
     body = {"query": rng.standard_normal((2, 3, 64)).tolist(), "key": rng.standard_normal((2, 2, 64)).tolist(), "tokens": tokens}
@@ -396,8 +427,8 @@ def same(ours: Any, theirs: Any) -> None:
             np.testing.assert_allclose(value, theirs[name], rtol=1e-7)
 
 
-def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small: they are many steps, and take their turn on the device's thread with everything else."""
+def test_metrics_are_computed_on_the_device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the call: metrics are many steps."""
     threads: list[int] = []
 
     def watched(layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> Result:
@@ -406,7 +437,7 @@ def test_metrics_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> bytes:
         await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await service.engine.analyse(RawRequest(b'{"query": [[1, 0, 0, 0]]}'))).pieces)
+        return b"".join((await service.engine.answer(RawRequest(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS)).pieces)
 
     monkeypatch.setattr(compute, "measure", watched)
     service = open_service("cpu", WireLimits(), ServingLimits())
@@ -440,8 +471,9 @@ def numbers(metric: Any) -> list[np.ndarray[Any, Any]]:
     ],
     ids=["mask", "uniform", "bias", "queries", "lengths", "keys"],
 )
-def test_a_number_of_no_rows_is_null_in_every_metric(http: httpx.Client, fields: dict[str, Any], of_keys: bool) -> None:
-    """All 29 where every row of an item is masked or padding; those of keys where there is nothing but padding. The item beside has all."""
+def test_every_metric_is_null_where_no_row_counts(http: httpx.Client, fields: dict[str, Any], of_keys: bool) -> None:
+    """All 29 metrics, for an item whose rows are masked or padding; metrics about keys only where all keys are padding. The other item has
+    numbers."""
     query = np.random.default_rng(12).standard_normal((2, 3, 64)).tolist()
     body = {"query": query, "tokens": {"query": ["a", "b", "a"]}, "metrics": list(METRICS), **fields}
 
@@ -454,8 +486,8 @@ def test_a_number_of_no_rows_is_null_in_every_metric(http: httpx.Client, fields:
             assert not np.isnan(part[1]).all(), name
 
 
-def test_a_head_without_rows_beside_others(http: httpx.Client) -> None:
-    """What is about its rows is null, as is what compares it; to the output it adds 0, and so it is the first that can go."""
+def test_a_fully_masked_head_is_null_and_contributes_zero(http: httpx.Client) -> None:
+    """Its own numbers and comparisons with it are null. It adds 0 to the output, so it is the first to be pruned."""
     mask = np.ones((8, 3, 3), int)
     mask[5] = 0
     query = np.random.default_rng(13).standard_normal((3, 64)).tolist()
@@ -492,10 +524,10 @@ LOUD = [[3e30, 1.0, 0.5, 2.0], [-3e30, 0.5, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]]
     ],
     ids=["entropy", "single", "outputs", "masked", "datatype"],
 )
-def test_what_overflows_is_an_error_unless_the_caller_wants_null(
+def test_overflow_is_an_error_unless_nonfinite_is_null(
     client: Client, http: httpx.Client, metrics: list[str], fields: dict[str, Any]
 ) -> None:
-    """As in the replies of /attend: a row whose scores overflow is not one that has no key, nor does it fall out of a mean unsaid."""
+    """A row whose scores overflow is not fully masked, and is not silently left out of means."""
     client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False})
     body = {"layer": "analysed", "query": LOUD, "metrics": metrics, **fields}
 
@@ -507,8 +539,8 @@ def test_what_overflows_is_an_error_unless_the_caller_wants_null(
     assert any(np.isnan(part).any() for part in numbers(taken.json()["metrics"][metrics[0]]))
 
 
-def test_what_is_blocked_may_overflow(client: Client) -> None:
-    """A key that no query may see, and a query that does not count, spoil nothing but what is about them."""
+def test_overflow_in_blocked_keys_and_uncounted_queries_is_allowed(client: Client) -> None:
+    """Only the numbers about that key or query are affected."""
     client.put_layer("analysed", {"d_model": 4, "num_heads": 2, "projections": False, "dtype": "float32"})
     rng = np.random.default_rng(14)
     query, key = rng.standard_normal((3, 4)), rng.standard_normal((4, 4))

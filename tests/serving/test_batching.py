@@ -1,4 +1,4 @@
-"""Which calls go to the device together, and that together they get what each gets alone. No event loop, no clock: time is a number."""
+"""Which calls share a batch, and that a batched result equals the result of the call alone. Uses no event loop and no clock."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, random_case
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, split, stack
-from service.serving.binding import bind, fit
+from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.executor import Outcome, compute
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -51,7 +51,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     """The request as it comes out of decoding and binding, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
-    fit(request, layer.spec)
+    check_against_layer(request, layer.spec)
     return bind(request, layer.spec), predict(request, layer.spec)
 
 
@@ -82,13 +82,12 @@ def took(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.
 # Taking
 
 
-def test_nothing_waiting_is_an_empty_batch() -> None:
-    """No call, no batch, and no fault."""
+def test_an_empty_queue_gives_an_empty_batch() -> None:
     assert take(deque(), UNLIMITED, 0.0) == ([], [], [])
 
 
-def test_the_oldest_chooses_and_kin_join_it_in_order() -> None:
-    """Calls between them with other batch keys keep their places and their order."""
+def test_the_first_call_and_those_with_its_batch_key_form_the_batch_in_order() -> None:
+    """Calls with other batch keys keep their places and order."""
     a, b, c, d, e, f = entry(2), entry(3), entry(2), entry(4), entry(3), entry(2)
     waiting = deque([a, b, c, d, e, f])
 
@@ -99,8 +98,7 @@ def test_the_oldest_chooses_and_kin_join_it_in_order() -> None:
     assert not waiting
 
 
-def test_batches_are_for_gpus() -> None:
-    """A CPU computes one call after the other."""
+def test_on_a_cpu_a_batch_is_one_call() -> None:
     assert limits_on(torch.device("cpu"), 64).calls == 1
     assert limits_on(torch.device("cuda:0"), 64).calls == 64
 
@@ -119,7 +117,7 @@ def test_batches_are_for_gpus() -> None:
     ],
 )
 def test_a_batch_stays_within_each_limit(limits: BatchLimits, sizes: list[int]) -> None:
-    """Seven equal calls of 10 operations and 100 bytes: limits by count, by work and by memory, each of them exact."""
+    """Seven equal calls of 10 operations and 100 bytes: exact limits by number, operations and memory."""
     waiting = deque(entry(operations=10, memory=100) for _ in range(7))
     before = list(waiting)
 
@@ -131,7 +129,7 @@ def test_a_batch_stays_within_each_limit(limits: BatchLimits, sizes: list[int]) 
 
 
 def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
-    """Whether it is too much work or too much memory: neither is anyone put beside it, nor it beside anyone."""
+    """Too many operations or too much memory: no other call joins it, and it joins no other batch."""
     for knobs in ({"operations": 1000}, {"memory": 1000}):
         small, big, after = entry(), entry(**knobs), entry()
         limits = BatchLimits(operations=100, memory_bytes=100)
@@ -143,8 +141,8 @@ def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [2, 3])
-def test_law_4_a_large_call_does_not_wait_for_ever(kind: int) -> None:
-    """However many small calls keep coming, of its own kind or another, it is next once those before it have gone."""
+def test_law_4_a_large_call_runs_after_the_calls_that_arrived_before_it(kind: int) -> None:
+    """However many small calls keep arriving, with equal or other batch keys."""
     limits = BatchLimits(calls=2, operations=100)
     big = entry(kind, operations=1000)
     waiting = deque([entry(2), entry(2), entry(2), big])
@@ -164,8 +162,9 @@ queued = st.tuples(
 
 
 @given(st.lists(st.lists(queued, max_size=6), min_size=1, max_size=8))
-def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tuple[int, int, int, str]]]) -> None:
-    """Any queue, with calls arriving between batches: each call comes out once, in one of three ways, and none is overtaken by all."""
+def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[tuple[int, int, int, str]]]) -> None:
+    """Random queues with arrivals between batches: each call is computed, expired or abandoned exactly once, and later calls do not all
+    overtake it."""
     limits = BatchLimits(calls=3, operations=100, memory_bytes=100)
     waiting: deque[Entry] = deque()
     fates: dict[int, str] = {}
@@ -206,8 +205,8 @@ def test_every_call_leaves_the_queue_once_and_in_its_turn(rounds: list[list[tupl
 # Expired and abandoned
 
 
-def test_expired_and_abandoned_are_taken_out_wherever_they_stand() -> None:
-    """At the head, among calls of the same batch key, among others, and behind a batch that is full."""
+def test_expired_and_abandoned_calls_are_removed_anywhere_in_the_queue() -> None:
+    """At the head, among calls with the same batch key, among others, and behind a full batch."""
     head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other = (
         entry(3, gone=lambda: True),
         entry(3, deadline=5.0),
@@ -230,22 +229,20 @@ def test_expired_and_abandoned_are_taken_out_wherever_they_stand() -> None:
     assert list(waiting) == [full, other]
 
 
-def test_a_deadline_is_the_first_moment_that_is_too_late() -> None:
-    """Before it the call is taken, at it and after it no more; without one it never is too late."""
+def test_a_call_expires_at_its_deadline_not_before() -> None:
+    """Without a deadline it never expires."""
     assert took(deque([entry(deadline=2.0)]), now=1.999)
     assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.0)] == [0, 1, 0]
     assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.001)] == [0, 1, 0]
     assert took(deque([entry()]), now=float("inf"))
 
 
-def test_a_caller_who_has_gone_is_not_told_that_it_is_late() -> None:
-    """Gone and late at once counts as gone: there is nobody to answer."""
+def test_an_expired_call_of_a_disconnected_caller_counts_as_abandoned() -> None:
     late_and_gone = entry(deadline=1.0, gone=lambda: True)
     assert take(deque([late_and_gone]), UNLIMITED, 2.0) == ([], [], [late_and_gone])
 
 
-def test_a_queue_of_nobody_is_emptied_at_once() -> None:
-    """No batch comes of callers who have all gone, and none of them stays behind."""
+def test_a_queue_of_abandoned_calls_is_emptied_in_one_step() -> None:
     waiting = deque(entry(gone=lambda: True) for _ in range(5))
     batch, expired, abandoned = take(waiting, UNLIMITED, 0.0)
     assert (len(batch), len(expired), len(abandoned), len(waiting)) == (0, 0, 5, 0)
@@ -310,8 +307,8 @@ def batch_key(**fields: Any) -> Any:
     return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0])
 
 
-def test_batch_keys_tell_apart_all_that_must_not_be_stacked() -> None:
-    """Every pair of these differs in what a stacked call can hold once only; each has its own key again with other numbers."""
+def test_calls_that_cannot_be_stacked_have_different_batch_keys() -> None:
+    """Each pair differs in a property that a stacked call has only once. The same call with other numbers has the same key."""
     keys = {name: batch_key(**fields) for name, fields in STRANGERS.items()}
 
     for name, one in keys.items():
@@ -320,8 +317,8 @@ def test_batch_keys_tell_apart_all_that_must_not_be_stacked() -> None:
         assert batch_key(**STRANGERS[name]) == one, name
 
 
-def test_another_layer_is_no_kin() -> None:
-    """Not even one of the same name, spec and weights: the calls bound to a layer that was replaced are computed by it."""
+def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() -> None:
+    """Calls bound to a layer that was replaced are computed by that layer."""
     call, _ = bound(LAYER, **base())
     again = REGISTRY.make("layer", LAYER.spec)
     assert batch_key_of(LAYER, call) != batch_key_of(again, call)
@@ -352,8 +349,7 @@ def test_another_layer_is_no_kin() -> None:
         pytest.param({"causal": True}, {"window": {"right": 0}}, id="causal by two names"),
     ],
 )
-def test_what_may_differ_between_kin(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Whatever a stacked call can hold item by item keeps nobody apart: otherwise hardly any two calls would meet."""
+def test_calls_that_differ_in_numbers_and_batch_size_have_equal_batch_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert batch_key(**one) == batch_key(**other) is not None
 
 
@@ -362,8 +358,8 @@ def test_what_may_differ_between_kin(one: dict[str, Any], other: dict[str, Any])
     [{"dropout": {"p": 0.5, "seed": 1}}, {"reproducible": True}, {"scale": 100.0}],
     ids=["dropout", "reproducible", "large scores"],
 )
-def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any]) -> None:
-    """The dropout's stream has the call's own shape, and bit for bit the same means no company at all; large scores bear none either."""
+def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: dict[str, Any]) -> None:
+    """The dropout's stream has the shape of the call alone, `reproducible` must be bit for bit equal, and large scores amplify rounding."""
     call, cost = bound(LAYER, **{**base(), **fields})
     twins = [Entry(LAYER, call, cost, 0.0) for _ in range(2)]
     plain = Entry(LAYER, *bound(LAYER, **base()), 0.0)
@@ -377,16 +373,16 @@ def test_calls_that_are_not_even_stacked_with_their_twins(fields: dict[str, Any]
 # Stacking and splitting
 
 
-def test_one_call_is_left_as_it_is() -> None:
-    """No copy of it is made, and none of its result."""
+def test_stacking_one_call_copies_nothing() -> None:
+    """Nor does splitting its result."""
     call, _ = bound(LAYER, **base())
     result = LAYER.attention.forward(call)
     assert stack([call]) is call
     assert split(result, [1])[0] is result
 
 
-def test_a_split_copies_nothing() -> None:
-    """Each part is a view of the whole result, in the order of the calls."""
+def test_splitting_a_result_gives_views() -> None:
+    """In the order of the calls."""
     result = LAYER.attention.forward(bound(LAYER, query=numbers(6, Q, 6))[0])
     parts = split(result, [2, 1, 3])
     for name, whole in result.tensors.items():
@@ -395,8 +391,8 @@ def test_a_split_copies_nothing() -> None:
         assert all(part.tensors[name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
-def test_what_all_share_is_held_once() -> None:
-    """A mask for all items that is the same in every call is not repeated; one that differs is. Self-attention stays self-attention."""
+def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
+    """Different ones are repeated for each item. Self-attention remains self-attention."""
     mask, other = np.tril(np.ones((Q, K))), np.ones((Q, K))
     calls = [bound(LAYER, query=numbers(b, Q, 6), attend_mask=mask)[0] for b in (1, 3)]
     stacked = stack(calls)
@@ -518,8 +514,8 @@ def computed(batch: list[Entry]) -> Iterator[tuple[Entry, Result]]:
 
 
 @pytest.mark.parametrize("init", TAME)
-def test_law_7_stacked_equals_alone(init: str) -> None:
-    """Random layers and requests with every kind of mask: several kin calls stacked and split get what each gets by itself."""
+def test_law_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
+    """Random layers and requests with every kind of mask, stacked and split."""
     sizes, empty, apart = set(), 0, 0
     for seed in range(100):
         layer, calls = kin_requests(seed, 2 + seed % 4, init)
@@ -542,8 +538,8 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
-def test_law_7_holds_where_scores_are_large(what: dict[str, Any], dtype: str, threads: Callable[[int], None]) -> None:
-    """Softmax turns the absolute error of large scores into a relative one of its own, whether weights, inputs or scale made them large."""
+def test_law_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads: Callable[[int], None]) -> None:
+    """Softmax turns their absolute error into a relative one, whether weights, inputs or scale made them large."""
     threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
     spec = LayerSpec.model_validate({"d_model": 64, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
     layer, rng = REGISTRY.make("wide", spec), np.random.default_rng(0)
@@ -566,7 +562,7 @@ def test_law_7_holds_where_scores_are_large(what: dict[str, Any], dtype: str, th
     ],
 )
 def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
-    """What rounding is left in scores of hundreds, softmax makes more of than rule 7 allows, on one processor or another."""
+    """Softmax amplifies the rounding of scores in the hundreds beyond the tolerance of rule 7 on some processors."""
     layer = REGISTRY.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
     calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
     one, other = (batch_key_of(layer, call) for call in calls)
@@ -574,8 +570,8 @@ def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: 
     assert (one is not None) is stacked
 
 
-def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
-    """A key so large that its projection overflows is nobody's business where it is blocked, and only its own caller's elsewhere."""
+def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() -> None:
+    """Where the key is not blocked, only its own call is affected."""
     query = numbers(1, Q, 6)
     huge = query.copy()
     huge[0, -1] = 3e38
@@ -593,8 +589,8 @@ def test_a_neighbours_blocked_overflow_stays_its_own() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (0, 0), (0, 1, 0), (2, 0), (0, 3, 1)])
-def test_a_call_without_items_is_spared_its_neighbours(sizes: tuple[int, ...]) -> None:
-    """Zero batch items are a call like any other: its reply has none of the rows, and none of the empty rows, of those beside it."""
+def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> None:
+    """Its result has no rows and no fully masked rows of the other calls."""
     calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
     assert len({batch_key_of(LAYER, call) for call in calls}) == 1
 
@@ -606,8 +602,8 @@ def test_a_call_without_items_is_spared_its_neighbours(sizes: tuple[int, ...]) -
         assert_same(got, LAYER.attention.forward(call), "float32", f"{call.query.shape[0]} items")
 
 
-def test_law_7_through_a_queue_of_everything() -> None:
-    """Calls of many lengths, masks and layers, shuffled, some to be run alone: taken batch by batch, each gets what it gets by itself."""
+def test_law_7_holds_for_a_mixed_queue() -> None:
+    """Calls of many lengths, masks and layers, shuffled, some of which run alone."""
     rng = np.random.default_rng(99)
     entries: list[Entry] = []
     alone: dict[int, Result] = {}
@@ -632,8 +628,8 @@ def test_law_7_through_a_queue_of_everything() -> None:
     assert sizes.count(1) >= 12  # those with a dropout
 
 
-def test_the_property_can_fail() -> None:
-    """The comparison sees a call that got its neighbour's result, one wrong number in the last place that counts, and a lost empty row."""
+def test_the_comparison_detects_wrong_results() -> None:
+    """A result of another call, one wrong number just above the tolerance, and a missing fully masked row."""
     layer, calls = kin_requests(3, count=2)
     a, b = (layer.attention.forward(call) for call in calls)
     wrong: list[Callable[[], None]] = [lambda: assert_same(a, b, layer.spec.dtype, "")]

@@ -1,4 +1,4 @@
-"""BERT in NumPy against a small random model of transformers, saved with the inputs of its layers."""
+"""BERT in NumPy against a small random model of transformers, whose layer inputs were saved."""
 
 import json
 
@@ -18,8 +18,8 @@ def document():
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_gets_the_input_it_has_in_transformers(document, layer):
-    """Embeddings alone for the first, and a whole layer with its feed-forward part for the second."""
+def test_hidden_states_equal_those_of_transformers(document, layer):
+    """Layer 0: the embeddings; layer 1: after one whole layer with its feed-forward part."""
     weights = {name: array(tensor) for name, tensor in document["weights"].items()}
     case = next(case for case in document["cases"] if case["load"]["prefix"] == f"encoder.layer.{layer}.attention")
 

@@ -1,4 +1,4 @@
-"""Threads for codecs: what waits for what. Work stands still at an event that the test holds, never for a time."""
+"""Threads for codecs: fairness, priorities and errors. Jobs block on events that the test sets; nothing is timed."""
 
 import asyncio
 import os
@@ -12,8 +12,9 @@ import pytest
 import torch
 from support.scheduler import PATIENCE, REAL, run, turns
 
-from service.serving.codec_pool import HEAVY, CodecPool
+from service.serving.codec_pool import HEAVY_BYTES, CodecPool
 from service.serving.cost import ServingLimits
+from service.serving.engine import ATTEND
 from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
 from service.serving.scheduler import Scheduler
@@ -62,13 +63,13 @@ def start(pool: CodecPool, function: Callable[[], Any], size: int, caller: str =
     return asyncio.get_running_loop().create_task(pool.run(function, size, caller))
 
 
-def test_light_work_does_not_wait_behind_heavy_work() -> None:
-    """Ten heavy jobs came first; one of them runs, and light ones run beside it."""
+def test_light_jobs_run_beside_heavy_ones() -> None:
+    """Ten heavy jobs were queued first; one of them runs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        heavy = [start(pool, work.of("heavy"), HEAVY) for _ in range(10)]
+        heavy = [start(pool, work.of("heavy"), HEAVY_BYTES) for _ in range(10)]
         await work.until_entered()
-        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY - 1) for i in range(5))) == [0, 1, 2, 3, 4]
+        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY_BYTES - 1) for i in range(5))) == [0, 1, 2, 3, 4]
         assert work.order == ["heavy"]
         work.free.set()
         assert await asyncio.gather(*heavy) == 10 * ["heavy"]
@@ -76,11 +77,11 @@ def test_light_work_does_not_wait_behind_heavy_work() -> None:
     pooled(test)
 
 
-def test_heavy_work_has_a_thread_of_its_own() -> None:
-    """It is not counted among the threads for light work."""
+def test_heavy_jobs_have_their_own_thread() -> None:
+    """It is not one of the threads for light jobs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY) for name in ("first", "second")]
+        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("first", "second")]
         await work.until_entered()
         assert await start(pool, lambda: "light", 1) == "light"
         assert work.order == ["first"]
@@ -92,7 +93,7 @@ def test_heavy_work_has_a_thread_of_its_own() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
+def test_threads_of_heavy_work_have_a_lower_priority() -> None:
     """Heavy bodies and computation have a lower priority than the event loop; light bodies have the same."""
 
     def priority() -> int:
@@ -101,20 +102,20 @@ def test_threads_of_heavy_work_give_way_to_the_event_loop() -> None:
     async def test(pool: CodecPool, _: Work) -> None:
         scheduler = Scheduler(torch.device("cpu"), Metrics())
         lower = min(19, priority() + NICE)
-        assert await pool.run(priority, HEAVY, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
+        assert await pool.run(priority, HEAVY_BYTES, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
         assert await pool.run(priority, 1, "") == priority() != lower
         scheduler.close()
 
     pooled(test)
 
 
-def test_callers_take_turns() -> None:
+def test_callers_share_the_threads_fairly() -> None:
     """However many bodies one of them has sent."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of("a"), HEAVY, "a") for _ in range(5)]
+        tasks = [start(pool, work.of("a"), HEAVY_BYTES, "a") for _ in range(5)]
         await work.until_entered()
-        tasks += [start(pool, work.of("b"), HEAVY, "b") for _ in range(2)]
+        tasks += [start(pool, work.of("b"), HEAVY_BYTES, "b") for _ in range(2)]
         await turns()
         work.free.set()
         await asyncio.gather(*tasks)
@@ -123,11 +124,11 @@ def test_callers_take_turns() -> None:
     pooled(test)
 
 
-def test_work_that_fails_fails_for_its_caller_alone() -> None:
-    """The error reaches whoever waits for it, and its thread goes on."""
+def test_an_exception_reaches_only_the_caller_of_that_job() -> None:
+    """The thread runs the next job."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        for size in (1, HEAVY):
+        for size in (1, HEAVY_BYTES):
             with pytest.raises(ZeroDivisionError):
                 await pool.run(lambda: 1 // 0, size, "")
             assert await pool.run(lambda: 7, size, "") == 7
@@ -135,11 +136,11 @@ def test_work_that_fails_fails_for_its_caller_alone() -> None:
     pooled(test)
 
 
-def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
-    """Cancelled while it waits: it never runs. Cancelled while it runs: its result is dropped, and the next runs."""
+def test_cancelled_jobs_are_skipped() -> None:
+    """A job cancelled while it waits never runs. The result of one cancelled while it runs is dropped."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY) for name in ("runs", "waits", "last")]
+        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
         await work.until_entered()
         for task in tasks[:2]:
             task.cancel()
@@ -151,13 +152,13 @@ def test_work_that_nobody_waits_for_any_more_is_left_out() -> None:
     pooled(test)
 
 
-def test_a_compressed_body_is_larger_than_it_looks() -> None:
+def test_the_size_of_a_compressed_body_is_estimated() -> None:
     assert RawRequest(b"x" * 30).size == 30
     assert RawRequest(b"x" * 30, coding="gzip").size > 100
 
 
-def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the engine: large bodies stand in a row, one is being decoded, and a body that is not large passes them all."""
+def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine: one large body is being decoded, others wait, and a medium one is answered."""
     work = Work()
 
     async def test() -> None:
@@ -166,15 +167,15 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
         decode = service.engine.decode
 
         def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
-            if len(raw.body) >= HEAVY:
+            if len(raw.body) >= HEAVY_BYTES:
                 work.of("large")()
             return decode(raw, *more)
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(service.engine.attend(RawRequest(text.ljust(HEAVY), caller="a"))) for _ in range(4)]
+        large = [asyncio.create_task(service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES), caller="a"), ATTEND)) for _ in range(4)]
         await work.until_entered()
-        assert (await service.engine.attend(RawRequest(text.ljust(HEAVY // 2), caller="a"))).pieces
+        assert (await service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES // 2), caller="a"), ATTEND)).pieces
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
@@ -183,7 +184,7 @@ def test_a_body_of_the_middle_is_decoded_beside_a_large_one(monkeypatch: pytest.
     run(test())
 
 
-def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool runs the next job."""
 
     async def scenario() -> None:
@@ -198,8 +199,8 @@ def test_a_thread_that_cannot_start_fails_one_job_alone(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(pool._heavy.threads, "submit", refuse_once)
         with pytest.raises(RuntimeError, match="can't start"):
-            await pool.run(lambda: 1, HEAVY, "caller")
-        assert await pool.run(lambda: 2, HEAVY, "caller") == 2
+            await pool.run(lambda: 1, HEAVY_BYTES, "caller")
+        assert await pool.run(lambda: 2, HEAVY_BYTES, "caller") == 2
         pool.close()
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""A sentence's tokens and vectors, by either way; and which words a head links."""
+"""Tokens and vectors of a sentence, from hashes and from all-MiniLM-L6-v2; and the strongest links of a head."""
 
 import hashlib
 from importlib import metadata
@@ -17,15 +17,15 @@ SPEC = LayerSpec(d_model=8, num_heads=2)
 SENTENCE = "The cat sat on the mat because it was tired"
 
 
-def test_a_vector_follows_from_its_word_alone():
-    """As documented, so that anyone can make it in any language that has the generator."""
+def test_a_hashed_vector_depends_only_on_the_word():
+    """By the documented algorithm, which other languages can implement."""
     seed = int.from_bytes(hashlib.sha256(b"cat").digest()[:4], "little")
     expected = np.random.RandomState(seed).standard_normal(8).astype(np.float32)
     np.testing.assert_array_equal(hash_vector("Cat", 8), expected)
     assert hash_vector("cat", 8)[0] == np.float32(expected[0]) != hash_vector("mat", 8)[0]
 
 
-def test_words_and_signs_are_tokens():
+def test_words_and_punctuation_marks_are_tokens():
     read = hash_words("Don't stop, Zoë!", SPEC)
     assert read.tokens == ["Don", "'", "t", "stop", ",", "Zoë", "!"]
     assert read.vectors.shape == (7, 8) and read.vectors.dtype == np.float32 and not read.weights
@@ -33,7 +33,7 @@ def test_words_and_signs_are_tokens():
         hash_words(" \n", SPEC)
 
 
-def test_a_model_that_is_not_installed_is_said_to_be_none(monkeypatch):
+def test_a_missing_model_raises_no_model(monkeypatch):
     def absent(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
@@ -43,8 +43,8 @@ def test_a_model_that_is_not_installed_is_said_to_be_none(monkeypatch):
 
 
 @pytest.mark.checkpoint
-def test_the_models_own_input_and_weights():
-    """The same in torch's words: embeddings, layer norm, and torch's own attention with these weights."""
+def test_minilm_gives_the_models_embeddings_and_weights():
+    """Compared with torch: embeddings, layer norm, and torch's attention with these weights."""
     from safetensors.torch import load_file
 
     read = read_minilm(SENTENCE)
@@ -79,8 +79,8 @@ def test_the_models_own_input_and_weights():
 
 
 @pytest.mark.checkpoint
-def test_a_deeper_layer_gets_what_it_gets_in_the_model():
-    """What transformers' own layers pass on, in float64 (in float32 they are 2.3e-6 off that), and the layer's weights as they are."""
+def test_the_input_of_a_deeper_layer_equals_that_of_transformers():
+    """In float64; in float32 it differs by 2.3e-6. The layer's weights are unchanged."""
     from transformers import BertModel
 
     folder = next(file.locate() for file in metadata.files(PACKAGE) or [] if file.name == "model.safetensors").parent
@@ -115,12 +115,12 @@ def test_a_head_of_the_model_links_each_word_to_the_one_before():
 
 @pytest.mark.checkpoint
 @pytest.mark.parametrize(("sentence", "said"), [("", "at least one word"), ("cat " * 600, "at most 512 word pieces, got 602")])
-def test_what_the_model_cannot_read(sentence, said):
+def test_empty_and_too_long_sentences_are_refused(sentence, said):
     with pytest.raises(ValueError, match=said):
         read_minilm(sentence)
 
 
-def test_the_strongest_links_are_found_among_words():
+def test_strongest_links_are_between_words():
     rows = np.array([[[0.9, 0.1, 0.0], [0.5, 0.2, 0.3], [0.8, 0.2, 0.0]]])
     assert strongest_links(rows, ["the", "cat", "sat"]) == [[(0, 0), (2, 0), (1, 0)]]
     assert strongest_links(rows, ["[CLS]", "cat", "sat"]) == [[(1, 2), (1, 1), (2, 1)]]

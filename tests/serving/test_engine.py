@@ -1,4 +1,4 @@
-"""The engine by itself: what is left of a request when its reply has been sent."""
+"""The engine: a finished request leaves nothing in memory."""
 
 import gc
 import json
@@ -12,8 +12,9 @@ from support.scheduler import REAL, run
 from service.attention.call import Call
 from service.errors import AttendError
 from service.serving.batching import Entry
-from service.serving.codec_pool import HEAVY, Job
+from service.serving.codec_pool import HEAVY_BYTES, Job
 from service.serving.cost import ServingLimits
+from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.wire.codec import CODECS
@@ -31,12 +32,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_leaves_nothing_to_the_garbage_collector(kind: str) -> None:
+def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     """A reference cycle would keep the tensors, megabytes for each request, until the next collection."""
     form, members, is_refused = KINDS[kind]
     query = np.random.default_rng(0).standard_normal((5, 509, 6)).astype("f4")
     if form == JSON:
-        body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(HEAVY)
+        body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(HEAVY_BYTES)
     else:
         body = save({"query": query}, {"request": json.dumps({"layer": "layer", **members})})
 
@@ -46,7 +47,7 @@ def test_a_request_leaves_nothing_to_the_garbage_collector(kind: str) -> None:
         for _ in range(3):
             deadline = service.clock() if kind == "a deadline that has passed" else None
             try:
-                await service.engine.attend(RawRequest(body, CODECS[form], "", CODECS[form], "", deadline=deadline))
+                await service.engine.answer(RawRequest(body, CODECS[form], "", CODECS[form], "", deadline=deadline), ATTEND)
                 assert not is_refused
             except AttendError:
                 assert is_refused

@@ -1,4 +1,4 @@
-"""What the fair queue promises, for any items: nobody starves, shares are equal, a flow's order is kept, the order is always the same."""
+"""Properties of the fair queue for random items: no starvation, equal shares, order within a flow, determinism."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.serving.fair_queue import REMEMBERED, FairQueue
+from service.serving.fair_queue import MAX_IDLE_FLOWS, FairQueue
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ ARRIVALS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 100)), min
 
 @given(FLOWS)
 def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, list[int]]) -> None:
-    """Nothing is lost or doubled, and iterating says beforehand in which order it will happen."""
+    """Iterating gives the order in which items will be served."""
     queue = queue_of(*(item for flow, costs in flows.items() for item in items(flow, *costs)))
     foretold = list(queue)
     served = list(drained(queue))
@@ -55,8 +55,8 @@ def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, l
 
 
 @given(ARRIVALS, st.lists(st.integers(0, 3), max_size=40))
-def test_the_same_arrivals_are_served_in_the_same_order(arrivals: list[tuple[str, int]], served: list[int]) -> None:
-    """However many are served between two arrivals; nothing but the arrivals and the serving decides."""
+def test_the_order_is_deterministic(arrivals: list[tuple[str, int]], served: list[int]) -> None:
+    """It depends only on arrivals and serving."""
 
     def history() -> list[Item]:
         queue, order, turns = queue_of(), [], iter(served)
@@ -72,8 +72,8 @@ def test_the_same_arrivals_are_served_in_the_same_order(arrivals: list[tuple[str
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=6))
-def test_flows_that_always_have_work_get_equal_shares_of_it(costs: list[int]) -> None:
-    """At any moment no two flows are further apart than the costs of one item of each, whatever their items cost."""
+def test_flows_with_waiting_items_get_equal_shares(costs: list[int]) -> None:
+    """At any moment two flows differ by at most the costs of one item of each, whatever their items cost."""
     queue, work, numbers = queue_of(), [0] * len(costs), [0] * len(costs)
     for flow, cost in enumerate(costs):
         queue.append(Item(str(flow), 0, cost))
@@ -88,8 +88,8 @@ def test_flows_that_always_have_work_get_equal_shares_of_it(costs: list[int]) ->
 
 
 @given(st.integers(1, 20), st.integers(1, 1000), st.integers(0, 60), st.integers(1, 1000))
-def test_a_light_flow_waits_for_one_item_of_each_other_at_most(heavy: int, cost: int, before: int, light: int) -> None:
-    """However many items the heavy flows have waiting, and however long they have been at it."""
+def test_a_light_flow_waits_for_at_most_one_item_of_each_other_flow(heavy: int, cost: int, before: int, light: int) -> None:
+    """However many items the heavy flows have waiting."""
     queue = queue_of(*(item for flow in range(heavy) for item in items(str(flow), *[float(cost)] * 70)))
     for _ in range(before):
         queue.serve([next(iter(queue))])
@@ -99,14 +99,14 @@ def test_a_light_flow_waits_for_one_item_of_each_other_at_most(heavy: int, cost:
     assert len(ahead) == len(set(ahead)) <= heavy
 
 
-def test_many_heavy_items_of_one_flow_do_not_delay_the_other() -> None:
-    """First come first served would have answered ten heavy ones before the first light one."""
+def test_many_heavy_items_of_one_flow_do_not_delay_another_flow() -> None:
+    """First come, first served would serve ten heavy items before the first light one."""
     queue = queue_of(*items("heavy", *[100.0] * 10), *items("light", 1.0, 1.0, 1.0))
     assert "".join(item.flow[0] for item in drained(queue)) == "hlll" + 9 * "h"
 
 
-def test_an_idle_flow_saves_nothing_up() -> None:
-    """One that comes back after others were served shares from then on; it does not get all that it left to others."""
+def test_an_idle_flow_accumulates_no_credit() -> None:
+    """When it becomes active again, it gets an equal share from then on."""
     queue = queue_of(*items("a", *[1.0] * 20))
     for _ in range(10):
         queue.serve([next(iter(queue))])
@@ -115,8 +115,8 @@ def test_an_idle_flow_saves_nothing_up() -> None:
     assert "".join(item.flow for item in drained(queue))[:8] in ("abababab", "babababa")
 
 
-def test_a_flow_that_leaves_and_comes_back_does_not_begin_again() -> None:
-    """Whoever has one item at a time, and sends the next when it has its answer, gets a share like any other."""
+def test_a_flow_that_is_briefly_empty_keeps_its_tag() -> None:
+    """A flow that has one item at a time gets the same share as others."""
     queue = queue_of(Item("a", 0, 10.0), *items("b", *[1.0] * 30))
     served = []
     for _ in range(24):
@@ -128,27 +128,26 @@ def test_a_flow_that_leaves_and_comes_back_does_not_begin_again() -> None:
     assert served.count("a") == 3
 
 
-def test_what_goes_along_is_counted() -> None:
-    """Items that are served out of turn, since they go well with the first, are work that their flow was served."""
+def test_items_served_out_of_order_are_charged_to_their_flows() -> None:
+    """Those that join the batch of another item."""
     queue = queue_of(*items("a", 1.0, 1.0, 1.0), *items("b", 1.0, 1.0, 1.0))
     first = list(queue)
     queue.serve([first[0], *(item for item in first if item.flow == "b")][:3])
     assert [item.flow for item in drained(queue)] == ["a", "a", "b"]
 
 
-def test_what_is_removed_is_not_counted() -> None:
-    """Items whose callers have gone cost their flow nothing, wherever they stood."""
+def test_removed_items_are_not_charged() -> None:
+    """Wherever they are in the queue."""
     queue = queue_of(*items("a", *[100.0] * 5), *items("b", *[1.0] * 3))
     queue.remove([item for item in list(queue) if item.flow == "a" and item.number != 3])
     assert len(queue) == 4
     assert [item.flow for item in drained(queue)] == ["a", "b", "b", "b"]
 
 
-def test_flows_of_the_past_are_forgotten() -> None:
-    """As many callers as there are addresses leave no more behind than is kept."""
+def test_the_number_of_remembered_idle_flows_is_bounded() -> None:
     queue = queue_of()
-    for number in range(5 * REMEMBERED):
+    for number in range(5 * MAX_IDLE_FLOWS):
         queue.append(Item(str(number), 0, 1.0))
         queue.serve([next(iter(queue))])
     assert not queue
-    assert len(queue._idle) <= REMEMBERED
+    assert len(queue._idle) <= MAX_IDLE_FLOWS

@@ -1,4 +1,4 @@
-"""The thread that draws: what waits for it has a bound, a deadline, and a caller who may go. A drawing here lasts until it is let go."""
+"""The drawing thread: its bound on waiting drawings, deadlines and disconnected callers. Drawings block until the test releases them."""
 
 import asyncio
 import subprocess
@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.figures import WAITING, FigureRenderer
-from service.serving.requests import Waiting
+from service.serving.figures import MAX_WAITING, FigureRenderer
+from service.serving.requests import CallerState
 
 
 class Held:
@@ -34,17 +34,17 @@ def renderer():
 
 
 async def begin(renderer, figure, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(renderer.draw(figure.draw, Waiting(deadline, gone)))
+    task = asyncio.create_task(renderer.draw(figure.draw, CallerState(deadline, gone)))
     await asyncio.sleep(0)
     return task
 
 
-def test_what_waits_has_a_bound(renderer):
+def test_too_many_waiting_drawings_are_overloaded(renderer):
     async def scenario():
         held = Held()
-        tasks = [await begin(renderer, held) for _ in range(WAITING)]
+        tasks = [await begin(renderer, held) for _ in range(MAX_WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(held.draw, Waiting(None, lambda: False))
+            await renderer.draw(held.draw, CallerState(None, lambda: False))
         for task in tasks:
             task.cancel()
         held.go.set()
@@ -54,15 +54,15 @@ def test_what_waits_has_a_bound(renderer):
     refusal = asyncio.run(scenario())
 
     assert refusal.retry_after >= 1
-    assert refusal.problems[0].got == str(WAITING + 1)
+    assert refusal.problems[0].got == str(MAX_WAITING + 1)
 
 
-def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
+def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
     async def scenario():
         first, second = Held(), Held()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await renderer.draw(second.draw, Waiting(renderer.clock() + 0.01, lambda: False))
+            await renderer.draw(second.draw, CallerState(renderer.clock() + 0.01, lambda: False))
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)
@@ -72,7 +72,7 @@ def test_a_drawing_whose_deadline_comes_while_it_waits_never_begins(renderer):
     assert asyncio.run(scenario()) == 0
 
 
-def test_a_caller_who_has_gone_ends_the_drawing(renderer):
+def test_a_disconnected_caller_ends_the_drawing(renderer):
     async def scenario():
         held, gone = Held(), threading.Event()
         task = await begin(renderer, held, gone=gone.is_set)
@@ -85,7 +85,7 @@ def test_a_caller_who_has_gone_ends_the_drawing(renderer):
     asyncio.run(scenario())
 
 
-def test_a_late_drawing_is_given_up_by_whoever_waits_and_by_the_thread():
+def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing():
     seen = []
 
     async def scenario():
@@ -106,7 +106,7 @@ def test_a_late_drawing_is_given_up_by_whoever_waits_and_by_the_thread():
 
 
 def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
-    """A full collection among matplotlib's objects pauses every thread, the event loop's too."""
+    """A full collection among matplotlib's objects would pause every thread, including the event loop's."""
     script = """
 import gc, sys
 from service.serving.figures import _load_matplotlib

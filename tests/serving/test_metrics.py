@@ -1,4 +1,4 @@
-"""What `/metrics` says of several workers, whichever of them is asked: every counter and gauge over all that live, and no more."""
+"""/metrics with several workers: any worker reports the sums over all living ones."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ def two_workers(start: Start, *flags: str) -> Server:
 
 @several_workers
 def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
-    """Requests, refusals, bytes, phases, batches and layers' calls: what each did is told by the other as well."""
+    """Requests, refusals, bytes, phases, batches and calls to layers."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
     assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
     before, sent, received = told(server.url), 0, 0
@@ -55,8 +55,8 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
 
 
 @several_workers
-def test_gauges_tell_of_all_workers(start: Start) -> None:
-    """What waits in either, and the bodies that either holds; one stands still meanwhile, so that only the other can tell."""
+def test_gauges_are_sums_over_all_workers(start: Start) -> None:
+    """Waiting calls and bytes of bodies, also of a worker that is stopped while another is asked."""
     server = two_workers(start, "--batch-delay", "3")
     first, second = workers_of(server.process.pid)
     replies: list[httpx.Response] = []
@@ -78,8 +78,7 @@ def test_gauges_tell_of_all_workers(start: Start) -> None:
 
 
 @several_workers
-def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
-    """What it held is held no more: neither its layers nor its memory."""
+def test_gauges_exclude_a_dead_worker(start: Start, tmp_path: Path) -> None:
     server = two_workers(start, "--layers-dir", str(tmp_path))
     assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
     for worker in workers_of(server.process.pid):
@@ -95,9 +94,8 @@ def test_gauges_forget_a_dead_worker(start: Start, tmp_path: Path) -> None:
 
 
 @several_workers
-def test_metrics_forget_removed_layers(start: Start, tmp_path: Path) -> None:
-    """Whoever makes, calls and removes layers does not fill the metrics: after each removal there are as many series as before. Of layers
-    that are held there are never more than the limit."""
+def test_series_of_removed_layers_are_deleted(start: Start, tmp_path: Path) -> None:
+    """Creating, calling and removing layers does not increase the number of series."""
     server = two_workers(start, "--layers-dir", str(tmp_path), "--max-layers", "2")
     workers = workers_of(server.process.pid)
     ask(server.url, "POST", "/attend", json={**DOCUMENT, "layer": "default", "query": [[0.5] * 64]})

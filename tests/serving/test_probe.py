@@ -1,4 +1,4 @@
-"""Ready means that the device computes: a hung one, a broken one, a busy one and an idle one, and what each is called."""
+"""Readiness requires that the device computes: idle, busy, hung and broken devices."""
 
 import asyncio
 from typing import Any
@@ -33,8 +33,8 @@ def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     return asyncio.get_running_loop().create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
 
 
-def test_an_idle_device_is_given_a_tiny_call() -> None:
-    """Once for each question; one just answered counts for the next."""
+def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
+    """Not if a call has just been answered."""
 
     async def test() -> None:
         attention = Attention()
@@ -51,8 +51,8 @@ def test_an_idle_device_is_given_a_tiny_call() -> None:
     run(test())
 
 
-def test_a_hung_device_is_not_ready_and_comes_back() -> None:
-    """Nothing comes back within the deadline: not ready, however often it is asked; and nothing piles up behind it."""
+def test_a_hung_device_is_not_ready_until_it_responds() -> None:
+    """However often readiness is asked for, no probes pile up behind the hung call."""
 
     async def test() -> None:
         attention = Attention()
@@ -75,7 +75,7 @@ def test_a_hung_device_is_not_ready_and_comes_back() -> None:
 
 
 def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
-    """A full queue does not keep the question waiting: what others get back is the answer."""
+    """A full queue does not delay the reply: results of other calls count."""
 
     async def test() -> None:
         attention = Attention()
@@ -96,8 +96,8 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
     run(test())
 
 
-def test_a_long_call_does_not_make_the_server_unready() -> None:
-    """A call predicted to take ten seconds has taken twenty: the device is trusted with it, at once. After 200 it is not."""
+def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> None:
+    """A call predicted to take ten seconds has taken twenty: ready, without a wait. After 200 it is not."""
 
     async def test() -> None:
         attention = Attention()
@@ -121,8 +121,6 @@ def test_a_long_call_does_not_make_the_server_unready() -> None:
 
 
 def test_a_device_that_fails_is_not_ready() -> None:
-    """It comes back at once, with nothing."""
-
     async def test() -> None:
         attention = Attention()
         service, _ = await opened(attention)
@@ -143,8 +141,8 @@ def test_a_device_that_fails_is_not_ready() -> None:
     run(test())
 
 
-def test_when_the_device_is_not_asked() -> None:
-    """About to leave: no, whatever it would say. Without any layer there is nothing to ask it: layers may come."""
+def test_the_device_is_not_probed_while_draining_or_without_layers() -> None:
+    """Draining: not ready in any case. Without layers: ready."""
 
     async def test() -> None:
         attention = Attention()
@@ -159,9 +157,7 @@ def test_when_the_device_is_not_asked() -> None:
     run(test())
 
 
-def test_the_first_advice_is_of_the_devices_own_speed() -> None:
-    """A call is timed at the start; whoever is refused then hears when the queue will really be empty."""
-
+def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
     async def test() -> None:
         attention = Attention()
         scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(operations=10**11), BatchLimits())
@@ -185,7 +181,7 @@ def test_the_first_advice_is_of_the_devices_own_speed() -> None:
     "spec", [{"d_model": 4, "num_heads": 2}, {"d_model": 512, "num_heads": 8}, {"d_model": 8, "num_heads": 2, "value_dim": 3}]
 )
 def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a call that takes long enough to tell, whatever the layer."""
+    """With a call that takes long enough for a reliable measurement, whatever the layer."""
     learnt: list[tuple[int, float]] = []
     monkeypatch.setattr(Scheduler, "learn", lambda self, operations, seconds: learnt.append((operations, seconds)))
 

@@ -1,6 +1,6 @@
 """The rules of serving (docs/design.md), one by one, on a real event loop and a real device thread.
 
-A device is kept busy by an event that the test holds, never by time; a clock is a number that the test sets.
+A device is busy until the test sets an event; nothing is timed. A clock is a number that the test sets.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
 from service.serving import batching, executor, probe, scheduler
 from service.serving.batching import Entry
-from service.serving.binding import bind, fit
+from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome
 from service.serving.requests import RawRequest
-from service.serving.scheduler import OOM_UNREADY
+from service.serving.scheduler import UNHEALTHY_AFTER
 from service.serving.service import open_service
 from service.settings import Settings
 from service.spec import LayerSpec
@@ -47,7 +48,7 @@ from service.wire.schemas.attend import AttendRequest
 @pytest.fixture
 def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is computed on the device's thread, however little it costs."""
-    monkeypatch.setattr(scheduler, "INLINE_OPERATIONS", -1)
+    monkeypatch.setattr(scheduler, "LIGHT_OPERATIONS", -1)
 
 
 def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
@@ -76,8 +77,8 @@ def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
     ],
     ids=["malformed", "too narrow", "no such layer", "beyond float32", "a mask that does not fit"],
 )
-def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
-    """A bad body is refused while the device is busy with others, and leaves no trace in the queue nor in their batch."""
+def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -> None:
+    """While the device is busy. It is neither in the queue nor in a batch."""
 
     async def test() -> None:
         service = open_service("cpu", WireLimits(), ServingLimits())
@@ -87,12 +88,12 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
         attention.door.clear()
         busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
-        waiting = asyncio.create_task(service.engine.attend(good))
+        waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
         await turns()
 
         before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
-            await service.engine.attend(RawRequest(body))
+            await service.engine.answer(RawRequest(body), ATTEND)
         assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
@@ -108,8 +109,8 @@ def test_law_1_what_is_not_bound_never_waits(body: bytes) -> None:
 # 2. A future is settled only if it is not done; a call whose client has disconnected is dropped before it is computed, and counted.
 
 
-def test_law_2_a_cancelled_caller_is_skipped_and_counted() -> None:
-    """Cancelled while it waits: the device never sees it, its neighbours in the queue do not notice, and it is counted."""
+def test_law_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
+    """Other waiting calls are not affected."""
 
     async def test() -> None:
         bench = Bench()
@@ -133,8 +134,8 @@ def test_law_2_a_cancelled_caller_is_skipped_and_counted() -> None:
     run(test())
 
 
-def test_law_2_a_caller_who_hung_up_is_skipped_and_counted() -> None:
-    """Nobody cancels a request whose connection is gone; asked whether its caller is there, it says no. It ends all the same."""
+def test_law_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() -> None:
+    """`gone` returns True; nothing cancels the call."""
 
     async def test() -> None:
         bench = Bench()
@@ -158,8 +159,8 @@ def test_law_2_a_caller_who_hung_up_is_skipped_and_counted() -> None:
 
 @pytest.mark.usefixtures("no_light_calls")
 @pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "so large that reading was paused"])
-def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
-    """Through a real server: a request waits for a busy device, its connection is closed, and it is dropped, counted and done with."""
+def test_law_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
+    """Through a real server with a busy device."""
 
     async def test() -> None:
         app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
@@ -198,8 +199,8 @@ def test_law_2_a_closed_connection_is_a_caller_who_hung_up(size: int) -> None:
 
 
 @pytest.mark.parametrize("hung_up", [False, True], ids=["cancelled", "hung up"])
-def test_law_2_a_caller_who_goes_while_it_is_computed_harms_nobody(hung_up: bool) -> None:
-    """The result of a call in a batch that is under way has nobody to go to; the others in its batch get theirs."""
+def test_law_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_up: bool) -> None:
+    """The other calls of the batch get their results."""
 
     async def test() -> None:
         bench = Bench()
@@ -225,8 +226,8 @@ def test_law_2_a_caller_who_goes_while_it_is_computed_harms_nobody(hung_up: bool
     run(test())
 
 
-def test_law_2_a_settled_future_is_left_alone() -> None:
-    """Deadline, cancellation and result may come in any order: the first counts, the others are dropped without a word."""
+def test_law_2_a_settled_future_is_not_set_again() -> None:
+    """Deadline, cancellation and result in any order: the first counts, the others are dropped."""
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
@@ -272,7 +273,7 @@ class Once:
 
 @pytest.mark.parametrize("stage", ["sizing", "counting", "stacking", "computing", "splitting"])
 def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it happens, every call of the batch is told, none waits for ever, and the next batch is served."""
+    """Wherever it happens. The next batch is computed."""
 
     async def test() -> None:
         bench = Bench()
@@ -300,9 +301,7 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch
     run(test())
 
 
-def test_law_3_a_failure_of_a_light_call_is_its_own() -> None:
-    """It reaches the caller, who has computed nothing for others; the next ones are answered."""
-
+def test_law_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
     async def test() -> None:
         bench = Bench()
         bench.attention.forward = Once(bench.attention.forward)  # type: ignore[method-assign]
@@ -316,8 +315,8 @@ def test_law_3_a_failure_of_a_light_call_is_its_own() -> None:
     run(test())
 
 
-def test_law_3_a_failure_stays_in_its_batch() -> None:
-    """Calls that were waiting for another layer meanwhile are computed as if nothing had happened."""
+def test_law_3_a_failure_does_not_affect_other_batches() -> None:
+    """Waiting calls to another layer are computed."""
 
     async def test() -> None:
         bench = Bench()
@@ -343,8 +342,8 @@ def test_law_3_a_failure_stays_in_its_batch() -> None:
 
 
 @pytest.mark.parametrize("knobs", [{"operations": 10**15}, {"memory": 10**12}], ids=["work", "memory"])
-def test_law_4_a_call_beyond_the_batch_runs_alone_and_soon(knobs: dict[str, int]) -> None:
-    """It stood in the queue with small calls before and behind it, and new ones keep coming as long as it waits."""
+def test_law_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict[str, int]) -> None:
+    """Small calls wait before and behind it, and new ones keep arriving."""
 
     async def test() -> None:
         bench = Bench(calls=4, operations=10**16, memory_bytes=10**13)
@@ -373,8 +372,8 @@ def test_law_4_a_call_beyond_the_batch_runs_alone_and_soon(knobs: dict[str, int]
 
 
 @pytest.mark.parametrize("limit", ["operations", "memory"])
-def test_law_5_a_full_queue_is_an_answer(limit: str) -> None:
-    """The call that is too much for the queue hears it at once and when to come again; those that wait are served; then there is room."""
+def test_law_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> None:
+    """With Retry-After. The waiting calls are computed; then there is room."""
 
     async def test() -> None:
         bench = Bench(operations=10 * HEAVY, memory_bytes=1000)
@@ -401,8 +400,8 @@ def test_law_5_a_full_queue_is_an_answer(limit: str) -> None:
     run(test())
 
 
-def test_law_5_an_empty_queue_takes_any_call() -> None:
-    """What passed admission is served, even if it is more than the queue may hold: 429 would be an answer for ever."""
+def test_law_5_an_empty_queue_accepts_any_call() -> None:
+    """Even one larger than the bound: it was admitted, and could otherwise never be computed."""
 
     async def test() -> None:
         bench = Bench(operations=10, memory_bytes=10)
@@ -413,7 +412,7 @@ def test_law_5_an_empty_queue_takes_any_call() -> None:
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_5_the_bound_is_cost_not_count() -> None:
+def test_law_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
     """Thousands of small calls may wait where two large ones may not."""
 
     async def test() -> None:
@@ -436,9 +435,7 @@ def test_law_5_the_bound_is_cost_not_count() -> None:
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_5_those_who_have_gone_leave_their_room() -> None:
-    """Callers who gave up do not fill the queue for those who come."""
-
+def test_law_5_abandoned_calls_free_their_room_in_the_queue() -> None:
     async def test() -> None:
         bench = Bench(operations=1000)
         busy = await bench.occupy()
@@ -459,8 +456,8 @@ def test_law_5_those_who_have_gone_leave_their_room() -> None:
     run(test())
 
 
-def test_law_5_later_is_longer_when_more_waits() -> None:
-    """The advice grows with the queue, and falls again as the device is seen to be faster."""
+def test_law_5_retry_after_grows_with_the_queue() -> None:
+    """It falls when the device is measured to be faster."""
 
     async def test() -> None:
         clock = Clock()
@@ -483,9 +480,9 @@ def test_law_5_later_is_longer_when_more_waits() -> None:
 
 
 @pytest.mark.parametrize("operations", [0, 1000], ids=["no work", "hardly any work"])
-def test_law_5_small_calls_do_not_spoil_the_advice(operations: int) -> None:
-    """Thousands of calls took a moment each for next to nothing, since a moment is the least that a call takes. That says nothing of
-    how fast the work in a full queue will go: the advice is no more than a few times what it was."""
+def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
+    """Thousands of calls with few operations take a moment each, which does not show the speed for large ones: the estimate stays within a
+    few times of what it was."""
 
     async def advice(small: int) -> int:
         ticks = iter(range(10**9))
@@ -511,8 +508,8 @@ def test_law_5_small_calls_do_not_spoil_the_advice(operations: int) -> None:
 # 6. No waiting for more calls: what is there when the device is free is the batch.
 
 
-def test_law_6_what_is_there_when_the_device_is_free_is_the_batch() -> None:
-    """Everything that came while the device was busy is one batch; a single call that finds it idle is one too."""
+def test_law_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:
+    """A single call that finds the device idle is a batch too."""
 
     async def test() -> None:
         bench = Bench()
@@ -538,8 +535,8 @@ def test_law_6_what_is_there_when_the_device_is_free_is_the_batch() -> None:
     run(test())
 
 
-def test_law_6_an_idle_device_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a delay no timer is ever set: what has come in the same turn of the loop goes together, and goes at once."""
+def test_law_6_without_a_delay_no_timer_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that arrive in the same iteration of the event loop are computed together, at once."""
 
     async def test() -> None:
         bench = Bench()
@@ -556,8 +553,8 @@ def test_law_6_an_idle_device_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) 
     run(test())
 
 
-def test_law_6_a_delay_is_waited_once_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a delay the first call sets one timer, whoever comes before it ends joins, and what it ends in is one batch."""
+def test_law_6_a_delay_sets_one_timer_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call sets the timer; calls that arrive before it ends join the batch."""
 
     async def test() -> None:
         bench = Bench(delay=7.5)
@@ -580,8 +577,8 @@ def test_law_6_a_delay_is_waited_once_for_company(monkeypatch: pytest.MonkeyPatc
     run(test())
 
 
-def test_law_6_a_backlog_waits_for_no_delay() -> None:
-    """Calls wait behind one another, in several batches, and only the first has found the device idle: one delay for all."""
+def test_law_6_a_delay_applies_only_to_an_idle_device() -> None:
+    """Several batches wait; only the first call found the device idle."""
 
     async def test() -> None:
         bench = Bench(delay=7.5, calls=2)
@@ -608,8 +605,8 @@ def test_law_6_a_backlog_waits_for_no_delay() -> None:
 # 7. A batched answer equals the solo answer; bit for bit with `reproducible`.
 
 
-def test_law_7_a_batched_answer_equals_the_solo_answer() -> None:
-    """Calls with masks and sizes of their own, of which those of one shape are computed together, get what each gets alone."""
+def test_law_7_a_batched_result_equals_the_result_alone() -> None:
+    """Calls with different masks and sizes; those of one shape are computed together."""
 
     async def test() -> None:
         bench = Bench()
@@ -637,10 +634,8 @@ def test_law_7_a_batched_answer_equals_the_solo_answer() -> None:
     run(test())
 
 
-def test_law_7_reproducible_is_bit_for_bit_whoever_else_is_there() -> None:
-    """It is computed by itself, on one thread, in a full queue as in an empty one; all others keep their threads, those too that start
-    while it is computed.
-    """
+def test_law_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
+    """They are computed alone, on one thread. Other calls keep their number of threads, also those that start at the same time."""
 
     async def test() -> None:
         bench = Bench()
@@ -682,7 +677,7 @@ def test_law_7_reproducible_is_bit_for_bit_whoever_else_is_there() -> None:
 
 
 def test_law_8_only_the_injected_clock_is_read() -> None:
-    """Hours pass between arrival and computing if the clock says so; waiting and computing are told by it alone."""
+    """Hours pass between arrival and computation if the clock says so; queue and compute times come from it alone."""
 
     async def test() -> None:
         clock = Clock()
@@ -736,8 +731,8 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize("error", SHORTAGES)
-def test_law_9_out_of_memory_tries_the_halves(error: Callable[[], BaseException]) -> None:
-    """Memory for three items: the calls of one to three are answered, the one of five alone is told that it does not fit."""
+def test_law_9_a_batch_that_runs_out_of_memory_is_split(error: Callable[[], BaseException]) -> None:
+    """Memory for three items: calls of one to three items are answered, the one of five gets OutOfMemory."""
 
     async def test() -> None:
         bench = Bench()
@@ -763,9 +758,7 @@ def test_law_9_out_of_memory_tries_the_halves(error: Callable[[], BaseException]
     run(test())
 
 
-def test_law_9_splitting_can_be_what_runs_out() -> None:
-    """Memory may also be short for stacking, before the layer is reached: the halves are tried all the same."""
-
+def test_law_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
     async def test() -> None:
         bench = Bench()
         busy = await bench.occupy()
@@ -787,9 +780,7 @@ def test_law_9_splitting_can_be_what_runs_out() -> None:
     run(test())
 
 
-def test_law_9_what_did_not_fit_is_let_go_before_the_halves_are_tried() -> None:
-    """Otherwise the halves find the memory taken by the very batch that was too large for it."""
-
+def test_law_9_memory_of_the_failed_batch_is_freed_before_the_halves_run() -> None:
     class Intermediate:
         """Stands for the scores of a batch that ran out of memory half way."""
 
@@ -815,8 +806,8 @@ def test_law_9_what_did_not_fit_is_let_go_before_the_halves_are_tried() -> None:
     run(test())
 
 
-def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
-    """A call that does not fit is that call's affair; several in a row are the device's. The first that fits ends it."""
+def test_law_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> None:
+    """One call that does not fit changes nothing; several in a row do. The first that fits restores readiness."""
 
     async def test() -> None:
         service = open_service("cpu", WireLimits(), ServingLimits())
@@ -835,7 +826,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
             return True
 
         assert service.ready
-        for _ in range(OOM_UNREADY - 1):
+        for _ in range(UNHEALTHY_AFTER - 1):
             assert not await ask(2)
             assert service.ready
         assert not await ask(2)
@@ -844,7 +835,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
         assert not service.ready
         assert await ask(1)
         assert service.ready
-        for _ in range(OOM_UNREADY - 1):
+        for _ in range(UNHEALTHY_AFTER - 1):
             assert not await ask(2)
         assert service.ready
         service.close()
@@ -852,9 +843,7 @@ def test_law_9_readiness_falls_if_it_repeats_and_comes_back() -> None:
     run(test())
 
 
-def test_law_9_other_failures_are_no_shortage() -> None:
-    """An error that is not about memory is not tried again in halves: it would be the same a hundred times."""
-
+def test_law_9_other_failures_do_not_split_the_batch() -> None:
     async def test() -> None:
         bench = Bench()
         bench.attention.fault = lambda call: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
@@ -866,8 +855,8 @@ def test_law_9_other_failures_are_no_shortage() -> None:
     run(test())
 
 
-def test_law_9_readiness_comes_back_without_calls() -> None:
-    """Nobody sends calls to a server that is not ready. When memory is there again, /health/ready says so, and the gauge, unasked."""
+def test_law_9_readiness_recovers_without_calls() -> None:
+    """An unready server gets no calls. When there is memory again, /health/ready and the gauge say so."""
 
     async def test() -> None:
         app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
@@ -882,7 +871,7 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
 
             async def fall() -> None:
                 attention.fault = beyond(0, MemoryError)
-                for _ in range(OOM_UNREADY):
+                for _ in range(UNHEALTHY_AFTER):
                     with pytest.raises(OutOfMemory):
                         await service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
                 assert not service.ready
@@ -900,15 +889,15 @@ def test_law_9_readiness_comes_back_without_calls() -> None:
             assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "RECOVERY", 0.001)
+        patch.setattr(probe, "RECOVERY_INTERVAL", 0.001)
         run(test())
 
 
 # Deadlines
 
 
-def test_a_deadline_in_the_queue() -> None:
-    """By the injected clock its time has passed when the device is free: it is told so, and costs nothing."""
+def test_a_deadline_that_passes_in_the_queue() -> None:
+    """By the injected clock it has passed when the device becomes free: the call gets an error and is not computed."""
 
     async def test() -> None:
         clock = Clock()
@@ -931,8 +920,8 @@ def test_a_deadline_in_the_queue() -> None:
     run(test())
 
 
-def test_a_deadline_while_the_device_is_busy_with_others() -> None:
-    """The caller is told when its time is over, not when the device gets round to it. It is there, so it is not counted as gone."""
+def test_a_deadline_is_reported_while_the_device_is_still_busy() -> None:
+    """At the deadline, not when the device becomes free. The call is not counted as abandoned."""
 
     async def test() -> None:
         bench = Bench()
@@ -949,8 +938,8 @@ def test_a_deadline_while_the_device_is_busy_with_others() -> None:
     run(test())
 
 
-def test_a_deadline_while_it_is_computed() -> None:
-    """The answer comes too late and is dropped; its neighbours in the batch get theirs, and the device goes on."""
+def test_a_deadline_that_passes_during_computation() -> None:
+    """The result is dropped; the other calls of the batch get theirs."""
 
     async def test() -> None:
         bench = Bench()
@@ -974,9 +963,7 @@ def test_a_deadline_while_it_is_computed() -> None:
 
 
 @pytest.mark.parametrize("operations", [1, HEAVY], ids=["on the loop", "on the thread"])
-def test_a_deadline_that_has_passed_already(operations: int) -> None:
-    """Nothing is computed for it."""
-
+def test_a_call_whose_deadline_has_passed_is_not_computed(operations: int) -> None:
     async def test() -> None:
         clock = Clock()
         bench = Bench(clock)
@@ -990,8 +977,8 @@ def test_a_deadline_that_has_passed_already(operations: int) -> None:
     run(test())
 
 
-def test_an_answer_in_time_leaves_no_timer_behind() -> None:
-    """A deadline far away is no reason to keep a call, its tensors and its caller until then."""
+def test_a_settled_call_leaves_no_timer() -> None:
+    """A timer until a distant deadline would keep the call and its tensors in memory."""
 
     async def test() -> None:
         bench = Bench()
@@ -1024,13 +1011,13 @@ def test_an_answer_in_time_leaves_no_timer_behind() -> None:
         pytest.param(False, {"query": np.ones((1, 800, 6)), "dropout": {"p": 0.5, "seed": 1}}, id="millions of random numbers"),
     ],
 )
-def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
-    """A call of well under a millisecond is computed where it is, everything else on the device's thread."""
+def test_law_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
+    """All others are computed on the device's thread."""
 
     async def test() -> None:
         bench = Bench()
         asked = validate(AttendRequest, {"layer": "layer", **fields})
-        fit(asked, SPEC)
+        check_against_layer(asked, SPEC)
         await bench.scheduler.submit(bench.layer, bind(asked, SPEC), predict(asked, SPEC))
         assert (bench.attention.threads == [threading.get_ident()]) == small
         bench.scheduler.close()
@@ -1038,8 +1025,8 @@ def test_law_12_what_takes_long_leaves_the_event_loop(small: bool, fields: dict[
     run(test())
 
 
-def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
-    """What counts is what there is to parse, not how well it was compressed on the way."""
+def test_law_12_a_compressed_body_is_decoded_in_a_thread() -> None:
+    """Its size is that after decompression."""
     threads: list[int] = []
 
     class Watched(NativeCodec):
@@ -1055,7 +1042,7 @@ def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.attend(RawRequest(packed, Watched(JSON, parse, encode_json), "gzip"))
+            await service.engine.answer(RawRequest(packed, Watched(JSON, parse, encode_json), "gzip"), ATTEND)
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
@@ -1067,7 +1054,7 @@ def test_law_12_a_body_that_unpacks_to_much_leaves_the_event_loop() -> None:
 
 
 def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
-    """On a CPU they are computed on the event loop when they arrive, while the device's thread computes something else."""
+    """On a CPU they are computed on the event loop on arrival, while the device's thread computes another call."""
 
     async def test() -> None:
         bench = Bench()
@@ -1111,8 +1098,8 @@ def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
     run(test())
 
 
-def test_law_14_light_calls_beside_a_hung_device_do_not_vouch_for_it() -> None:
-    """What the event loop computed says nothing of the thread that came back with nothing."""
+def test_law_14_light_calls_do_not_make_a_hung_device_ready() -> None:
+    """They are computed on the event loop and do not show that the device's thread works."""
 
     async def test() -> None:
         bench = Bench()
@@ -1128,8 +1115,8 @@ def test_law_14_light_calls_beside_a_hung_device_do_not_vouch_for_it() -> None:
     run(test())
 
 
-def test_law_14_a_call_waits_for_one_call_of_each_other_caller() -> None:
-    """Ten heavy calls of each of three callers wait, when a fourth caller comes with one: it is among the next four."""
+def test_law_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> None:
+    """Ten heavy calls of each of three callers wait; the one call of a fourth is among the next four."""
 
     async def test() -> None:
         bench = Bench(calls=1)
@@ -1147,8 +1134,8 @@ def test_law_14_a_call_waits_for_one_call_of_each_other_caller() -> None:
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_14_small_calls_of_a_heavy_caller_are_not_behind_its_heavy_ones() -> None:
-    """Two programs behind one address, without keys: calls of another size class are another flow. So it is where no call is light."""
+def test_law_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> None:
+    """Calls of another size class are another flow: two programs may share an address."""
 
     async def test() -> None:
         bench = Bench(calls=1)
@@ -1165,8 +1152,8 @@ def test_law_14_small_calls_of_a_heavy_caller_are_not_behind_its_heavy_ones() ->
     run(test())
 
 
-def test_law_14_one_caller_does_not_fill_the_queue() -> None:
-    """It is refused when it holds half of it; others are still taken, and its own calls of another size too."""
+def test_law_14_one_caller_can_use_half_of_the_queue() -> None:
+    """Calls of others, and its own of another size class, are still accepted."""
 
     async def test() -> None:
         bench = Bench(operations=10**12)
@@ -1184,9 +1171,9 @@ def test_law_14_one_caller_does_not_fill_the_queue() -> None:
     run(test())
 
 
-def test_law_14_the_advice_counts_what_runs_and_what_waits_at_their_own_speeds() -> None:
-    """A heavy call was seen to take 10 s, four like it wait behind one that has run for 4 s. Small calls, ten times slower by the
-    operation, have come in between: 46 seconds is what is left."""
+def test_law_14_retry_after_uses_the_speed_of_each_size_class() -> None:
+    """A heavy call takes 10 s; four wait behind one that has run for 4 s: 46 s remain. Small calls, ten times slower per operation, do not
+    change that."""
 
     async def test() -> None:
         clock = Clock()
@@ -1225,9 +1212,9 @@ def test_law_14_the_advice_counts_what_runs_and_what_waits_at_their_own_speeds()
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("hang_ups", [0.0, 0.1], ids=["nobody hangs up", "some hang up"])
-def test_nothing_is_lost(seed: int, hang_ups: float) -> None:
-    """Hundreds of callers, of whom some cancel, hang up, come too late, ask too much or meet a fault: each gets exactly one outcome,
-    and whoever gets an answer gets its own."""
+def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None:
+    """Hundreds of callers, some of which cancel, disconnect, set short deadlines, exceed limits or meet a failure. Each result belongs to
+    its call."""
     rng = np.random.default_rng(seed)
 
     async def test() -> None:
@@ -1293,9 +1280,7 @@ def test_nothing_is_lost(seed: int, hang_ups: float) -> None:
     run(test())
 
 
-def test_the_harness_can_fail() -> None:
-    """A caller that nobody ever answers is noticed, and so is an answer that is another call's."""
-
+def test_the_checks_detect_lost_and_swapped_outcomes() -> None:
     async def test() -> None:
         never: asyncio.Task[Any] = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:

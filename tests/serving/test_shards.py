@@ -1,6 +1,6 @@
-"""A call cut along its keys and joined again is the call: random layers and masks, every output, beside the same layer alone.
+"""A call that is cut along its keys, computed in parts and merged equals the whole call: random layers and masks, every output.
 
-Without the network: what travels is the same `Call` and `Result`.
+Without network; what would be sent is the same `Call` and `Result`.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
-from service.serving.cost import ServingLimits, predict, refusals, share
+from service.serving.cost import ServingLimits, cost_of_part, predict, refusals
+from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
@@ -51,7 +52,7 @@ def close(expected, got, tolerance):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @given(seed=st.integers(0, 2**32 - 1), select=st.sampled_from(SELECTIONS))
-def test_a_call_in_parts_is_the_call(dtype, seed, select):
+def test_merged_parts_equal_the_whole_call(dtype, seed, select):
     case = random_case(np.random.default_rng(seed), features=WHOLE, dtype=dtype)
     assume(case.spec.is_relative)  # other layers are never computed in parts
     layer = REGISTRY.make("x", case.spec, case.weights)
@@ -75,8 +76,8 @@ def test_a_call_in_parts_is_the_call(dtype, seed, select):
 
 @pytest.mark.parametrize("offset", [10_000, -10_000, 2**31 - 1, 1 - 2**31])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_alibi_far_away_in_parts(sinks, offset):
-    """In float32: the weights are those of the reference, in one piece and in parts, beside a sink that takes its share."""
+def test_parts_of_a_layer_with_alibi_and_sinks_agree_with_the_reference(sinks, offset):
+    """In float32, at large distances, in one part and in several."""
     rng = np.random.default_rng(3)
     spec = LayerSpec(d_model=8, num_heads=8, alibi=True, sinks=sinks)
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in spec.weight_shapes().items()}
@@ -94,7 +95,7 @@ def test_alibi_far_away_in_parts(sinks, offset):
 
 
 @pytest.mark.parametrize("outputs", [["output"], ["attention_weights"], ["log_sum_exp"], ["value_projection"], ["concatenated", "scores"]])
-def test_parts_compute_only_what_is_asked_for(outputs):
+def test_parts_compute_only_the_needed_outputs(outputs):
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     call = bind(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
     assert compute(layer, call, 3).tensors.keys() == set(outputs)
@@ -103,8 +104,7 @@ def test_parts_compute_only_what_is_asked_for(outputs):
     assert all(("head_outputs" in part.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
 
 
-def test_a_part_travels_without_the_keys_of_the_others():
-    """Pickled, as between machines."""
+def test_a_pickled_part_contains_only_its_own_keys():
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
     call = bind(request, layer.spec)
@@ -113,7 +113,7 @@ def test_a_part_travels_without_the_keys_of_the_others():
 
 
 @pytest.mark.parametrize("sinks", [True, False])
-def test_a_shard_holds_nothing_of_layers_that_were_replaced_or_removed(sinks):
+def test_a_shard_frees_replaced_and_removed_layers(sinks):
     registry, seen = LayerRegistry(torch.device("cpu"), ServingLimits()), []
     layers = ShardLayers(registry)
 
@@ -169,7 +169,7 @@ def ask(shards, limits=None, deadline=None, **fields):
                 service.engine.shards = shards
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else service.clock() + deadline
-            answer = await service.engine.attend(RawRequest(body, deadline=until))
+            answer = await service.engine.answer(RawRequest(body, deadline=until), ATTEND)
             plan = await service.engine.plan(RawRequest(body))
             return orjson.loads(b"".join(answer.pieces)), plan
         finally:
@@ -190,7 +190,7 @@ HALF = {
 
 
 @pytest.mark.parametrize("limit", HALF)
-def test_only_what_one_process_does_not_take_goes_to_shards(limit):
+def test_only_calls_too_large_for_one_process_go_to_shards(limit):
     (expected, _), shards = ask(None), Here(2)
     (small, _) = ask(shards)
     assert small == expected and not shards.calls
@@ -202,27 +202,27 @@ def test_only_what_one_process_does_not_take_goes_to_shards(limit):
 
 
 @pytest.mark.parametrize("shards", [None, Here(0), Here(1)])
-def test_without_shards_the_limit_is_the_limit(shards):
+def test_without_shards_a_call_beyond_the_limit_is_refused(shards):
     with pytest.raises(TooLarge, match="max_memory_bytes"):
         ask(shards, HALF["memory"]())
 
 
 @pytest.mark.parametrize("fields", [{"dropout": {"p": 0.1, "seed": 1}}, {"output_gradient": BODY["query"], "outputs": ["query_gradient"]}])
-def test_what_cannot_be_cut_is_not(fields):
+def test_calls_with_dropout_or_gradients_are_not_cut(fields):
     fields = {**fields, "select": None}
     limits = ServingLimits(max_operations=cost_of(**fields).operations * 2 // 3)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(Here(2), limits, **fields)
 
 
-def test_what_is_too_much_for_all_shards_is_refused():
+def test_a_call_too_large_for_all_shards_is_refused():
     limits = ServingLimits(max_operations=cost_of().operations // 3)
     assert ask(Here(4), limits)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(Here(2), limits)
     problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(max_scores=10), 64)
     assert problems and not in_parts, "weights come together in one place"
-    assert share(cost_of(), 2).operations == -(-cost_of().operations // 2)
+    assert cost_of_part(cost_of(), 2).operations == -(-cost_of().operations // 2)
 
 
 def test_a_deadline_ends_the_wait_for_shards():
@@ -230,6 +230,6 @@ def test_a_deadline_ends_the_wait_for_shards():
         ask(Here(2, wait=30), HALF["memory"](), deadline=0.05)
 
 
-def test_what_a_shard_raises_reaches_the_caller():
+def test_an_error_of_a_shard_reaches_the_caller():
     with pytest.raises(OutOfMemory):
         ask(Here(2, error=OutOfMemory()), HALF["memory"]())

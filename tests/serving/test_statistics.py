@@ -7,7 +7,7 @@ import pytest
 from support.layer_statistics import PHASES, count, count_and_leave, started
 
 from service.serving.executor import Execution
-from service.serving.statistics import SIZES, LayerStatistics
+from service.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
 
 
 def series(statistics: LayerStatistics) -> dict[tuple[str, str], float]:
@@ -32,17 +32,17 @@ def test_calls_are_counted_by_batch_size() -> None:
 
 def test_many_batch_sizes_are_all_counted_in_bounded_memory() -> None:
     statistics = started()
-    for size in range(1, 3 * SIZES):
+    for size in range(1, 3 * MAX_BATCH_SIZES):
         statistics.answered("a", PHASES, size, Execution(size), 1)
     statistics.failed("a", 1.0)
 
     found = statistics.all()["a"]
 
-    assert (found.answered.calls, found.answered.executions, found.failed.calls) == (3 * SIZES - 1, 3 * SIZES - 1, 1)
-    assert list(found.batches) == list(range(1, SIZES + 1)) and len(found.rows) == SIZES + 2
+    assert (found.answered.calls, found.answered.executions, found.failed.calls) == (3 * MAX_BATCH_SIZES - 1, 3 * MAX_BATCH_SIZES - 1, 1)
+    assert list(found.batches) == list(range(1, MAX_BATCH_SIZES + 1)) and len(found.rows) == MAX_BATCH_SIZES + 2
 
 
-def test_processes_of_one_folder_report_the_sum_which_outlives_them(tmp_path: Path) -> None:
+def test_processes_that_share_a_folder_report_sums_that_outlive_them(tmp_path: Path) -> None:
     one, other = started(tmp_path, 1.0), started(tmp_path, 2.0)
     alone = started(None, 2.0)
     for statistics in (one, other, alone, alone):
@@ -56,8 +56,8 @@ def test_processes_of_one_folder_report_the_sum_which_outlives_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_layers_that_come_and_go_leave_nothing(shared: bool, tmp_path: Path) -> None:
-    """Neither a series nor a file, even where a call outlives its layer."""
+def test_removed_layers_leave_no_series_and_no_file(shared: bool, tmp_path: Path) -> None:
+    """Even if a call ends after its layer was removed."""
     statistics = started(tmp_path if shared else None)
     statistics.answered("a", PHASES, 1, Execution(1), 10)
     for turn in range(50):
@@ -73,7 +73,7 @@ def test_layers_that_come_and_go_leave_nothing(shared: bool, tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == shared
 
 
-def test_counts_of_an_ended_process_stay_until_the_layer_is_removed(tmp_path: Path) -> None:
+def test_counts_of_an_ended_process_remain_until_the_layer_is_removed(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=count_and_leave, args=(tmp_path,))
     process.start()
     process.join()

@@ -1,4 +1,4 @@
-"""Rule 11: workers times threads never exceed the cores this process may really use, and the plan stands before torch starts its pool."""
+"""Rule 11: workers times threads never exceed the usable cores, and the number of threads is set before torch starts its pool."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def version_2(quota: str, period: str = "100000") -> dict[str, str]:
 def test_law_11_a_quota_bounds_the_cores(
     cgroup: Limit, affinity: Callable[[int], None], write: Callable[[str, str], dict[str, str]], quota: str, period: str, cores: int
 ) -> None:
-    """On eight cores: whole cores of the quota, rounded down, so that the kernel never stops us; but never fewer than one."""
+    """On eight cores: the quota rounded down to whole cores, but at least one."""
     affinity(8)
     assert usable_cores(cgroup(write(quota, period))) == cores
 
@@ -84,28 +84,27 @@ def test_law_11_a_quota_bounds_the_cores(
         pytest.param({"cpu/cpu.cfs_quota_us": "\n", "cpu/cpu.cfs_period_us": "\n"}, id="version 1, empty"),
     ],
 )
-def test_law_11_without_a_quota_it_is_the_affinity(
+def test_law_11_without_a_quota_the_affinity_counts(
     cgroup: Limit, affinity: Callable[[int], None], files: dict[str, str], cores: int
 ) -> None:
-    """No limit, or none that can be read, leaves the cores that this process is pinned to; a server starts on any machine."""
+    """No limit, or an unreadable one."""
     affinity(cores)
     assert usable_cores(cgroup(files)) == cores
 
 
-def test_law_11_the_smaller_of_both_counts(cgroup: Limit, affinity: Callable[[int], None]) -> None:
-    """A quota of six cores helps nobody who is pinned to two."""
+def test_law_11_the_lesser_of_quota_and_affinity_counts(cgroup: Limit, affinity: Callable[[int], None]) -> None:
     affinity(2)
     assert usable_cores(cgroup(version_2("600000"))) == 2
 
 
-def test_law_11_version_2_comes_first(cgroup: Limit, affinity: Callable[[int], None]) -> None:
-    """Where both are mounted, the newer one holds what the container was given."""
+def test_law_11_cgroup_version_2_takes_precedence(cgroup: Limit, affinity: Callable[[int], None]) -> None:
+    """Where both are mounted."""
     affinity(8)
     assert usable_cores(cgroup({**version_1("700000"), **version_2("200000")})) == 2
 
 
-def test_law_11_a_system_without_affinity(cgroup: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS knows none: the processor's cores count, and one where not even they are known."""
+def test_law_11_without_affinity_the_number_of_processors_counts(cgroup: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS; one core where even that is unknown."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert usable_cores(cgroup({})) == 5
@@ -113,8 +112,8 @@ def test_law_11_a_system_without_affinity(cgroup: Limit, monkeypatch: pytest.Mon
     assert usable_cores(cgroup({})) == 1
 
 
-def test_law_11_on_this_machine() -> None:
-    """Not more than the kernel says."""
+def test_law_11_usable_cores_of_this_machine() -> None:
+    """Not more than the kernel reports."""
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
@@ -135,21 +134,20 @@ def test_law_11_on_this_machine() -> None:
         (1, None, 1, 1),
     ],
 )
-def test_law_11_the_plan(workers: int, threads: int | None, cores: int, planned: int) -> None:
-    """All cores for one worker, equal shares for several; what was asked for where it fits."""
+def test_law_11_workers_get_equal_shares_of_the_cores(workers: int, threads: int | None, cores: int, planned: int) -> None:
+    """One worker gets all cores. A requested number is used if it fits."""
     assert plan_threads(workers, threads, cores) == planned
 
 
 @pytest.mark.parametrize(("workers", "threads", "cores"), [(9, None, 8), (2, None, 1), (2, 5, 8), (1, 9, 8), (9, 1, 8), (3, 3, 8)])
-def test_law_11_more_than_there_is_is_refused(workers: int, threads: int | None, cores: int) -> None:
-    """Said before anything starts, with the numbers that do not fit."""
+def test_law_11_a_plan_beyond_the_cores_is_refused(workers: int, threads: int | None, cores: int) -> None:
+    """Before anything starts, with the numbers."""
     with pytest.raises(ValueError, match=rf"{workers} workers .* the {cores} cores"):
         plan_threads(workers, threads, cores)
 
 
 @given(st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 64))
 def test_law_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cores: int) -> None:
-    """Whatever is asked for: a plan within the cores that keeps to it, or a refusal of what cannot be kept to."""
     try:
         planned = plan_threads(workers, threads, cores)
     except ValueError:
@@ -162,8 +160,8 @@ def test_law_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cor
 # Before torch
 
 
-def test_law_11_the_plan_stands_before_torch_is_loaded() -> None:
-    """The command that serves is reached, and its threads are planned, without torch: its pool takes the size it finds when it starts."""
+def test_law_11_threads_are_planned_before_torch_is_imported() -> None:
+    """torch's pool takes the size that it finds when it starts."""
     script = """
 import os, sys
 import service.cli
@@ -183,8 +181,8 @@ service.cli.main()
     assert done.returncode == 2
 
 
-def test_law_11_the_pool_takes_the_planned_size() -> None:
-    """In the process that serves, arithmetic on any thread gets the planned number, also where it is not the machine's own."""
+def test_law_11_torch_uses_the_planned_number_of_threads() -> None:
+    """On any thread of the serving process, also where it is not torch's default."""
     script = """
 import concurrent.futures, os, sys
 import service.cli
@@ -197,7 +195,7 @@ def stop(settings, threads, listening):
     import torch
     from service.cli import server
     listening.close()
-    server.application(settings, threads)
+    server.application(settings, threads, {})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         print(threads, torch.get_num_threads(), pool.submit(torch.get_num_threads).result())
     raise SystemExit(0)

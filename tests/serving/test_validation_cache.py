@@ -1,4 +1,4 @@
-"""What is kept of earlier requests never changes what becomes of the next: a decoder that remembers against one that starts anew."""
+"""The validation cache never changes a result: an engine with a cache against one without."""
 
 import sys
 from dataclasses import fields
@@ -18,7 +18,7 @@ from service.serving.engine import ATTEND, Engine
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import BoundCall, RawRequest
 from service.serving.service import open_service
-from service.serving.validation_cache import KEPT, MAX_KEY_CHARACTERS, ValidationCache, cache_key
+from service.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, ValidationCache, cache_key
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -89,7 +89,7 @@ REMEMBERING = engine()
 
 
 @given(requests())
-def test_a_request_like_an_earlier_one_gives_the_same_call_or_the_same_refusal(body: dict[str, Any]) -> None:
+def test_a_cached_request_gives_the_same_call_or_refusal_as_an_uncached_one(body: dict[str, Any]) -> None:
     anew = outcome(engine(), body)
     assert outcome(REMEMBERING, body) == anew
     assert outcome(REMEMBERING, body) == anew  # now that it has been seen
@@ -101,33 +101,33 @@ def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
     return first, second
 
 
-def test_the_second_of_two_alike_is_not_looked_at_again_and_has_its_own_numbers() -> None:
+def test_a_cached_request_is_not_validated_again_and_has_its_own_numbers() -> None:
     first, second = bound_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
     assert second.cost is first.cost
     assert (first.call.query == 1).all() and (second.call.query == 2).all()
 
 
-def test_masks_are_judged_by_their_values_every_time() -> None:
+def test_requests_with_masks_are_always_validated() -> None:
     query = np.ones((2, 3, 6)).tolist()
     with pytest.raises(InvalidRequest) as refusal:
         bound_twice({"query": query, "valid_lens": [1, 2]}, {"query": query, "valid_lens": [1, 4]})
     assert refusal.value.problems[0].at == "/valid_lens/1"
 
 
-def test_little_is_kept_and_no_numbers() -> None:
+def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     remembering = engine()
-    for n in range(1, KEPT + 20):
+    for n in range(1, MAX_RESULTS + 20):
         bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
     kept = remembering.registry.find("default").validated._results
-    assert len(kept) == KEPT
+    assert len(kept) == MAX_RESULTS
     for prepared in kept.values():
         assert "query" not in prepared.options
         assert prepared.request.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
-def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> None:
-    """Between any two bytecode instructions of one `keep` another runs from beginning to end, as a thread may that gets its turn there."""
+def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
+    """Between any two bytecode instructions of one insertion another runs from beginning to end, as in another thread."""
     bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
     parts, code = (bound.request, bound.call, bound.cost, bound.in_parts), ValidationCache.keep.__code__
     instructions = place = 0
@@ -145,7 +145,7 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
     before, most = sys.gettrace(), 1
     while place < most:
         place, instructions, cache = place + 1, 0, ValidationCache()
-        for number in range(KEPT):
+        for number in range(MAX_RESULTS):
             cache.keep(number, *parts)
         sys.settrace(interrupt)
         try:
@@ -154,14 +154,16 @@ def test_threads_may_keep_at_any_point_of_each_others_keeping(same: bool) -> Non
             sys.settrace(before)
         most = instructions
         kept = set(cache._results)
-        assert "first" in kept and len(kept) == KEPT
-        for number in range(KEPT):
+        assert "first" in kept and len(kept) == MAX_RESULTS
+        for number in range(MAX_RESULTS):
             cache.keep(("later", number), *parts)
-        assert set(cache._results) == {("later", number) for number in range(KEPT)}, f"an entry was left behind at instruction {place}"
+        assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, (
+            f"an entry was left behind at instruction {place}"
+        )
     assert most > 50
 
 
-def test_requests_with_much_beside_their_numbers_are_not_kept() -> None:
+def test_requests_with_long_plain_fields_are_not_cached() -> None:
     query = np.ones((1, 2, 6))
     assert cache_key({"query": query, "layer": "x"}) is not None
     assert cache_key({"query": query, "tokens": {"query": ["word" * MAX_KEY_CHARACTERS]}}) is None

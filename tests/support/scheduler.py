@@ -14,8 +14,9 @@ from service.serving.binding import bind
 from service.serving.cost import Cost, ServingLimits
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
+from service.serving.load import LIGHT_OPERATIONS
 from service.serving.metrics import Metrics
-from service.serving.scheduler import INLINE_OPERATIONS, QueueLimits, Scheduler
+from service.serving.scheduler import QueueLimits, Scheduler
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
@@ -23,7 +24,7 @@ from service.wire.schemas.attend import AttendRequest
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
-HEAVY = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
+HEAVY = LIGHT_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
 PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
 LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
 

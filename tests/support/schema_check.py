@@ -33,15 +33,15 @@ REASONS = {
         r"a (number that is finite in|finite) \w+",
     ],
     "what goes only together, or not together": [
-        r"a key beside the value|a key, .*",
-        r"data or base64 beside the shape",  # a shape alone is for the plan
+        r"a key in addition to the value|a key, .*",
+        r"data or base64 in addition to the shape",  # a shape alone is for the plan
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",
         r"query_gradient, key_gradient or value_gradient among the outputs",
         r"tokens of queries and keys, since \w+ is among the metrics",
         r"one head for a picture of kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
         r"numbers? in cells .*|room for .*",
-        r"a body of type application/vnd.safetensors beside it",
+        r"a body of type application/vnd.safetensors with this query parameter",
         r"at most one of .*|either .* or .*",
     ],
     "a spec's fields must agree, and weights be those of the spec": [
@@ -65,7 +65,7 @@ REASONS = {
         r"an input called query",
         r"each (input|output) once",
         r"one of U?INT8 .*",  # BOOL is for masks
-        r"select.top_k among the parameters, since the largest weights are asked for",
+        r"select.top_k among the parameters, which .* requires",
         r"an output in JSON, whose numbers are text to round",
     ],
 }

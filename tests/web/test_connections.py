@@ -1,6 +1,6 @@
-"""Callers who stall, who speak no HTTP, who leave early, and who come a thousand at a time; on a real server with real sockets.
+"""Slow clients, malformed HTTP, disconnects and a thousand connections, on a real server with real sockets.
 
-Nothing waits for a time to pass: the server ends what it ends, and the test reads until it has. The clock of the timer is driven by hand.
+No test sleeps: the server ends what it has to end, and the test reads until then. The timer's clock is set by the tests.
 """
 
 import asyncio
@@ -85,8 +85,8 @@ def refusal(answer: bytes) -> dict[str, Any]:
     [(b"POST /att", "headers"), (HEAD % len(BODY), "body"), (HEAD % len(BODY) + BODY[:-1], "body"), (b"\r\n", "headers")],
     ids=["half a line", "no body", "half a body", "an empty line"],
 )
-def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str) -> None:
-    """With 408, which names the setting; counted by what was due."""
+def test_a_client_that_stops_sending_gets_408(brisk: Server, sent: bytes, due: str) -> None:
+    """With the setting; the metric is labelled with what was missing."""
     endpoint = "/attend" if due == "body" else "other"
     before, refused, nothing = counted(brisk, f"slow_{due}"), answered(brisk, endpoint, 408), answered(brisk, endpoint, 0)
     with connect(brisk) as connection:
@@ -100,14 +100,13 @@ def test_who_stops_in_the_middle_is_cut_off(brisk: Server, sent: bytes, due: str
     assert answered(brisk, endpoint, 408) == refused + 1 and answered(brisk, endpoint, 0) == nothing
 
 
-def test_who_says_nothing_is_hung_up_on(brisk: Server) -> None:
-    """A connection opened ahead of its first request is closed without a word."""
+def test_a_connection_without_a_request_is_closed_without_a_reply(brisk: Server) -> None:
     with connect(brisk) as connection:
         assert everything(connection) == b""
 
 
-def test_a_byte_at_a_time_is_too_slow(brisk: Server) -> None:
-    """Each byte is progress, but not enough of it."""
+def test_a_client_that_sends_single_bytes_gets_408(brisk: Server) -> None:
+    """Each byte is progress, but too little."""
     connection = connect(brisk)
     connection.settimeout(0.05)
     answer, drops, end = b"", iter(HEAD % 10**6 + b" " * 10**6), time.monotonic() + PATIENCE
@@ -122,8 +121,8 @@ def test_a_byte_at_a_time_is_too_slow(brisk: Server) -> None:
     assert refusal(answer)["status"] == 408
 
 
-def test_who_never_reads_is_cut_off(brisk: Server) -> None:
-    """A reply of megabytes that nobody takes does not stay in memory for ever."""
+def test_a_client_that_does_not_read_its_reply_is_disconnected(brisk: Server) -> None:
+    """A reply of megabytes does not stay in memory."""
     before = counted(brisk, "slow_reply")
     body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
     with socket.socket() as connection:
@@ -137,8 +136,8 @@ def test_who_never_reads_is_cut_off(brisk: Server) -> None:
             assert len(came) < int(head.partition(b"content-length: ")[2].split()[0])
 
 
-def test_who_leaves_early_is_counted(brisk: Server) -> None:
-    """Half a body, and gone: nobody is answered, nothing is held."""
+def test_a_client_that_disconnects_during_its_body_is_counted(brisk: Server) -> None:
+    """No reply is sent and no memory is kept."""
     before = counted(brisk, "CallerGone")
     with connect(brisk) as connection:
         connection.sendall(HEAD % len(BODY) + BODY[:-1])
@@ -156,8 +155,7 @@ def test_who_leaves_early_is_counted(brisk: Server) -> None:
         b"GET http://[ HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
-    """As a problem document, like every other refusal."""
+def test_malformed_http_gets_a_problem_document(brisk: Server, sent: bytes) -> None:
     before, refused = counted(brisk, "malformed_http"), answered(brisk, "other", 400)
     with connect(brisk) as connection:
         connection.sendall(sent)
@@ -170,8 +168,8 @@ def test_what_is_no_http_is_told_so(brisk: Server, sent: bytes) -> None:
 
 @pytest.mark.parametrize("version", ["0.9", "2.0"])
 @pytest.mark.parametrize("before", [b"", HEAD % len(BODY) + BODY], ids=["first", "behind another"])
-def test_a_version_that_is_not_spoken_is_refused(brisk: Server, version: str, before: bytes) -> None:
-    """In the words of HTTP/1.1, since no other can be."""
+def test_unsupported_http_versions_are_refused(brisk: Server, version: str, before: bytes) -> None:
+    """In HTTP/1.1."""
     counts = counted(brisk, "unsupported_version")
     with connect(brisk) as connection:
         connection.sendall(before + f"GET /health/live HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
@@ -187,8 +185,7 @@ def test_a_version_that_is_not_spoken_is_refused(brisk: Server, version: str, be
     [b"1;" + b"x" * 4096 + b"\r\n \r\n", b"1;" + b"x" * 4_000_000, b"0\r\n" + b"X: y\r\n" * 1_000_000],
     ids=["many extensions", "one without an end", "trailers"],
 )
-def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> None:
-    """By what they carry."""
+def test_chunk_headers_are_bounded_by_the_size_of_the_body(server: Server, part: bytes) -> None:
     before, refused = counted(server, "long_chunk_headers"), answered(server, "/attend", 400)
     with connect(server) as connection, suppress(ConnectionError):
         connection.sendall(b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -203,16 +200,16 @@ def test_what_stands_around_chunks_is_bounded(server: Server, part: bytes) -> No
         assert everything(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_refused_caller_that_sends_chunks_reads_the_refusal(server: Server) -> None:
-    """The server reads the rest of the body before it closes the connection, whatever its framing."""
+def test_a_refused_client_that_sends_chunks_receives_the_refusal(server: Server) -> None:
+    """The server reads the rest of the body before it closes the connection."""
     chunks = b"".join(b"10000\r\n" + bytes(1 << 16) + b"\r\n" for _ in range(256)) + b"0\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
         assert everything(connection).startswith(b"HTTP/1.1 404 ")
 
 
-def test_a_deadline_covers_the_body(server: Server) -> None:
-    """Whoever sets one and does not send the body gets 504 when it has passed, and may go on to the next request."""
+def test_a_deadline_that_passes_while_the_body_arrives_is_504(server: Server) -> None:
+    """The client may send another request on the same connection."""
     with connect(server) as connection:
         connection.sendall((HEAD % len(BODY)).replace(b"Host", b"X-Request-Timeout: 0.05\r\nHost") + BODY[:-1])
         received = connection.recv(1 << 16)
@@ -239,8 +236,8 @@ def test_a_deadline_covers_the_body(server: Server) -> None:
         "POST /v2/repository/models/gone/load",
     ],
 )
-def test_who_leaves_in_mid_body_is_no_fault_of_the_server(server: Server, request_line: str) -> None:
-    """Whichever way the endpoint is reached: counted as gone, with no status."""
+def test_a_disconnect_during_the_body_is_not_an_error_of_the_server(server: Server, request_line: str) -> None:
+    """With and without FastAPI's routing: counted as CallerGone, without a status."""
     endpoint = request_line.partition(" ")[2].replace("gone", "{name}").replace("default", "{name}")
     before, gone = answered(server, endpoint, 0), counted(server, "CallerGone")
     with connect(server) as connection:
@@ -254,8 +251,7 @@ def held(server: Server) -> float:
     return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
 
 
-def test_a_reply_is_held_until_it_is_taken(server: Server) -> None:
-    """The gauge shows its bytes while its caller does not read, and none of them afterwards."""
+def test_the_gauge_counts_a_reply_until_it_is_read(server: Server) -> None:
     body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -275,8 +271,8 @@ def test_a_reply_is_held_until_it_is_taken(server: Server) -> None:
     [b"garbage\r\n\r\n", b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"],
     ids=["no request", "a broken body"],
 )
-def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: bytes, count: int) -> None:
-    """All in one packet: every whole request gets its answer, then the rest its refusal, then the connection ends."""
+def test_requests_before_a_malformed_one_are_answered(brisk: Server, rest: bytes, count: int) -> None:
+    """In one packet: every complete request gets its reply, then the malformed one a refusal, then the connection ends."""
     with connect(brisk) as connection:
         connection.sendall((HEAD % len(BODY) + BODY) * count + rest)
         left = everything(connection)
@@ -290,8 +286,8 @@ def test_what_came_before_something_malformed_is_answered(brisk: Server, rest: b
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
-def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
-    """The refusal arrives, although more is sent behind it."""
+def test_endless_headers_are_refused(server: Server, end: bytes) -> None:
+    """The refusal arrives although the client goes on sending."""
     before, refused = counted(server, "long_headers"), answered(server, "other", 431)
     with connect(server) as connection:
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -312,8 +308,8 @@ def test_headers_without_an_end_are_cut_off(server: Server, end: bytes) -> None:
 )
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
 @pytest.mark.parametrize("size", [1, 1 << 16], ids=["byte by byte", "whole"])
-def test_an_upgrade_is_ignored(server: Server, upgrade: bytes, chunked: bool, size: int) -> None:
-    """The body is a body and not the next request, in whatever pieces it comes; requests behind it are answered."""
+def test_the_header_upgrade_is_ignored(server: Server, upgrade: bytes, chunked: bool, size: int) -> None:
+    """The body is read as a body, in whatever pieces it arrives; later requests on the connection are answered."""
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
     sent = b"POST /attend HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n" + framing + b"\r\n\r\n" + body
@@ -337,8 +333,8 @@ def test_an_upgrade_is_ignored(server: Server, upgrade: bytes, chunked: bool, si
     ],
     ids=["CONNECT", "a list of codings", "two headers"],
 )
-def test_what_is_not_implemented_is_refused(server: Server, sent: bytes, got: str) -> None:
-    """Nothing behind such a head is taken for a request."""
+def test_unsupported_methods_and_transfer_codings_are_501(server: Server, sent: bytes, got: str) -> None:
+    """The bytes after such a head are not read as a request."""
     before = counted(server, "unsupported_message")
     with connect(server) as connection:
         connection.sendall(sent + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -350,7 +346,7 @@ def test_what_is_not_implemented_is_refused(server: Server, sent: bytes, got: st
 @pytest.mark.parametrize("part", ["target", "one header", "many headers"])
 @pytest.mark.parametrize("excess", [0, 1])
 def test_a_head_of_more_than_64_kib_is_refused(server: Server, part: str, excess: int) -> None:
-    """To the byte, also where all of it is sent at once."""
+    """Exactly, also if it is sent at once."""
     start, end = b"GET /health/live", b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     room = 64 * 1024 - len(start + end) + len(b"\r\n") + excess  # the empty line is not counted
     if part == "target":
@@ -368,7 +364,7 @@ def test_a_head_of_more_than_64_kib_is_refused(server: Server, part: str, excess
 
 
 def test_a_thousand_connections_at_once(server: Server) -> None:
-    """All open before the first asks; all are answered, and answered alike."""
+    """All are open before the first request is sent, and all get the same reply."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MANY)), hard))
     port = int(server.url.rpartition(":")[2])
@@ -460,8 +456,8 @@ def joined(kind: type[Connection], state: ServerState, loop: Loop, transport: Tr
     return connection
 
 
-def test_steady_progress_is_enough() -> None:
-    """A large body may take for ever, so long as so much of it comes each time; and then no longer."""
+def test_a_slow_but_steady_body_is_accepted() -> None:
+    """For any total time, as long as enough bytes arrive per interval."""
 
     async def test() -> None:
         connection, transport, loop = watched()
@@ -479,8 +475,8 @@ def test_steady_progress_is_enough() -> None:
     asyncio.run(test())
 
 
-def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
-    """What counts is what leaves the buffer."""
+def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
+    """Progress is what leaves the write buffer."""
 
     async def test() -> None:
         connection, transport, loop = watched()
@@ -499,9 +495,7 @@ def test_a_reply_that_is_taken_slowly_but_steadily_is_let_be() -> None:
     asyncio.run(test())
 
 
-def test_one_connection_never_ends_the_checks_of_the_others() -> None:
-    """Not even by a mistake of ours."""
-
+def test_an_exception_in_one_check_does_not_stop_the_others() -> None:
     async def test() -> None:
         connection, transport, loop = watched()
         faulty = joined(type(connection), connection.server_state, loop, Transport())
@@ -515,8 +509,8 @@ def test_one_connection_never_ends_the_checks_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
-def test_a_long_reply_waits_in_pieces(tls: bool) -> None:
-    """The transport never holds much more than one, however slowly they are taken; nothing is left in it in the end, and all arrives."""
+def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
+    """However slowly it is read. All of it arrives."""
     authority, size = trustme.CA(), 40 << 20
     ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(ours)
@@ -557,8 +551,8 @@ def test_a_long_reply_waits_in_pieces(tls: bool) -> None:
         runner.run(test())
 
 
-def test_a_clock_that_jumps_cuts_nobody_off() -> None:
-    """A server that was stopped for an hour, or whose loop was busy, blames nobody for it."""
+def test_time_in_which_the_server_did_not_run_is_not_counted() -> None:
+    """A stopped process, or a blocked event loop."""
 
     async def test() -> None:
         connection, transport, loop = watched()
@@ -573,9 +567,7 @@ def test_a_clock_that_jumps_cuts_nobody_off() -> None:
     asyncio.run(test())
 
 
-def test_a_body_that_the_server_does_not_take_is_not_the_callers_fault() -> None:
-    """While reading is paused nothing is due."""
-
+def test_a_client_is_not_slow_while_reading_is_paused() -> None:
     async def test() -> None:
         connection, transport, loop = watched()
         connection.data_received(HEAD % 10**6)
@@ -587,9 +579,7 @@ def test_a_body_that_the_server_does_not_take_is_not_the_callers_fault() -> None
     asyncio.run(test())
 
 
-def test_trailers_join_no_headers() -> None:
-    """What comes behind a body does not change what was read of its request."""
-
+def test_trailers_do_not_change_the_headers() -> None:
     async def test() -> None:
         connection, _, _ = watched()
         connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: b\r\n\r\n")
@@ -598,8 +588,8 @@ def test_trailers_join_no_headers() -> None:
     asyncio.run(test())
 
 
-def test_an_idle_connection_is_closed_when_its_time_is_over(start: Callable[..., Server]) -> None:
-    """Not before its request is answered; and the clients let go of theirs earlier than a server does."""
+def test_an_idle_connection_is_closed_after_the_keep_alive_timeout(start: Callable[..., Server]) -> None:
+    """Not while its request is being answered. The client closes idle connections earlier than the server."""
     server = start("--keepalive-timeout", "0.2")
     with connect(server) as connection:
         connection.sendall(HEAD % len(BODY) + BODY)
@@ -609,8 +599,8 @@ def test_an_idle_connection_is_closed_when_its_time_is_over(start: Callable[...,
     assert LIMITS.keepalive_expiry < Settings().keepalive_timeout
 
 
-def test_the_event_loop_has_a_turn_after_each_piece_of_a_reply() -> None:
-    """The peer reads as fast as the reply is written, so that sending a piece never waits."""
+def test_the_event_loop_runs_other_tasks_between_pieces_of_a_reply() -> None:
+    """Even if the peer reads so fast that sending never waits."""
     connection = Connection.__new__(Connection)
     connection.lost, connection._sent = False, 0
     order: list[str] = []

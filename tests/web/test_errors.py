@@ -1,4 +1,4 @@
-"""What callers get where the server is at its end: memory that is not there, and exceptions that nobody foresaw."""
+"""Replies when memory runs out or an unexpected exception is raised."""
 
 import asyncio
 from typing import Any
@@ -30,8 +30,10 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
 
 
 @pytest.mark.parametrize(("error", "status"), [(MemoryError(), 507), (TORCH, 507), (RuntimeError("a secret"), 500)])
-def test_what_fails_is_said_in_the_form_of_the_endpoint(error: Exception, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not there is 507, whoever wanted it, and all else 500 without a word of what it was."""
+def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 500 does not reveal the exception."""
 
     def fail(*args: Any, **knobs: Any) -> Any:
         raise error

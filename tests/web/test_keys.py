@@ -1,4 +1,4 @@
-"""Keys and their scopes on a real server: what each opens, how they come and go, and that they stay secret."""
+"""API keys on a real server: scopes, changes of the file while it runs, and secrecy."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -70,8 +70,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @pytest.mark.parametrize(("method", "path", "scopes"), ASKS, ids=[f"{method} {path}" for method, path, _ in ASKS])
-def test_each_route_wants_a_key_of_its_scope(guarded: Guarded, method: str, path: str, scopes: set[str]) -> None:
-    """401 without a key and with an unknown one, and how to ask; 403 with the wrong scope; else what the route says."""
+def test_each_route_requires_a_key_with_its_scope(guarded: Guarded, method: str, path: str, scopes: set[str]) -> None:
+    """401 without a key or with an unknown one, 403 with another scope, otherwise the route's own status."""
     for key in ("", "attend-unknown"):
         refused = guarded.ask(method, path, key)
         assert refused.status_code == 401
@@ -83,8 +83,8 @@ def test_each_route_wants_a_key_of_its_scope(guarded: Guarded, method: str, path
             assert answer.status_code == 403
 
 
-def test_the_page_is_an_empty_shell_for_anyone(guarded: Guarded) -> None:
-    """A browser gets it without a key, which it could not bring; the index, which names the layers, is closed."""
+def test_the_page_needs_no_key_but_the_index_does(guarded: Guarded) -> None:
+    """A browser cannot send a key when it opens the page, which contains no data. The index names the layers."""
     page = guarded.ask("GET", "/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert guarded.ask("GET", "/").status_code == 401
@@ -101,8 +101,8 @@ def test_the_page_is_an_empty_shell_for_anyone(guarded: Guarded) -> None:
         ("ServerLive", service_pb2.ServerLiveRequest(), None),
     ],
 )
-def test_grpc_wants_the_same_keys(guarded: Guarded, method: str, request_: Any, scopes: set[str] | None) -> None:
-    """In the metadata, under either name; the scopes are those of the routes."""
+def test_grpc_requires_the_same_keys(guarded: Guarded, method: str, request_: Any, scopes: set[str] | None) -> None:
+    """In the metadata, under either name, with the scopes of the routes."""
     address = next(str(event["address"]) for event in guarded.server.events if event["event"] == "listening for gRPC")
 
     def code(*metadata: tuple[str, str]) -> grpc.StatusCode:
@@ -121,8 +121,8 @@ def test_grpc_wants_the_same_keys(guarded: Guarded, method: str, request_: Any, 
                 assert refused == (scopes is not None and scope not in scopes), scope
 
 
-def test_every_documented_route_is_closed(guarded: Guarded) -> None:
-    """Whatever route is added later: none but health answers without a key."""
+def test_every_documented_route_but_health_requires_a_key(guarded: Guarded) -> None:
+    """Also routes added later."""
     document = guarded.ask("GET", "/openapi.json", guarded.keys["infer"]).json()
     for path, operations in document["paths"].items():
         for method in operations:
@@ -131,13 +131,11 @@ def test_every_documented_route_is_closed(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup"])
-def test_health_wants_no_key(guarded: Guarded, path: str) -> None:
-    """Whoever asks for health has no key to show."""
+def test_health_requires_no_key(guarded: Guarded, path: str) -> None:
     assert guarded.ask("GET", path).status_code == 200
 
 
-def test_a_key_comes_in_either_header(guarded: Guarded) -> None:
-    """As a Bearer token, in whatever case the word is, or as X-API-Key."""
+def test_a_key_may_be_a_bearer_token_or_x_api_key(guarded: Guarded) -> None:
     key = guarded.keys["infer"]
     for headers in ({"X-API-Key": key}, {"Authorization": f"bearer {key}"}):
         assert guarded.ask("POST", "/attend", **headers).status_code == 200
@@ -150,8 +148,8 @@ def test_a_key_comes_in_either_header(guarded: Guarded) -> None:
         assert guarded.ask("POST", "/attend", **headers).status_code == 401
 
 
-def test_keys_come_and_go_while_the_server_runs(guarded: Guarded) -> None:
-    """A new one opens the door at the next request, a removed one no longer does; a broken file leaves things as they were."""
+def test_changes_of_the_keys_file_apply_to_the_next_request(guarded: Guarded) -> None:
+    """Added and removed keys. A broken file leaves the keys as they were."""
     key = attend_keys("add", "passing", "--scope", "infer", "--scope", "admin", file=guarded.file).stdout.strip()
     assert guarded.ask("POST", "/attend", key).status_code == 200
     assert guarded.ask("DELETE", "/layers/nobody", key).status_code == 404
@@ -167,8 +165,8 @@ def test_keys_come_and_go_while_the_server_runs(guarded: Guarded) -> None:
     assert guarded.ask("POST", "/attend", guarded.keys["infer"]).status_code == 200
 
 
-def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
-    """The file holds digests and is its owner's alone; the log names keys and shows none."""
+def test_keys_are_neither_stored_nor_logged(guarded: Guarded) -> None:
+    """The file has digests and only its owner may read it; the log has names."""
     for scope in SCOPES:
         guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
         assert guarded.keys[scope] not in guarded.file.read_text()
@@ -177,8 +175,8 @@ def test_nothing_secret_is_kept_or_logged(guarded: Guarded) -> None:
     assert not any(key in "".join(guarded.server.log) for key in guarded.keys.values())
 
 
-def test_the_command_refuses_what_makes_no_sense(tmp_path: Path) -> None:
-    """A scope that does not exist, a name taken, nobody to remove, no file to list: in one line, with nothing written."""
+def test_attend_keys_refuses_invalid_arguments(tmp_path: Path) -> None:
+    """An unknown scope, an existing name, an unknown name, a missing file: one line, and nothing is written."""
     file = tmp_path / "keys.txt"
     assert "infer, admin, metrics" in attend_keys("add", "one", "--scope", "everything", file=file).stderr
     assert not file.exists()
@@ -192,16 +190,16 @@ def test_the_command_refuses_what_makes_no_sense(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["one infer", "one infer abc", f"one all {'0' * 64}", f"../one infer {'0' * 64}", f"one infer {'0' * 64} more"]
 )
-def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, line: str) -> None:
-    """By file and line, without what stands there."""
+def test_a_malformed_keys_file_stops_the_start(tmp_path: Path, line: str) -> None:
+    """The message names file and line, not the content."""
     file = tmp_path / "keys.txt"
     file.write_text(f"# comment\n\n{line}\n")
     with pytest.raises(BadKeys, match=r"line 3: expected"):
         Keyring(file)
 
 
-def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> None:
-    """A server does not start open by mistake, nor does it close because a mount was away for a moment."""
+def test_a_missing_keys_file_stops_the_start_but_not_a_running_server(tmp_path: Path) -> None:
+    """A file that disappears while the server runs leaves the keys valid."""
     file = tmp_path / "keys.txt"
     with pytest.raises(BadKeys):
         Keyring(file)
@@ -216,8 +214,7 @@ def test_a_missing_file_is_refused_and_a_vanished_one_is_not(tmp_path: Path) -> 
     assert digest(secret) == key.digest != secret
 
 
-def test_layers_are_written_on_a_public_address_with_a_key_alone(tmp_path: Path) -> None:
-    """Without keys writing is off there; with them it is the admin's."""
+def test_on_a_public_address_layers_can_be_changed_only_with_an_admin_key(tmp_path: Path) -> None:
     put = {"method": "PUT", "url": "/layers/new", "json": SPEC}
     public = {"host": "0.0.0.0", "access_log": False}
     secret, key = make_key("one", ["admin"])
@@ -231,8 +228,8 @@ def test_layers_are_written_on_a_public_address_with_a_key_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("hosts", [[], ["localhost"], ["localhost", "localhost"], ["evil.example", "localhost"]])
-def test_a_request_has_one_host(server: Server, guarded: Guarded, hosts: list[str], version: str) -> None:
-    """Two may be read one way here and the other in a proxy; none is for HTTP/1.0 alone."""
+def test_several_host_headers_are_refused(server: Server, guarded: Guarded, hosts: list[str], version: str) -> None:
+    """A proxy may have used another one. HTTP/1.0 needs none."""
     for where in (server, guarded.server):
         with socket.create_connection(("127.0.0.1", int(where.url.rpartition(":")[2])), timeout=60) as connection:
             lines = [f"GET /health/live HTTP/{version}", *(f"Host: {host}" for host in hosts), "Connection: close"]
@@ -244,8 +241,8 @@ def test_a_request_has_one_host(server: Server, guarded: Guarded, hosts: list[st
         assert good or b"one Host header" in answer
 
 
-def test_keys_of_nobody_are_told(start: Callable[..., Server], tmp_path: Path) -> None:
-    """A file without any key lets nobody in: allowed, since a running server follows it, and said."""
+def test_a_file_without_keys_is_allowed_and_logged(start: Callable[..., Server], tmp_path: Path) -> None:
+    """All requests are refused until keys are added."""
     (tmp_path / "keys").write_text("")
     server = start("--keys-file", str(tmp_path / "keys"))
     assert [event["level"] for event in server.events if event["event"] == "the keys file is empty"] == ["warning"]

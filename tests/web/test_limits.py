@@ -1,4 +1,4 @@
-"""Each limit of a call: the setting, a request just beyond it and one just within; refused by name, and foretold by the plan."""
+"""Each limit of a call: a request just beyond it is refused with the setting, one just within it is answered; the plan predicts both."""
 
 import json
 from typing import Any
@@ -23,8 +23,8 @@ BINARY = {"content-type": "application/vnd.safetensors"}
 
 
 @pytest.mark.parametrize("setting", LIMITS)
-def test_a_limit_of_a_call(setting: str) -> None:
-    """413 with limit, request and setting, where it is one too low; the plan says the same beforehand. Where it is just met: 200."""
+def test_a_call_beyond_a_limit_is_413_and_one_at_the_limit_is_answered(setting: str) -> None:
+    """413 names limit, value and setting; the plan has the same refusal."""
     low, at = LIMITS[setting]
     bodies = [{"url": path, "json": QUERY} for path in ("/attend/plan", "/attend")]
     (refused,) = answers(Settings(**{setting: low}, access_log=False), bodies[0])
@@ -45,8 +45,8 @@ def test_a_limit_of_a_call(setting: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "status"), [(16, 422), (17, 413)])
-def test_the_number_of_tensors(count: int, status: int) -> None:
-    """In safetensors, and as members of a JSON object. As many as may be are refused for their names alone."""
+def test_the_number_of_tensors_is_limited(count: int, status: int) -> None:
+    """In safetensors, and members of a JSON object. At the limit they are refused only for their unknown names."""
     tensors = {f"tensor{i}": np.zeros(1, np.float32) for i in range(count)}
     binary = {"url": "/attend", "content": save(tensors), "headers": BINARY}
     text = {"url": "/attend", "json": dict.fromkeys(tensors, 1)}
@@ -55,8 +55,7 @@ def test_the_number_of_tensors(count: int, status: int) -> None:
         assert ("max_tensors" in answer.text) == (status == 413)
 
 
-def test_the_index_tells_every_limit(http: httpx.Client) -> None:
-    """Whoever is refused can look up what would be taken."""
+def test_the_index_lists_every_limit(http: httpx.Client) -> None:
     limits = http.get("/").json()["limits"]
     assert set(limits) == {name for name in Settings.model_fields if name.startswith("max_")}
 
@@ -64,23 +63,22 @@ def test_the_index_tells_every_limit(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"), [("outputs", [], "a list of at least 1"), ("layer", "../etc", "a text matching ^[A-Za-z0-9]")]
 )
-def test_refusals_are_in_our_own_words(http: httpx.Client, field: str, value: Any, expected: str) -> None:
-    """Not in pydantic's."""
+def test_refusals_do_not_contain_pydantics_messages(http: httpx.Client, field: str, value: Any, expected: str) -> None:
     answer = http.post("/attend", json={**QUERY, field: value})
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["expected"].startswith(expected)
     assert "should" not in answer.text
 
 
-def test_nothing_is_rounded_to_minus_zero(http: httpx.Client) -> None:
+def test_rounding_gives_zero_without_a_sign(http: httpx.Client) -> None:
     """-0.4 to no decimals is 0."""
     text = http.post("/attend", json={"query": [[-0.01] * 64], "reply": {"decimals": 0}}).text
     assert "-0.0" not in text
 
 
 @pytest.mark.parametrize("name", ["tokens", "select", "reply", "window", "dropout"])
-def test_json_text_in_a_parameter_is_bounded(name: str) -> None:
-    """By its bytes, before it is parsed: a text within another is read by the slow parser."""
+def test_the_size_of_json_text_in_a_parameter_is_limited(name: str) -> None:
+    """In bytes, before it is parsed."""
     tensor = {"name": "query", "shape": [1, 1, 64], "datatype": "FP32", "data": [1] * 64}
     texts = [f'{{"query":[{" " * size}]}}' for size in ((1 << 20) - 12, (1 << 20) - 11, 1 << 22)]
     requests: list[Any] = [{"url": "/v2/models/default/infer", "json": {"inputs": [tensor], "parameters": {name: text}}} for text in texts]
@@ -93,8 +91,8 @@ def test_json_text_in_a_parameter_is_bounded(name: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "status"), [((1 << 17) - 2, 422), ((1 << 17) - 1, 413)])
-def test_plain_values_of_a_body_are_bounded(count: int, status: int) -> None:
-    """In JSON, and in the entry of safetensors; two values stand around the list. Those that may be are refused as too many tokens."""
+def test_the_number_of_values_outside_of_tensors_is_limited(count: int, status: int) -> None:
+    """In JSON and in the metadata entry of safetensors. At the limit they are refused as too many tokens."""
     words = {"query": [""] * count}
     metadata = {"request": json.dumps({"tokens": words})}
     found = answers(
@@ -107,7 +105,7 @@ def test_plain_values_of_a_body_are_bounded(count: int, status: int) -> None:
         assert ("at most 131072 values outside of tensors in one body" in answer.text) == (status == 413)
 
 
-def test_one_long_string_of_a_list_is_refused_for_its_bytes() -> None:
+def test_a_long_string_in_a_list_is_refused() -> None:
     body = {"query": [[0.5] * 64], "tokens": {"query": ["a" * (5 << 20)]}}
     (answer,) = answers(Settings(access_log=False), {"url": "/attend", "json": body})
     assert answer.status_code == 413
@@ -115,8 +113,8 @@ def test_one_long_string_of_a_list_is_refused_for_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("field", ["d_model", "key_dim", "output_dim", "num_heads"])
-def test_the_width_of_a_layer(field: str) -> None:
-    """Without projections a layer has no parameters that tell how wide it is; with them one of its rows may be long all the same."""
+def test_the_width_of_a_layer_is_limited(field: str) -> None:
+    """Without projections a layer of any width has no parameters."""
     unprojected = {"d_model": 128, "num_heads": 128 if field == "num_heads" else 2, "projections": False}
     spec = unprojected if field in ("d_model", "num_heads") else {"d_model": 4, "num_heads": 2, field: 128}
     for limit, status in ((128, 201), (127, 413)):
@@ -126,13 +124,13 @@ def test_the_width_of_a_layer(field: str) -> None:
         assert status == 201 or "widths of at most 127 (max_layer_width)" in answer.text
 
 
-def test_a_configured_layer_has_a_width_too() -> None:
+def test_the_width_of_a_configured_layer_is_limited() -> None:
     with pytest.raises(BadSettings, match="max_layer_width"):
         read_settings({"layers": {"wide": {"d_model": 1 << 17, "num_heads": 1, "projections": False}}})
 
 
-def test_a_layer_of_which_no_call_would_be_admitted_is_refused() -> None:
-    """Before it is warmed by one."""
+def test_a_layer_that_no_call_could_use_is_refused() -> None:
+    """Before it is warmed."""
     spec = {"d_model": 1 << 16, "num_heads": 1, "projections": False}
     (answer,) = answers(
         Settings(max_memory_bytes=1 << 20, access_log=False), {"url": "/layers/wide", "json": {"spec": spec}, "method": "PUT"}
@@ -141,8 +139,8 @@ def test_a_layer_of_which_no_call_would_be_admitted_is_refused() -> None:
     assert "max_memory_bytes" in answer.text
 
 
-def test_vectors_of_words_are_bounded() -> None:
-    """Their numbers in all, before they are drawn."""
+def test_the_size_of_word_vectors_is_limited() -> None:
+    """Before they are drawn."""
     spec = {"d_model": 1 << 16, "num_heads": 1, "projections": False}
     put = {"url": "/layers/wide", "json": {"spec": spec}, "method": "PUT"}
     texts = [{"url": "/words", "json": {"layer": "wide", "text": "a " * count}} for count in (32, 33)]
@@ -154,8 +152,8 @@ def test_vectors_of_words_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [("/layers/x", 422), ("/no/such/page", 404), ("/v2/models/default/infer", 405)])
-def test_the_number_of_query_parameters(path: str, status: int) -> None:
-    """They are counted before the framework makes an object of each."""
+def test_the_number_of_query_parameters_is_limited(path: str, status: int) -> None:
+    """Before the framework makes an object of each."""
     few, many = answers(
         Settings(access_log=False),
         {"url": path + "?" + "&".join(["a"] * 64), "method": "PUT", "json": {}},

@@ -1,4 +1,4 @@
-"""Malformed requests over HTTP, as one table: each is refused with its status and its place, and the server then answers a good one."""
+"""Malformed requests over HTTP, as one table: each is refused with its status and pointer, and the server then answers a valid request."""
 
 import base64
 import json
@@ -342,7 +342,7 @@ FIELDS = [
     Bad("layer-slash", 422, "/layer", "", '"a/b"', tiny(layer="a/b")),
     Bad("layer-line-break", 422, "/layer", "", r'"tiny\n"', tiny(layer="tiny\n")),
     Bad("layer-65", 422, "/layer", "", '"aaa', tiny(layer="a" * 65)),
-    Bad("value-without-key", 422, "/value", "a key beside", "a value alone", tiny(value=QUERY)),
+    Bad("value-without-key", 422, "/value", "a key in addition", "a value alone", tiny(value=QUERY)),
     Bad("batch-of-key", 422, "/key", "2 batch items", "1", tiny(key=QUERY[:1])),
     Bad("batch-of-value", 422, "/value", "2 batch items", "1", tiny(key=QUERY, value=QUERY[:1])),
     Bad("rank-of-key", 422, "/key", "rank 3, as the query", "rank 2", tiny(key=QUERY[0])),
@@ -802,21 +802,19 @@ def hold(bad: Bad, answer: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
-def test_malformed_request(http: httpx.Client, answers_well: Callable[[], None], bad: Bad) -> None:
-    """The request is refused with its status, its place and its words, and the server answers a good request afterwards."""
+def test_malformed_requests_are_refused(http: httpx.Client, answers_well: Callable[[], None], bad: Bad) -> None:
+    """With status, pointer and text. The server answers a valid request afterwards."""
     answer = http.request(bad.method, bad.path, content=bad.body, headers=dict(bad.headers))
 
     hold(bad, answer)
     answers_well()
 
 
-def test_the_table_is_large_and_its_names_are_its_own() -> None:
-    """No row hides another, and there are at least the sixty that were asked for."""
+def test_the_table_has_at_least_sixty_rows_with_unique_names() -> None:
     assert len({bad.name for bad in TABLE}) == len(TABLE) >= 60
 
 
-def test_malformed_requests_left_no_layer(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """None of the refused layers was made."""
+def test_no_refused_layer_was_created(http: httpx.Client, layers: dict[str, Any]) -> None:
     assert "bad" not in {layer["name"] for layer in http.get("/layers").json()["layers"]}
 
 
@@ -835,8 +833,8 @@ def test_malformed_requests_left_no_layer(http: httpx.Client, layers: dict[str, 
         ("/docs", "POST", {"GET", "HEAD"}),
     ],
 )
-def test_a_wrong_verb_names_the_right_ones(http: httpx.Client, path: str, method: str, allowed: set[str]) -> None:
-    """405 carries `Allow`, HEAD beside every GET."""
+def test_a_wrong_method_is_405_with_allow(http: httpx.Client, path: str, method: str, allowed: set[str]) -> None:
+    """HEAD is listed with every GET."""
     answer = http.request(method, path)
 
     assert answer.status_code == 405
@@ -844,7 +842,7 @@ def test_a_wrong_verb_names_the_right_ones(http: httpx.Client, path: str, method
 
 
 def test_a_chunked_body_that_grows_too_large_is_refused(http: httpx.Client, answers_well: Callable[[], None]) -> None:
-    """Without a Content-Length the limit holds while the body comes."""
+    """Without a Content-Length the limit applies as the body arrives."""
 
     def pieces() -> Iterator[bytes]:
         for _ in range(LIMIT // 65536 + 2):
@@ -856,8 +854,7 @@ def test_a_chunked_body_that_grows_too_large_is_refused(http: httpx.Client, answ
     answers_well()
 
 
-def test_a_body_of_exactly_the_limit_is_taken(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """The limit is the largest body, not the smallest refused."""
+def test_a_body_of_exactly_the_limit_is_accepted(http: httpx.Client, layers: dict[str, Any]) -> None:
     body = tiny(outputs=["log_sum_exp"])
 
     answer = http.post("/attend", content=body + b" " * (LIMIT - len(body)))
@@ -865,8 +862,8 @@ def test_a_body_of_exactly_the_limit_is_taken(http: httpx.Client, layers: dict[s
     assert answer.status_code == 200, answer.text
 
 
-def test_several_faults_are_told_at_once(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Each field that is wrong by itself has its own entry."""
+def test_several_faults_are_reported_at_once(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Each invalid field has its own entry."""
     answer = http.post("/attend", content=tiny(causal=1, outputs=[], extra=1, dropout={"p": 2}))
 
     assert answer.status_code == 422
@@ -874,7 +871,7 @@ def test_several_faults_are_told_at_once(http: httpx.Client, layers: dict[str, A
 
 
 def test_a_refusal_of_many_faults_is_small(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """A refusal does not grow with the body: a hundred thousand unknown fields get a few entries, and soon."""
+    """A hundred thousand unknown fields get a few entries."""
     body = tiny(**{f"field{i}": 0 for i in range(100_000)})
 
     answer = http.post("/attend", content=body)
@@ -884,8 +881,7 @@ def test_a_refusal_of_many_faults_is_small(http: httpx.Client, layers: dict[str,
 
 
 @pytest.mark.parametrize("field", ["heads", "queries"])
-def test_a_long_selection_is_refused_at_once(http: httpx.Client, layers: dict[str, Any], field: str) -> None:
-    """The work of refusing a selection grows with its length, not with its square."""
+def test_refusing_a_long_selection_takes_linear_time(http: httpx.Client, layers: dict[str, Any], field: str) -> None:
     answer = http.post("/attend", content=tiny(select={field: list(range(60_000))}), timeout=5)
 
     assert answer.status_code == 422
@@ -917,7 +913,7 @@ def test_content_types_that_are_read_as_json(http: httpx.Client, layers: dict[st
         "application/vnd.safetensors;q=0.9, */*;q=0.9",
     ],
 )
-def test_accepts_that_admit_json(http: httpx.Client, layers: dict[str, Any], accept: str | None) -> None:
+def test_accept_headers_that_admit_json(http: httpx.Client, layers: dict[str, Any], accept: str | None) -> None:
     """The most specific range decides, and any quality above 0 admits."""
     answer = http.post("/attend", content=tiny(), headers={} if accept is None else {"accept": accept})
 
@@ -925,42 +921,42 @@ def test_accepts_that_admit_json(http: httpx.Client, layers: dict[str, Any], acc
 
 
 def test_errors_ignore_accept(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """A refusal is a problem document whatever the caller accepts."""
+    """A refusal is a problem document whatever the client accepts."""
     answer = http.post("/attend", content=b"{", headers={"accept": "application/json"})
     layer = http.get("/layers/nobody", headers={"accept": "image/png"})
 
     assert answer.headers["content-type"] == layer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_byte_order_mark_is_passed_over(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """As RFC 8259 section 8.1 allows; the same whether the fast parser or the slow one reads the body."""
+def test_a_byte_order_mark_is_ignored(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """As RFC 8259, section 8.1, allows; by the fast and by the strict parser."""
     fast = http.post("/attend", content=b"\xef\xbb\xbf" + tiny())
     slow = http.post("/attend", content=b"\xef\xbb\xbf" + tiny(select={"top_k": 10**30}))
 
     assert (fast.status_code, slow.status_code) == (200, 200), slow.text
 
 
-def test_a_parameter_budget_is_shared_by_all_layers(start_here: Callable[..., str]) -> None:
-    """A layer that fits by itself is refused where it does not fit beside the others, and may replace one that it then fits in for."""
+def test_the_limit_on_parameters_is_shared_by_all_layers(start_here: Callable[..., str]) -> None:
+    """A layer that would fit alone is refused if it does not fit with the others, but may replace one of them."""
     url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
     with httpx.Client(base_url=url) as client:
         hold(
-            put("", "/spec", "at most 17000 parameters in all layers", "1088 beside 16640 of other layers", b"", 413),
+            put("", "/spec", "at most 17000 parameters in all layers", "1088 in addition to 16640 in other layers", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),
         )
         assert client.put("/layers/default", content=spec(d_model=16)).status_code == 200
         assert client.put("/layers/a", content=spec(d_model=16)).status_code == 201
 
 
-def test_nothing_above_was_unforeseen(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
-    """The server's log tells of refusals alone: no exception that nobody had thought of, and no line with a stack in it."""
+def test_the_log_has_no_unexpected_exception(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
+    """After all requests above."""
     surprises = [event for event in server.events if event["event"] == "unforeseen" or "exception" in event]
 
     assert [str(event.get("exception"))[:200] for event in surprises] == []
 
 
-def test_the_log_holds_no_payload(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
-    """Neither the numbers nor the words of a request stand in the log, whether it was answered or refused."""
+def test_the_log_contains_no_payload(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
+    """Neither numbers nor words of a request, answered or refused."""
     number, word = 1234.56789, "unmistakable"
     query = [[number, 2, 3, 4], [1, 2, 3, 4]]
     answered = loose(query=query, tokens={"query": [word, "b"]})
@@ -975,8 +971,8 @@ def test_the_log_holds_no_payload(http: httpx.Client, server: Any, layers: dict[
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_a_stack_in_the_log_holds_no_payload(form: str) -> None:
-    """Should something unforeseen happen, the log tells where, but not what was in the variables there: that is the caller's."""
+def test_a_stack_trace_in_the_log_contains_no_payload(form: str) -> None:
+    """It has places in the code, and no values of variables."""
     script = (
         "import structlog\n"
         "from service.cli.logs import configure_logs\n"

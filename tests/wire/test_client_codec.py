@@ -1,11 +1,11 @@
-"""What a reply or a request says is what the other end reads: each encoder against its counterpart, with no server between."""
+"""Requests and replies encoded by one side and decoded by the other, without a server."""
 
 import numpy as np
 import pytest
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import DATATYPES, datatype_of
-from service.wire.client_codec import READABLE, decode_reply, encode_request
+from service.wire.client_codec import MAX_NESTED_BYTES, decode_reply, encode_request
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
@@ -22,7 +22,7 @@ def numbers(datatype: str, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("form", ["flat", "base64"])
 @pytest.mark.parametrize("datatype", FLOATS)
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0, 3), (1,)])
-def test_a_reply_with_shapes_is_read_as_it_was_written(form, datatype, shape):
+def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
     scores = numbers(datatype, *shape)
     scores.reshape(-1)[:1] = -np.inf
     keys = np.arange(scores.size).reshape(shape)
@@ -42,7 +42,7 @@ def test_a_reply_with_shapes_is_read_as_it_was_written(form, datatype, shape):
 
 
 @pytest.mark.parametrize("datatype", FLOATS)
-def test_nested_lists_keep_every_number(datatype):
+def test_nested_lists_are_decoded_exactly(datatype):
     output = numbers(datatype, 2, 3, 4)
     reply = Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": output})
     read = decode_reply(b"".join(encode_json(reply, ReplyOptions()))).tensors["output"]
@@ -53,12 +53,12 @@ def test_nested_lists_keep_every_number(datatype):
 @pytest.mark.parametrize(
     ("text", "expected"), [('["-inf", 1]', -np.inf), ('["inf", 1]', np.inf), ('["nan", 1]', np.nan), ("[null, 1]", np.nan)]
 )
-def test_words_and_nulls_are_floats_again(text, expected):
+def test_strings_and_nulls_are_decoded_as_nonfinite_floats(text, expected):
     body = f'{{"layer": {{}}, "fully_masked_rows": 0, "scores": {text}}}'.encode()
     np.testing.assert_array_equal(decode_reply(body).tensors["scores"], [expected, 1])
 
 
-def test_a_word_that_is_no_number_is_refused():
+def test_a_string_that_is_not_a_number_is_refused():
     with pytest.raises(MalformedBody) as refused:
         decode_reply(b'{"layer": {}, "fully_masked_rows": 0, "scores": ["many"]}')
     assert refused.value.problems[0].at == "/scores"
@@ -69,34 +69,34 @@ def sent(field: str, value: object) -> tuple[bytes, np.ndarray]:
     return body, parse(body, AttendRequest.tensors, WireLimits())[field]
 
 
-@pytest.mark.parametrize("count", [READABLE // 8, READABLE])
+@pytest.mark.parametrize("count", [MAX_NESTED_BYTES // 8, MAX_NESTED_BYTES])
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
 def test_a_tensor_of_any_datatype_arrives_exactly(datatype, count):
     """Small as a list, large as base64."""
     dtype = DATATYPES[datatype].numpy
     array = (np.random.default_rng(2).standard_normal((2, count // 2)) * 100).astype(dtype)
     body, got = sent("attend_mask" if datatype == "BOOL" else "query", array)
-    assert (b"base64" in body) == (array.nbytes > READABLE)
+    assert (b"base64" in body) == (array.nbytes > MAX_NESTED_BYTES)
     np.testing.assert_array_equal(got.astype(np.float64), array.astype(np.float64))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_numbers_that_lists_cannot_say_go_as_base64(value):
+def test_numbers_that_lists_cannot_represent_are_base64(value):
     body, got = sent("bias", np.array([[value, 1.0]]))
     assert b"base64" in body
     np.testing.assert_array_equal(got, [[value, 1.0]])
 
 
-def test_a_single_number_stays_one():
+def test_a_scalar_remains_a_scalar():
     assert encode_request({"valid_lens": np.int64(3)}, AttendRequest.tensors) == b'{"valid_lens":3}'
 
 
-def test_a_form_is_passed_on_as_it_stands():
+def test_a_mapping_is_passed_on_unchanged():
     body = encode_request({"query": {"shape": [2, 3], "datatype": "FP32", "data": np.arange(6)}}, AttendRequest.tensors)
     np.testing.assert_array_equal(parse(body, AttendRequest.tensors, WireLimits())["query"], np.arange(6).reshape(2, 3))
 
 
-def test_weights_are_tensors_under_their_names():
+def test_weights_are_encoded_as_tensors_under_their_names():
     weights = {"query.weight": np.eye(3), "query.bias": np.zeros(3)}
     got = parse(encode_request({"spec": {}, "weights": weights}, PutLayer.tensors), PutLayer.tensors, WireLimits())["weights"]
     np.testing.assert_array_equal(got["query.weight"], np.eye(3))

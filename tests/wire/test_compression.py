@@ -1,4 +1,4 @@
-"""gzip and deflate in, with a bound that holds while they unpack; and out, only for those who really want it."""
+"""gzip and deflate: bodies are decompressed within a limit, and replies are compressed if the client asks for it."""
 
 import gzip
 import zlib
@@ -25,48 +25,47 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate":
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 @pytest.mark.parametrize("level", [0, 1, 6, 9])
-def test_a_body_is_unpacked(coding: str, level: int) -> None:
-    """Whatever effort the sender made, stored without compression too."""
+def test_a_body_is_decompressed(coding: str, level: int) -> None:
+    """For every compression level, including stored."""
     packed = gzip.compress(TEXT, level) if coding == "gzip" else zlib.compress(TEXT, level)
     assert unpack(packed, coding, LIMIT) == TEXT
 
 
 @pytest.mark.parametrize("coding", ["gzip", "GZIP", " gzip ", "x-gzip", "X-GZip"])
 def test_names_of_gzip(coding: str) -> None:
-    """Codings are named in any case (RFC 9110, 8.4.1), and gzip has an old name."""
+    """Codings are case-insensitive (RFC 9110, 8.4.1), and x-gzip is gzip."""
     assert unpack(gzip.compress(TEXT), coding, LIMIT) == TEXT
 
 
 @pytest.mark.parametrize("coding", ["", "identity", " Identity "])
-def test_no_coding_leaves_the_very_body(coding: str) -> None:
-    """Nothing is copied where nothing is to be unpacked, whatever the bound: bodies are bounded before they are read."""
+def test_without_a_coding_the_body_is_returned_unchanged(coding: str) -> None:
+    """Without a copy and whatever the limit, which applies before bodies are read."""
     assert unpack(TEXT, coding, 1) is TEXT
 
 
 @pytest.mark.parametrize("coding", PACKED)
 def test_an_empty_body(coding: str) -> None:
-    """Nothing, packed, is nothing again."""
     assert unpack(PACKED[coding](b""), coding, LIMIT) == b""
     assert unpack(PACKED[coding](b""), coding, 0) == b""
 
 
-def test_gzip_has_members() -> None:
-    """RFC 1952, 2.2: a gzip body is a series of members, one after the other; empty ones among them."""
+def test_gzip_bodies_may_have_several_members() -> None:
+    """RFC 1952, 2.2; also empty ones."""
     parts = [TEXT[:7], b"", TEXT[7:100], TEXT[100:], b""]
     assert unpack(b"".join(map(gzip.compress, parts)), "gzip", LIMIT) == TEXT
 
 
 @pytest.mark.parametrize("coding", PACKED)
-def test_members_are_counted(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs the room for a stream, however little is in it."""
-    monkeypatch.setattr(compression, "MEMBERS", 3)
+def test_the_number_of_members_is_limited(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs the memory of a stream, however small it is."""
+    monkeypatch.setattr(compression, "MAX_MEMBERS", 3)
     assert unpack(PACKED[coding](b"a") * 3, coding, LIMIT) == b"aaa"
     with pytest.raises(TooLarge, match="at most 3 members"):
         unpack(PACKED[coding](b"") * 4, coding, LIMIT)
 
 
-def test_a_gzip_header_with_all_that_may_be_in_it() -> None:
-    """A file name, a time, a comment and extra fields are passed over."""
+def test_optional_fields_of_a_gzip_header_are_skipped() -> None:
+    """File name, time, comment and extra fields."""
     plain = gzip.compress(TEXT)
     header = plain[:3] + bytes([0b11110]) + plain[4:10] + b"\x04\x00abcd" + b"name\0" + b"comment\0"
     header += (zlib.crc32(header) & 0xFFFF).to_bytes(2, "little")
@@ -75,7 +74,7 @@ def test_a_gzip_header_with_all_that_may_be_in_it() -> None:
 
 @pytest.mark.parametrize("coding", PACKED)
 def test_every_prefix_is_refused(coding: str) -> None:
-    """A body that breaks off, wherever, is no body: its checksum stands at its end."""
+    """The checksum is at the end."""
     packed = PACKED[coding](TEXT)
     for length in range(1, len(packed)):
         with pytest.raises(MalformedBody):
@@ -83,7 +82,7 @@ def test_every_prefix_is_refused(coding: str) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 12, 20, -8, -5, -4, -1])
-def test_a_wrong_byte_is_noticed(at: int) -> None:
+def test_a_changed_byte_is_refused(at: int) -> None:
     """In the header, the data, the checksum or the length of a gzip body."""
     packed = bytearray(gzip.compress(TEXT))
     packed[at] ^= 0xFF
@@ -103,23 +102,23 @@ def test_a_wrong_byte_is_noticed(at: int) -> None:
         pytest.param(b"\0", "gzip", id="one byte"),
     ],
 )
-def test_what_is_something_else_is_refused(body: bytes, coding: str) -> None:
-    """In words that name the coding."""
+def test_bytes_in_another_format_are_refused(body: bytes, coding: str) -> None:
+    """The message names the coding."""
     with pytest.raises(MalformedBody, match=coding):
         unpack(body, coding, LIMIT)
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, deflate", "gzip,gzip", "*", "gzip;q=1", "x" * 1000])
 def test_an_unknown_coding_is_refused(coding: str) -> None:
-    """415 in the end, and the answer names the two that are read here; it is no echo of the header."""
+    """UnsupportedMediaType names the two supported codings and does not echo a long header."""
     with pytest.raises(UnsupportedMediaType, match="gzip or deflate") as refusal:
         unpack(TEXT, coding, LIMIT)
     assert len(refusal.value.detail) < 150
 
 
 @given(st.binary(max_size=300), st.sampled_from(["gzip", "deflate"]), st.integers(0, 300))
-def test_random_bytes_never_surprise(body: bytes, coding: str, limit: int) -> None:
-    """As they come, and behind a good beginning: read within the bound, or refused by one of ours."""
+def test_random_bytes_are_decompressed_or_refused(body: bytes, coding: str, limit: int) -> None:
+    """As they are, and after a valid beginning."""
     for came in (body, PACKED[coding](body), PACKED[coding](b"x") + body, PACKED[coding](body * 3)[: len(body)]):
         try:
             assert len(unpack(came, coding, limit)) <= limit or not came
@@ -131,8 +130,8 @@ def test_random_bytes_never_surprise(body: bytes, coding: str, limit: int) -> No
 
 
 @pytest.mark.parametrize("coding", PACKED)
-def test_the_bound_is_exact(coding: str) -> None:
-    """A body of exactly the limit is read, one byte more is not, also where it comes in a member of its own."""
+def test_the_size_limit_is_exact(coding: str) -> None:
+    """Also if the byte beyond it is in its own member."""
     packed = PACKED[coding](TEXT)
     assert unpack(packed, coding, len(TEXT)) == TEXT
     with pytest.raises(TooLarge, match=str(len(TEXT) - 1)):
@@ -169,8 +168,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> type[Spy]:
 
 @pytest.mark.parametrize("members", [1, 50])
 @pytest.mark.parametrize("coding", PACKED)
-def test_a_bomb_does_not_go_off(coding: str, members: int, spy: type[Spy]) -> None:
-    """A hundred kilobytes that unpack to a hundred megabytes, in one piece or many: not much more than the bound is ever unpacked."""
+def test_a_decompression_bomb_is_stopped_at_the_limit(coding: str, members: int, spy: type[Spy]) -> None:
+    """A hundred kilobytes that decompress to a hundred megabytes, in one or many members."""
     bomb = PACKED[coding](bytes(100_000_000 // members)) * members
     assert len(bomb) < 200_000
     with pytest.raises(TooLarge):
@@ -178,16 +177,16 @@ def test_a_bomb_does_not_go_off(coding: str, members: int, spy: type[Spy]) -> No
     assert spy.out <= 2 * LIMIT
 
 
-def test_the_spy_sees(spy: type[Spy]) -> None:
-    """Without it the test above could not fail."""
+def test_the_counter_of_decompressed_bytes_works(spy: type[Spy]) -> None:
+    """The test above depends on it."""
     assert unpack(gzip.compress(TEXT), "gzip", LIMIT) == TEXT
     assert spy.out == len(TEXT)
     assert spy.fed >= len(gzip.compress(TEXT))
 
 
 @pytest.mark.parametrize(("size", "members"), [(200, 2000), (5000, 200)])
-def test_many_members_cost_no_more_than_their_bytes(spy: type[Spy], size: int, members: int) -> None:
-    """Twice the members are twice the work, not four times: else a body of a few megabytes keeps a thread for minutes."""
+def test_many_members_take_linear_time(spy: type[Spy], size: int, members: int) -> None:
+    """Twice the members are twice the work."""
     member = gzip.compress(np.random.default_rng(0).bytes(size))
     work = []
     for count in (members, 2 * members):
@@ -203,16 +202,15 @@ def test_many_members_cost_no_more_than_their_bytes(spy: type[Spy], size: int, m
 
 @pytest.mark.parametrize("coding", PACKED)
 @pytest.mark.parametrize("pieces", [[TEXT], [TEXT[:5], b"", TEXT[5:]], [memoryview(TEXT), np.arange(9.0).data.cast("B")], [b""], []])
-def test_a_reply_is_packed(coding: str, pieces: list[Any]) -> None:
-    """All pieces as one stream, which the libraries that everyone has unpack."""
+def test_a_reply_is_compressed_as_one_stream(coding: str, pieces: list[Any]) -> None:
+    """The standard libraries decompress it."""
     packed = b"".join(bytes(piece) for piece in pack(pieces, coding))
     unpacked = gzip.decompress(packed) if coding == "gzip" else zlib.decompress(packed)
     assert unpacked == b"".join(bytes(piece) for piece in pieces)
     assert unpack(packed, coding, 10**6) == unpacked
 
 
-def test_packing_shrinks() -> None:
-    """Otherwise it would be for nothing."""
+def test_compression_reduces_the_size() -> None:
     assert sum(map(len, pack([TEXT], "gzip"))) < len(TEXT) / 2
 
 
@@ -251,5 +249,5 @@ def test_packing_shrinks() -> None:
     ],
 )
 def test_the_coding_of_a_reply(accept: str, asked: str, always: str) -> None:
-    """By default only for who names one coding alone; where a setting says so, the best of those that are accepted."""
+    """By default only if the client names one coding alone; with `always`, the accepted one of highest quality."""
     assert (coding_of_reply(accept, False), coding_of_reply(accept, True)) == (asked, always)

@@ -1,4 +1,4 @@
-"""Content-Type and Accept: which form a body has, and which the caller wants back (RFC 9110, sections 8.3 and 12.5.1)."""
+"""Content-Type and Accept: the media types of body and reply (RFC 9110, sections 8.3 and 12.5.1)."""
 
 from contextlib import suppress
 
@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from service.errors import NotAcceptable, UnsupportedMediaType
 from service.wire.codec import CODECS
-from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, form_of_body, form_of_reply
+from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
 
 ST = SAFETENSORS
 
 
-def test_every_form_can_be_asked_for() -> None:
-    """What is negotiated is what there is."""
+def test_every_supported_type_can_be_requested() -> None:
     assert set(SUPPORTED) == set(CODECS)
     assert SUPPORTED[0] == JSON
     for name in CODECS:
-        assert name == form_of_body(name) == form_of_reply(name)
+        assert name == media_type_of_body(name) == media_type_of_reply(name)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +38,9 @@ def test_every_form_can_be_asked_for() -> None:
         (f" {ST} ", ST),
     ],
 )
-def test_the_form_of_a_body(content_type: str, form: str) -> None:
-    """None given, and curl's form type, are JSON; case and parameters do not matter."""
-    assert form_of_body(content_type) == form
+def test_media_type_of_a_body(content_type: str, form: str) -> None:
+    """Without Content-Type, and with curl's default, JSON. Case and parameters do not matter."""
+    assert media_type_of_body(content_type) == form
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,9 @@ def test_the_form_of_a_body(content_type: str, form: str) -> None:
     ],
 )
 def test_a_body_of_another_type_is_refused(content_type: str) -> None:
-    """415, naming those that are read."""
+    """With the supported types."""
     with pytest.raises(UnsupportedMediaType, match=f"{JSON} or {ST}"):
-        form_of_body(content_type)
+        media_type_of_body(content_type)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +103,9 @@ def test_a_body_of_another_type_is_refused(content_type: str) -> None:
         ("  ", JSON),
     ],
 )
-def test_the_form_of_a_reply(accept: str, form: str) -> None:
-    """The highest quality wins, the most specific range tells it, ties go to JSON; a header that names nothing wants nothing."""
-    assert form_of_reply(accept) == form
+def test_media_type_of_a_reply(accept: str, form: str) -> None:
+    """The highest quality wins, the most specific range sets it, ties go to JSON; an empty header accepts anything."""
+    assert media_type_of_reply(accept) == form
 
 
 @pytest.mark.parametrize(
@@ -126,10 +125,10 @@ def test_the_form_of_a_reply(accept: str, form: str) -> None:
         "x" * 5000,
     ],
 )
-def test_nothing_that_can_be_sent_is_refused(accept: str) -> None:
-    """406, naming both forms; no echo of a long header."""
+def test_an_accept_without_a_supported_type_is_refused(accept: str) -> None:
+    """NotAcceptable names both types and does not echo a long header."""
     with pytest.raises(NotAcceptable, match=f"{JSON} or {ST}") as refusal:
-        form_of_reply(accept)
+        media_type_of_reply(accept)
     assert len(refusal.value.detail) < 250
 
 
@@ -137,20 +136,19 @@ def test_nothing_that_can_be_sent_is_refused(accept: str) -> None:
     st.text(max_size=60)
     | st.lists(st.sampled_from([JSON, ST, "*/*", "application/*", ";", "q=", "0.5", ",", " ", "nan", "1e9"])).map("".join)
 )
-def test_no_header_surprises(header: str) -> None:
-    """Any text: one of the forms, or one of our refusals."""
-    for negotiate, refusal in ((form_of_body, UnsupportedMediaType), (form_of_reply, NotAcceptable)):
+def test_random_headers_are_parsed_or_refused(header: str) -> None:
+    for negotiate, refusal in ((media_type_of_body, UnsupportedMediaType), (media_type_of_reply, NotAcceptable)):
         with suppress(refusal):
             assert negotiate(header) in SUPPORTED
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_the_higher_quality_wins(json: int, safetensors: int) -> None:
-    """For any two of them, in either order."""
+    """For any two qualities, in either order."""
     ranges = [f"{JSON};q={json / 1000}", f"{ST};q={safetensors / 1000}"]
     for accept in (", ".join(ranges), ", ".join(reversed(ranges))):
         if json == safetensors == 0:
             with pytest.raises(NotAcceptable):
-                form_of_reply(accept)
+                media_type_of_reply(accept)
         else:
-            assert form_of_reply(accept) == (ST if safetensors > json else JSON)
+            assert media_type_of_reply(accept) == (ST if safetensors > json else JSON)

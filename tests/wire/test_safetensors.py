@@ -1,7 +1,7 @@
-"""safetensors against the library of that name, and against people who do not mean well.
+"""safetensors against the library of that name, and against malicious bodies.
 
-Whatever the library writes is read, and whatever is written here the library reads. Every way of not being safetensors is refused by
-a class of its own, with the name of the tensor; no bytes whatever raise anything else.
+The library reads what is written here, and the reverse. Every invalid body raises a RequestError with the name of the tensor, and nothing
+else.
 """
 
 import json
@@ -22,7 +22,7 @@ from service.errors import AttendError, InvalidRequest, MalformedBody, RequestEr
 from service.tensors import DATATYPES, Array, datatype_of
 from service.wire.limits import WireLimits
 from service.wire.reply import Reply
-from service.wire.safetensors import HEADER_BYTES, encode, parse, read_tensors, write_tensors
+from service.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
 from service.wire.schemas.attend import AttendRequest, ReplyOptions
 
 LIMITS = WireLimits()
@@ -79,8 +79,8 @@ def joined(pieces: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (2, 3, 4, 5), (0,), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("name", DATATYPES)
-def test_what_the_library_writes_is_read(name: str, shape: tuple[int, ...]) -> None:
-    """Every dtype that there is, scalars and empty tensors too, to the byte."""
+def test_tensors_written_by_the_library_are_read_exactly(name: str, shape: tuple[int, ...]) -> None:
+    """Every dtype, scalars and empty tensors."""
     array = some(DATATYPES[name].numpy, shape)
     tensors, metadata = read_tensors(save({"x": array}))
     assert_equal(tensors["x"], array)
@@ -89,8 +89,8 @@ def test_what_the_library_writes_is_read(name: str, shape: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (2, 3, 4, 5), (0,), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("name", DATATYPES)
-def test_the_library_reads_what_is_written(name: str, shape: tuple[int, ...]) -> None:
-    """Every dtype that there is, scalars and empty tensors too, to the byte."""
+def test_the_library_reads_tensors_exactly(name: str, shape: tuple[int, ...]) -> None:
+    """Every dtype, scalars and empty tensors."""
     array = some(DATATYPES[name].numpy, shape)
     assert_equal(theirs(joined(write_tensors({"x": array}, {})))["x"], array)
 
@@ -100,8 +100,8 @@ def everything() -> dict[str, Array]:
     return {f"tensor.{name}": some(row.numpy, (3, 1 + i % 3)) for i, (name, row) in enumerate(DATATYPES.items())}
 
 
-def test_many_tensors_and_their_metadata(tmp_path: Path) -> None:
-    """As a file that the library opens: names, dtypes, shapes, numbers, and the metadata in any script."""
+def test_the_library_opens_a_file_of_many_tensors(tmp_path: Path) -> None:
+    """Names, dtypes, shapes, numbers, and metadata in any script."""
     metadata = {"reply": '{"layer": "größe ✓ \\u0000"}', "": "nothing", "format": "np"}
     tensors = {**everything(), "größe/~1": some(np.dtype(np.float32), (2,)), "": some(np.dtype(np.int8), (1,))}
     path = tmp_path / "all.safetensors"
@@ -119,8 +119,8 @@ def test_many_tensors_and_their_metadata(tmp_path: Path) -> None:
         assert_equal(array, tensors[name])
 
 
-def test_many_tensors_from_the_library() -> None:
-    """The library sorts by size of element and name; the order does not matter."""
+def test_many_tensors_from_the_library_are_read() -> None:
+    """The library sorts them by element size and name."""
     tensors = everything()
     got, metadata = read_tensors(save(tensors, {"request": "{}", "who": "me"}))
     assert metadata == {"request": "{}", "who": "me"}
@@ -129,8 +129,8 @@ def test_many_tensors_from_the_library() -> None:
         assert_equal(got[name], array)
 
 
-def test_nothing_at_all() -> None:
-    """No tensors and no metadata are a valid body, in the library's eyes too."""
+def test_a_body_without_tensors_and_metadata_is_valid() -> None:
+    """For the library too."""
     assert read_tensors(save({})) == ({}, {})
     assert load(joined(write_tensors({}, {}))) == {}
     assert read_tensors(body({})) == ({}, {})
@@ -145,8 +145,8 @@ def test_nothing_at_all() -> None:
         pytest.param(np.broadcast_to(np.float32(3), (2, 5)), id="broadcast"),
     ],
 )
-def test_however_an_array_lies_in_memory(array: Array) -> None:
-    """It is written row by row and little-endian."""
+def test_arrays_are_written_row_major_and_little_endian(array: Array) -> None:
+    """Whatever their strides and byte order."""
     got = load(joined(write_tensors({"x": array}, {})))["x"]
     np.testing.assert_array_equal(got, array)
     assert got.dtype == array.dtype.newbyteorder("<")
@@ -157,8 +157,10 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lam
 
 
 @given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(DATATYPES)), shapes), max_size=5), st.dictionaries(names, names, max_size=3))
-def test_any_tensors_survive_both_ways(what: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> None:
-    """Written here and read by the library, written by the library and read here: the same tensors."""
+def test_random_tensors_survive_a_round_trip_with_the_library(
+    what: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
+) -> None:
+    """In both directions."""
     tensors = {name: some(DATATYPES[dtype].numpy, shape) for name, (dtype, shape) in what.items()}
     written = joined(write_tensors(tensors, metadata))
     back, (ours, told) = theirs(written), read_tensors(save(tensors, metadata or None))
@@ -173,8 +175,7 @@ def test_any_tensors_survive_both_ways(what: dict[str, tuple[str, tuple[int, ...
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_arrays_view_the_body(kind: Callable[[bytes], Any]) -> None:
-    """Nothing is copied: every tensor is a window into the very bytes that came."""
+def test_arrays_are_views_of_the_body(kind: Callable[[bytes], Any]) -> None:
     tensors = {"a": some(np.dtype(np.float32), (3, 4)), "b": some(np.dtype(np.float64), (5,)), "c": some(np.dtype(np.bool_), (7,))}
     came = kind(save(tensors))
     whole = np.frombuffer(came, np.uint8)
@@ -183,8 +184,8 @@ def test_arrays_view_the_body(kind: Callable[[bytes], Any]) -> None:
         assert_equal(array, tensors[name])
 
 
-def test_a_tensor_that_stands_askew_is_copied() -> None:
-    """torch and numpy want numbers at multiples of their size; where a writer did not care, the array is made straight."""
+def test_an_unaligned_tensor_is_copied() -> None:
+    """torch and numpy need numbers at multiples of their size."""
     data = b"\x01" + np.array([1.5, -2.0], np.float32).tobytes()
     text = json.dumps({"flag": entry("BOOL", (1,), (0, 1)), "x": entry("F32", (2,), (1, 9))}).encode()
     for padding in range(8):
@@ -194,8 +195,8 @@ def test_a_tensor_that_stands_askew_is_copied() -> None:
         assert got["flag"].tolist() == [True]
 
 
-def test_a_reply_is_written_from_the_arrays_own_memory() -> None:
-    """The pieces of a body are the arrays; only one that does not lie row by row is copied."""
+def test_pieces_of_a_reply_are_views_of_the_arrays() -> None:
+    """Only an array that is not contiguous is copied."""
     output, weights = some(np.dtype(np.float32), (2, 3)), some(np.dtype(np.float64), (4, 4))
     pieces = write_tensors({"output": output, "weights": weights, "turned": weights.T}, {"reply": "{}"})
     assert [len(piece) for piece in pieces[1:]] == [output.nbytes, weights.nbytes, weights.nbytes]
@@ -214,7 +215,7 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
     ("a header of nothing, and data", struct.pack("<Q", 0) + DATA, MalformedBody, ""),
     ("a header beyond the body", body({"x": entry()}, DATA, length=10_000), MalformedBody, ""),
     ("a header one byte beyond the body", body({}, length=3), MalformedBody, ""),
-    ("a huge header", body({"x": entry()}, DATA, length=HEADER_BYTES + 1), TooLarge, ""),
+    ("a huge header", body({"x": entry()}, DATA, length=MAX_HEADER_BYTES + 1), TooLarge, ""),
     ("the hugest header", b"\xff" * 8 + b"{}", TooLarge, ""),
     ("a header that overflows", struct.pack("<Q", 2**63) + b"{}", TooLarge, ""),
     ("a header cut short", body(b'{"x": {"dtype": "F32", "sha'), MalformedBody, ""),
@@ -295,8 +296,8 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
 
 
 @pytest.mark.parametrize(("came", "kind", "at"), [attack[1:] for attack in ATTACKS], ids=[attack[0] for attack in ATTACKS])
-def test_an_attack_is_refused(came: bytes, kind: type[AttendError], at: str) -> None:
-    """By its class, at the tensor it is about, in few words, and without taking the memory it promises."""
+def test_invalid_bodies_are_refused(came: bytes, kind: type[AttendError], at: str) -> None:
+    """With the right class and the tensor's name, briefly, and without allocating the announced memory."""
     with pytest.raises(AttendError) as refusal:
         read_tensors(came)
     assert type(refusal.value) is kind, refusal.value
@@ -309,7 +310,7 @@ def test_an_attack_is_refused(came: bytes, kind: type[AttendError], at: str) -> 
 
 
 def test_what_is_refused_here_is_mostly_refused_by_the_library() -> None:
-    """The table is about the format: what the library lets through is only what this service does not take, or takes more strictly."""
+    """The others are valid safetensors that this service does not accept."""
     stricter = {name for name, came, _, _ in ATTACKS if _loads(came)}
     assert stricter <= {
         "too many axes",
@@ -337,7 +338,6 @@ def _loads(came: bytes) -> bool:
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_every_prefix_of_a_body_is_refused(n: int) -> None:
-    """A body that breaks off, wherever: never half a result, never anything but a refusal."""
     whole = save({f"x{i}": some(np.dtype(np.float32), (2, 3)) for i in range(n)}, {"request": '{"causal": true}'})
     assert len(read_tensors(whole)[0]) == n
     for length in range(len(whole)):
@@ -347,24 +347,23 @@ def test_every_prefix_of_a_body_is_refused(n: int) -> None:
             read_tensors(memoryview(whole)[:length])
 
 
-def test_a_body_with_more_behind_it_is_refused() -> None:
-    """One byte too many is as wrong as one too few."""
+def test_bytes_after_the_last_tensor_are_refused() -> None:
     with pytest.raises(MalformedBody):
         read_tensors(save({"x": some(np.dtype(np.float32), (2, 3))}) + b"\0")
 
 
-def test_a_huge_header_is_not_even_read() -> None:
-    """What says that it is beyond the bound is refused by its first eight bytes."""
-    for size in (HEADER_BYTES + 1, 2**40, 2**64 - 1):
-        with pytest.raises(TooLarge, match=str(HEADER_BYTES)):
+def test_a_header_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    """By its first eight bytes."""
+    for size in (MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1):
+        with pytest.raises(TooLarge, match=str(MAX_HEADER_BYTES)):
             read_tensors(struct.pack("<Q", size))
 
 
 # Requests and replies
 
 
-def test_a_request_in_both_parts() -> None:
-    """Tensors by their names, the other fields from the metadata entry `request`; other entries are none of our business."""
+def test_a_request_of_tensors_and_metadata() -> None:
+    """Tensors by their names, the other fields from the entry `request`; other entries are ignored."""
     query, mask = some(np.dtype(np.float16), (2, 3, 4)), some(np.dtype(np.bool_), (3, 3))
     text = '{"causal": true, "select": {"heads": [1]}, "key": [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]}'
     members = parse(save({"query": query, "attend_mask": mask}, {"request": text, "format": "pt", "note": "no { json"}), KINDS, LIMITS)
@@ -375,16 +374,15 @@ def test_a_request_in_both_parts() -> None:
     np.testing.assert_array_equal(members["key"], np.arange(1.0, 9).reshape(2, 1, 4))
 
 
-def test_a_request_of_tensors_alone() -> None:
-    """The entry may be left out; and the entry alone is a request too, all of it JSON."""
+def test_a_request_of_tensors_or_metadata_alone() -> None:
     assert set(parse(save({"query": np.ones((2, 4))}), KINDS, LIMITS)) == {"query"}
     members = parse(save({}, {"request": '{"query": [[1, 2], [3, 4]]}'}), KINDS, LIMITS)
     np.testing.assert_array_equal(members["query"], [[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize("inside", ["[[1.0]]", "null", "{}"])
-def test_a_field_in_both_places_is_refused(inside: str) -> None:
-    """Whatever stands in the second place, and even if it said the same: which of them was meant is not for us to guess."""
+def test_a_field_in_tensors_and_metadata_is_refused(inside: str) -> None:
+    """Even if both are equal."""
     with pytest.raises(InvalidRequest) as refusal:
         parse(
             save(
@@ -414,15 +412,15 @@ def test_a_field_in_both_places_is_refused(inside: str) -> None:
     ],
     ids=["empty", "broken off", "list", "string", "null", "twice", "NaN", "1e999", "ragged", "deep", "half a pair"],
 )
-def test_an_entry_that_is_no_request_is_refused(request_entry: str, kind: type[AttendError]) -> None:
-    """The JSON inside is held to the same rules as a body of JSON."""
+def test_an_invalid_entry_request_is_refused(request_entry: str, kind: type[AttendError]) -> None:
+    """By the rules for JSON bodies."""
     with pytest.raises(RequestError) as refusal:
         parse(body({"__metadata__": {"request": request_entry}}), KINDS, LIMITS)
     assert type(refusal.value) is kind
 
 
-def test_a_reply_in_both_parts() -> None:
-    """Outputs by their names in the wire's datatype, a selection as two tensors, the other members in the entry `reply`."""
+def test_a_reply_has_tensors_and_metadata() -> None:
+    """Outputs by name in the reply's datatype, a selection as two tensors, the other members in the entry `reply`."""
     tensors: dict[str, Any] = {
         "output": np.full((1, 3, 4), 1.25),
         "attention_weights": {"keys": np.array([[2, 0]]), "values": np.array([[0.75, 0.25]])},
@@ -445,7 +443,7 @@ def test_a_reply_in_both_parts() -> None:
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 def test_a_reply_in_each_datatype(datatype: str) -> None:
-    """Numbers are rounded to the wire's datatype once, to the nearest."""
+    """Numbers are rounded once, to the nearest."""
     numbers = RNG.standard_normal((5, 7))
     pieces = encode(Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": numbers}), ReplyOptions())
     got = theirs(joined(pieces))["output"]
@@ -453,8 +451,8 @@ def test_a_reply_in_each_datatype(datatype: str) -> None:
     assert_equal(got, numbers.astype(DATATYPES[datatype].numpy))
 
 
-def test_numbers_that_are_not_finite() -> None:
-    """-inf in scores is a value; elsewhere NaN and overflow are errors that name output and index, unless the caller wants them."""
+def test_nonfinite_numbers_in_replies() -> None:
+    """-inf in scores is allowed; elsewhere NaN and overflow are errors with output and index, unless `nonfinite` allows them."""
     head = {"name": "x", "fingerprint": "y"}
     scores = np.array([[0.5, -np.inf]])
     for name in ("scores", "log_sum_exp"):
@@ -492,8 +490,8 @@ def refused_or_read(came: bytes) -> None:
 
 @given(st.binary(max_size=200))
 @example(b"\x02\0\0\0\0\0\0\0{}")
-def test_random_bytes_never_surprise(came: bytes) -> None:
-    """As they are, and as a header of the right length."""
+def test_random_bytes_are_read_or_refused(came: bytes) -> None:
+    """As they are, and after a header length that fits."""
     refused_or_read(came)
     refused_or_read(body(came))
 
@@ -504,8 +502,8 @@ VALID = save(
 
 
 @given(st.data())
-def test_a_body_with_a_few_wrong_bytes_never_surprises(data: st.DataObject) -> None:
-    """Bytes changed, taken out and put in anywhere in a valid body."""
+def test_bodies_with_changed_bytes_are_read_or_refused(data: st.DataObject) -> None:
+    """Bytes of a valid body changed, removed and added anywhere."""
     came = bytearray(VALID)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(came) - 1))
@@ -550,8 +548,8 @@ entries = st.fixed_dictionaries(
     st.binary(max_size=16),
     st.dictionaries(st.just("request"), st.text(max_size=20) | st.sampled_from(["{}", '{"x": 1}']), max_size=1),
 )
-def test_a_header_that_is_json_never_surprises(header: dict[str, Any], data: bytes, metadata: dict[str, str]) -> None:
-    """Entries of every shape and size around the right ones, and requests inside, up to the members of a document."""
+def test_random_json_headers_are_read_or_refused(header: dict[str, Any], data: bytes, metadata: dict[str, str]) -> None:
+    """Entries of many shapes and sizes around the valid ones, and requests in the metadata."""
     refused_or_read(body(header, data))
     came = body({**header, "__metadata__": metadata}, data)
     refused_or_read(came)

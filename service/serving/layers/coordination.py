@@ -1,6 +1,6 @@
 """Coordinates the processes that share a folder of layers, with files and kernel locks (flock).
 
-Each process holds a lock on a file PEER…, in which it writes the number of the last change that it applied. The kernel releases the lock
+Each process holds a lock on a file .peer-…, in which it writes the number of the last change that it applied. The kernel releases the lock
 when the process dies, so other processes do not wait for it. The length of the file CHANGES is the number of changes: each appends a byte,
 which is atomic and needs no lock. To add a layer, a process locks CHANGES while it reads the folder and then writes to it.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 from secrets import token_hex
 
 CHANGES = ".changes"
-BLOCK = 4096  # bytes; file systems allocate at least in multiples of this
-PEER = ".peer-"
+BLOCK_BYTES = 4096  # bytes; file systems allocate at least in multiples of this
+LOCK_PREFIX = ".peer-"
 
 
 class Coordinator:
@@ -20,7 +20,7 @@ class Coordinator:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._path = folder / f"{PEER}{token_hex(8)}"
+        self._path = folder / f"{LOCK_PREFIX}{token_hex(8)}"
         self._file: int | None = None
 
     def join(self) -> None:
@@ -39,7 +39,7 @@ class Coordinator:
 
         Announces an empty change, so that the next byte does not start a new block.
         """
-        if self.announce() % BLOCK == 0:
+        if self.announce() % BLOCK_BYTES == 0:
             self.announce()
 
     def announce(self) -> int:
@@ -66,7 +66,9 @@ class Coordinator:
 
     def behind(self, change: int) -> int:
         """The number of other living processes that have not applied `change` yet. Removes the files of dead processes."""
-        return sum(_applied(path) < change for path in self.folder.glob(f"{PEER}*") if path != self._path and not remove_unlocked(path))
+        return sum(
+            _applied(path) < change for path in self.folder.glob(f"{LOCK_PREFIX}*") if path != self._path and not remove_unlocked(path)
+        )
 
 
 class Claim:

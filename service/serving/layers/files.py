@@ -34,7 +34,7 @@ class Source:
 
 
 class ReadLayer(NamedTuple):
-    """A layer as a request or a file has it; weights are None if they are to be drawn as the spec says."""
+    """The layer of a request or a file; weights are None if they are to be drawn from the spec's `init` and `seed`."""
 
     spec: LayerSpec
     weights: Mapping[str, Array] | None
@@ -48,7 +48,7 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
-            return ReadLayer(given_weights(validate(LayerSpec, fields, "/spec")), weights)
+            return ReadLayer(without_init(validate(LayerSpec, fields, "/spec")), weights)
         return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -57,13 +57,13 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
     for name in ("prefix", "spec"):
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    return ReadLayer(given_weights(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
+    return ReadLayer(without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
 
 
 def read_checkpoint(tensors: Mapping[str, Array], source: Source, given: Mapping[str, Any]) -> ReadLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
-    spec = given_weights(validate(LayerSpec, fields, "/spec"))
+    spec = without_init(validate(LayerSpec, fields, "/spec"))
     return ReadLayer(spec, weights, assumed_fields(spec, given))
 
 
@@ -89,7 +89,7 @@ def _read_by_config(
             raise InvalidRequest.where(f"/{name}", "none, since the file has its model's config in the metadata", "one")
     number = metadata.get(LAYER, "none")
     if not (number.isascii() and number.isdigit() and len(number) < 9):
-        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, beside config", number[:60])
+        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, which config requires", number[:60])
     if len(metadata[CONFIG]) > JSON_TEXT_BYTES:
         raise TooLarge.where("/__metadata__/config", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(metadata[CONFIG])))
     return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)
@@ -103,7 +103,7 @@ def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
     return validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"), tensors, metadata.get(FINGERPRINT, "")
 
 
-def given_weights(spec: LayerSpec) -> LayerSpec:
+def without_init(spec: LayerSpec) -> LayerSpec:
     """The spec without init, seed and gain, for a layer whose weights are given."""
     return spec.model_copy(update={"init": None, "seed": None, "gain": 1.0})
 

@@ -25,7 +25,7 @@ from service.tensors import Array
 
 T = TypeVar("T")
 log = structlog.get_logger("attend")
-INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
+SCAN_INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
 CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
 Read = Callable[[], ReadLayer]
 
@@ -183,11 +183,11 @@ class LayerLoader:
                 raise DeadlinePassed(detail)
             if now > own_deadline:
                 raise NotReady(detail)
-            await asyncio.sleep(INTERVAL / 4)
+            await asyncio.sleep(SCAN_INTERVAL / 4)
 
     async def _poll(self, store: LayerStore) -> None:
         while True:
-            await asyncio.sleep(INTERVAL)
+            await asyncio.sleep(SCAN_INTERVAL)
             try:
                 await self._follow(store)
             except OSError as error:

@@ -9,18 +9,18 @@ import torch
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
-from service.serving.casting import cast
+from service.serving.casting import cast, numpy_of
 from service.serving.cost import ServingLimits
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
-from service.tensors import BY_TORCH, Array
+from service.tensors import Array
 from service.wire.problems import describe_value, one_of
 from service.wire.schemas.attend import LayerDocument
 from service.wire.suggestions import did_you_mean
 
-NAMED = 8  # most layer names in an error
 LAST_POSITION = 1 << 31
-MOST_UNLOADED = 1000  # bounds the memory that callers can fill by creating and unloading layers
+MAX_NAMES_IN_ERROR = 8  # most layer names in an error
+MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class LayerRegistry:
 
     def require_room_for_unloaded(self) -> None:
         """Raises LayerConflict if no more layers may be unloaded."""
-        if len(self._unloaded) >= MOST_UNLOADED:
-            raise LayerConflict(f"{MOST_UNLOADED} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
+        if len(self._unloaded) >= MAX_UNLOADED_LAYERS:
+            raise LayerConflict(f"{MAX_UNLOADED_LAYERS} layers are unloaded, which is the most; DELETE /layers/{{name}} removes one")
 
     def unloaded(self, name: str) -> UnloadedLayer | None:
         """The unloaded layer of that name, or None."""
@@ -106,10 +106,10 @@ class LayerRegistry:
         )
 
     def _named(self) -> str:
-        """The first NAMED layer names and the number of the others, for an error."""
+        """The first MAX_NAMES_IN_ERROR layer names and the number of the others, for an error."""
         names = sorted(self._layers)
-        more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
-        return ", ".join((*names[:NAMED], *more)) or "none"
+        more = [f"and {len(names) - MAX_NAMES_IN_ERROR} more"] if len(names) > MAX_NAMES_IN_ERROR else []
+        return ", ".join((*names[:MAX_NAMES_IN_ERROR], *more)) or "none"
 
     def all(self) -> list[LoadedLayer]:
         return [self._layers[name] for name in sorted(self._layers)]
@@ -125,8 +125,8 @@ class LayerRegistry:
         specs |= {layer.name: layer.spec for layer in self._unloaded.values() if layer.weights is not None}
         others = sum(other.num_parameters for key, other in specs.items() if key != name)
         if others + count > limits.max_total_parameters:
-            wanted = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
-            raise TooLarge.where("/spec", wanted, f"{count} beside {others} of other layers")
+            expected = f"at most {limits.max_total_parameters} parameters in all layers (max_total_parameters)"
+            raise TooLarge.where("/spec", expected, f"{count} in addition to {others} in other layers")
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
@@ -198,10 +198,3 @@ def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.T
     if problems:
         raise InvalidRequest(problems=problems)
     return {name: cast(f"weights/{name}", weights[name], spec.dtype) for name in shapes}
-
-
-def numpy_of(tensor: torch.Tensor) -> Array:
-    """A NumPy view of a CPU tensor; bfloat16, which torch does not convert, is reinterpreted through int16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
-    return tensor.numpy()

@@ -32,8 +32,8 @@ from service.wire.schemas.attend import LAYER_NAME
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
 SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNANNOUNCED = "the folder has changed, but it could not be made sure that all processes follow"
+DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNANNOUNCED = "the folder has changed, but the change could not be announced to the other processes"
 
 
 class LayerFile(NamedTuple):
@@ -183,6 +183,6 @@ def storage_faults(state: str = "the layers are as they were") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRORS:
             raise StorageFull(f"there is no room to store the layer (layers_dir); {state}") from error
         raise ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}") from error

@@ -16,30 +16,30 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
-from service.serving.admission import CallLimit, turns_within
+from service.serving.admission import CallLimit
 from service.serving.service import Service
-from service.serving.streams import Turn, answer_stream
+from service.serving.streams import PreviousSent, answer_stream, message_reader
 from service.web.errors import UNEXPECTED, retry_after
-from service.web.grpc.channel import CALLS, STREAMS, address_of
+from service.web.grpc.channel import MAX_CALLS, MAX_STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
-from service.web.middleware.access import request_id
-from service.web.middleware.guard import ADMIN, ANY, require_key
+from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import Telemetry
+from service.web.record import request_id
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
-SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY
+SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),
     "ServerReady": frozenset[str](),
     "ModelInfer": frozenset({"infer"}),
     "ModelStreamInfer": frozenset({"infer"}),
-    "RepositoryModelLoad": ADMIN,
-    "RepositoryModelUnload": ADMIN,
+    "RepositoryModelLoad": ADMIN_SCOPE,
+    "RepositoryModelUnload": ADMIN_SCOPE,
 }
-OUR_FAULT = {  # the codes that OpenTelemetry's conventions count as errors of the server
+SERVER_FAULTS = {  # the codes that OpenTelemetry's conventions count as errors of the server
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -47,10 +47,10 @@ OUR_FAULT = {  # the codes that OpenTelemetry's conventions count as errors of t
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DATA_LOSS,
 }
-STREAM = "ModelStreamInfer"
-IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is read later
+STREAM_METHOD = "ModelStreamInfer"
+MAX_IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is read later
 MAX_PLAIN_MESSAGE = 1 << 20  # largest message without tensors, in bytes
-DETAIL = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
+MAX_DETAIL_BYTES = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
 log = structlog.get_logger("attend")
 
 
@@ -72,14 +72,14 @@ class Calls:
 
     def __init__(self, service: Service, methods: Methods, options: GrpcOptions) -> None:
         self.service, self.methods, self.options = service, methods, options
-        self._turns = turns_within(service.budget, options.largest, options.seconds)
-        self._calls, self._streams = CallLimit(CALLS, "calls"), CallLimit(STREAMS, "streams")
+        self._reader = message_reader(service.budget, options.largest, options.seconds)
+        self._calls, self._streams = CallLimit(MAX_CALLS, "calls"), CallLimit(MAX_STREAMS, "streams")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handlers to register. Unary methods are handled as streams of one message, which are the same on the wire."""
-        handlers: dict[str, Any] = {STREAM: self._stream}
+        handlers: dict[str, Any] = {STREAM_METHOD: self._stream}
         for name in SERVICE.methods_by_name:
-            if name != STREAM:
+            if name != STREAM_METHOD:
                 handlers[name] = partial(self._unary, name, self._method(name))
         return grpc.method_handlers_generic_handler(
             SERVICE.full_name, {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in handlers.items()}
@@ -108,9 +108,9 @@ class Calls:
         async def answer() -> None:
             context.set_trailing_metadata(tuple(record.trailing))
             caller = self._caller(name, record, context)
-            with self._calls.place(caller), self.service.budget.lease(caller) as record.lease:
-                read = SCOPES.get(name, ANY)
-                await _send(context, await method(await self._turns.receive(context.read, record.lease) if read else b"", record))
+            with self._calls.slot(caller), self.service.budget.lease(caller) as record.lease:
+                has_message = SCOPES.get(name, ANY_SCOPE)
+                await _send(context, await method(await self._reader.read(context.read, record.lease) if has_message else b"", record))
 
         await self._observe(name, record, answer)
         await _abort_failed(context, record)
@@ -120,8 +120,8 @@ class Calls:
         The stream itself is logged only if it is refused or fails."""
         record = _record_of(context)
         try:
-            caller = self._caller(STREAM, record, context)
-            with self._streams.place(caller):
+            caller = self._caller(STREAM_METHOD, record, context)
+            with self._streams.slot(caller):
                 await self._replies(caller, record.key, context)
         except* AttendError as errors:
             error = errors.exceptions[0]
@@ -129,13 +129,13 @@ class Calls:
             async def fail() -> None:
                 raise error
 
-            await self._observe(STREAM, record, fail)
+            await self._observe(STREAM_METHOD, record, fail)
         await _abort_failed(context, record)
 
     async def _replies(self, caller: str, key: str, context: Any) -> None:
         """Answers a stream's requests until the client ends it. Raises DeadlinePassed if none arrives within `options.seconds`."""
 
-        async def reply(message: bytes, turn: Turn) -> None:
+        async def reply(message: bytes, previous_sent: PreviousSent) -> None:
             record, written = _record_of(context, key), b""
 
             async def answer() -> None:
@@ -144,18 +144,18 @@ class Calls:
                 written = await self.methods.model_infer(message, record, self.methods.stream_codec)
 
             with self.service.budget.lease(caller) as record.lease:
-                await self._observe(STREAM, record, answer)
+                await self._observe(STREAM_METHOD, record, answer)
                 if record.reason:
                     written = refusal_in_stream(message, record.detail)
-                await turn()
+                await previous_sent()
                 await _send(context, written)
 
-        await answer_stream(context.read, reply, self.service.gate, IN_FLIGHT, self.options.seconds)
+        await answer_stream(context.read, reply, self.service.gate, MAX_IN_FLIGHT, self.options.seconds)
 
     def _caller(self, name: str, record: CallRecord, context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
         if self.options.keyring is not None:
-            record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY))
+            record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY_SCOPE))
         return record.key or address_of(context.peer())
 
     async def _observe(self, name: str, record: CallRecord, answer: Callable[[], Awaitable[None]]) -> None:
@@ -170,7 +170,7 @@ class Calls:
             await answer()
             record.code, record.reason = grpc.StatusCode.OK, ""
         except AttendError as error:
-            record.code, record.detail, record.reason = code_of(error), fitting(error.detail), type(error).__name__
+            record.code, record.detail, record.reason = code_of(error), truncated_detail(error.detail), type(error).__name__
             if isinstance(error, Overloaded):
                 record.trailing.append(("retry-after", retry_after(error)))
             if record.code is grpc.StatusCode.INTERNAL:
@@ -184,7 +184,7 @@ class Calls:
             if record.reason:
                 service.metrics.failed(record.reason)
             if traces is not None and span is not None:
-                traces.end_call(span, full_name, record.code.name, record, record.code in OUR_FAULT, seconds)
+                traces.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
             if self.options.log_requests:
                 log.info(
                     "request",
@@ -218,13 +218,13 @@ async def _send(context: Any, reply: bytes) -> None:
         raise CallerGone from None
 
 
-def fitting(detail: str) -> str:
-    """The message, cut to DETAIL bytes as gRPC encodes it: each byte that is not printable ASCII becomes three (percent-encoding). Lone
-    surrogates are escaped."""
+def truncated_detail(detail: str) -> str:
+    """The message, cut to MAX_DETAIL_BYTES bytes as gRPC encodes it: each byte that is not printable ASCII becomes three
+    (percent-encoding). Lone surrogates are escaped."""
     detail = detail.encode(errors="backslashreplace").decode()
     size = 0
     for i, character in enumerate(detail):
         size += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
-        if size > DETAIL:
+        if size > MAX_DETAIL_BYTES:
             return detail[:i]
     return detail

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
-from service.web.grpc.wire_format import RAW_OUTPUTS, SplitRequest, length_prefixed, split, varints
+from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split, varints
 from service.wire.arrays import Kind, array_over, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
@@ -26,7 +26,7 @@ from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.parameters import (
-    FINAL,
+    FINAL_RESPONSE_PARAMETER,
     IGNORED,
     VERSION,
     datatype_named,
@@ -51,8 +51,11 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP64": "fp64_contents",
 }
 FIELDS = {field.number: field.name for field in inference_pb2.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
-WIDE = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # element types of the fields that several datatypes share
-FINAL_RESPONSE = "triton_final_response"
+SHARED_FIELD_TYPES = {
+    "int_contents": np.dtype("<i4"),
+    "uint_contents": np.dtype("<u4"),
+}  # element types of the fields that several datatypes share
+FINAL_RESPONSE_FLAG = "triton_final_response"
 INFER_RESPONSE = 2  # field number in ModelStreamInferResponse
 
 
@@ -90,7 +93,7 @@ class GrpcCodec(Codec):
         members = members_of(request.model_name, tensors, options, outputs)
         squeeze_per_item(members)
         refuse_decimals(members)
-        marks_final = self.stream and options.get(FINAL) is True
+        marks_final = self.stream and options.get(FINAL_RESPONSE_PARAMETER) is True
         reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
         return Decoded(members, reply_format, timeout, V2ErrorPaths(tuple(paths), "/model_name"))
 
@@ -100,12 +103,12 @@ class GrpcCodec(Codec):
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
         if reply_format.marks_final:
-            response.parameters[FINAL_RESPONSE].bool_param = True
+            response.parameters[FINAL_RESPONSE_FLAG].bool_param = True
         pieces: list[Buffer] = []
         for name, array in requested_arrays(reply, reply_format.outputs):
             array, _ = wire_array(name, array, reply.datatype, options)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
-            pieces += [length_prefixed(RAW_OUTPUTS, array.nbytes), raw(array)]
+            pieces += [length_prefixed(RAW_OUTPUTS_FIELD, array.nbytes), raw(array)]
         pieces.insert(0, response.SerializeToString())
         if self.stream:
             pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
@@ -162,7 +165,7 @@ def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
     require_known(packed, (field,), at)
     try:
-        wide = _numbers(packed.get(field, b""), datatype, WIDE.get(field, datatype.numpy))
+        wide = _numbers(packed.get(field, b""), datatype, SHARED_FIELD_TYPES.get(field, datatype.numpy))
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
         raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
     if len(wide) != math.prod(shape):

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from service.errors import LayerNotFound, LayerUnloaded
 from service.serving.admission import Lease
+from service.serving.engine import ATTEND
 from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
@@ -108,11 +109,11 @@ class Methods:
         deadline = self.service.clock() + min(timeouts) if timeouts else None
         raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
         del body  # the engine frees it after decoding
-        answer = await self.service.engine.attend(raw)
-        record.phases, record.log_fields = answer.phases, answer.log_fields
-        reply = bytes(answer.pieces[0])
-        record.lease.resize(len(reply))
-        return reply
+        reply = await self.service.engine.answer(raw, ATTEND)
+        record.phases, record.log_fields = reply.phases, reply.log_fields
+        message = bytes(reply.pieces[0])
+        record.lease.resize(len(message))
+        return message
 
     def _layer(self, request: Any) -> Any:
         require_version(request.version)

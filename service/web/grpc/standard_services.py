@@ -1,8 +1,8 @@
 """The standard gRPC services: health, for the whole server and for GRPCInferenceService, and reflection.
 
 The health service replies SERVING while calls are answered. The library's asyncio version notifies only one of several watchers of the
-same name. Here every watcher gets a change of readiness within `INTERVAL` seconds, and immediately when the shutdown gate closes; then
-its stream ends, so that watchers do not delay the shutdown. Neither service needs a key, so the numbers of messages, watchers and
+same name. Here every watcher gets a change of readiness within `CHECK_INTERVAL` seconds, and immediately when the shutdown gate closes;
+then its stream ends, so that watchers do not delay the shutdown. Neither service needs a key, so the numbers of messages, watchers and
 reflection streams are limited.
 """
 
@@ -15,16 +15,16 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
-from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns
+from service.serving.admission import ByteBudget, CallLimit
 from service.serving.lifecycle import ShutdownGate
 from service.serving.service import Service
-from service.serving.streams import in_time
-from service.web.grpc.channel import KEYLESS, WATCHES, address_of
+from service.serving.streams import MessageReader, in_time
+from service.web.grpc.channel import MAX_KEYLESS, MAX_WATCHES, address_of
 from service.web.grpc.codes import code_of
 
 NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-INTERVAL = 0.5  # seconds between two checks
-STATE = health_pb2.HealthCheckResponse
+CHECK_INTERVAL = 0.5  # seconds between two checks
+CheckResponse = health_pb2.HealthCheckResponse
 
 
 class Health:
@@ -32,8 +32,8 @@ class Health:
 
     def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
         self.service, self.names = service, names | {""}
-        self._turns, self._watches = ReceivingTurns(KEYLESS, largest, seconds), CallLimit(WATCHES, "health watches")
-        self._budget = ByteBudget(KEYLESS * largest)  # not the budget of calls: a server that has spent that is still healthy
+        self._reader, self._watches = MessageReader(MAX_KEYLESS, largest, seconds), CallLimit(MAX_WATCHES, "health watches")
+        self._budget = ByteBudget(MAX_KEYLESS * largest)  # not the budget of calls: a server that has spent that is still healthy
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handlers to register. Each reads its message itself."""
@@ -52,7 +52,7 @@ class Health:
     async def watch(self, _: Any, context: Any) -> None:
         """Sends the current state and every change of it, until the gate closes."""
         try:
-            with self._watches.place(address_of(context.peer())):
+            with self._watches.slot(address_of(context.peer())):
                 await self._watch(context)
         except AttendError as refusal:
             await context.abort(code_of(refusal), refusal.detail)
@@ -66,13 +66,13 @@ class Health:
                 sent = status
             if last:
                 return
-            await self.service.gate.closes_within(INTERVAL)
+            await self.service.gate.closes_within(CHECK_INTERVAL)
 
     async def _name(self, context: Any) -> str:
         """The name of the service in the request."""
         try:
             with self._budget.lease(address_of(context.peer())) as lease:
-                message = await self._turns.receive(context.read, lease)
+                message = await self._reader.read(context.read, lease)
             return str(health_pb2.HealthCheckRequest.FromString(message).service)
         except DecodeError:
             refusal: AttendError = MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else")
@@ -82,12 +82,12 @@ class Health:
         raise AssertionError("ended by abort")
 
     async def _send(self, context: Any, status: int) -> None:
-        await context.write(STATE(status=status).SerializeToString())
+        await context.write(CheckResponse(status=status).SerializeToString())
 
     async def _status(self, name: str) -> int:
         if name not in self.names:
-            return int(STATE.SERVICE_UNKNOWN)
-        return int(STATE.SERVING if await self.service.serves() else STATE.NOT_SERVING)
+            return int(CheckResponse.SERVICE_UNKNOWN)
+        return int(CheckResponse.SERVING if await self.service.serves() else CheckResponse.NOT_SERVING)
 
 
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
@@ -95,14 +95,14 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # th
 
     def __init__(self, gate: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
         super().__init__(names)
-        self.gate, self.seconds, self._streams = gate, seconds, CallLimit(KEYLESS, "reflection streams")
+        self.gate, self.seconds, self._streams = gate, seconds, CallLimit(MAX_KEYLESS, "reflection streams")
 
     async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answers each request, until the client ends the stream or the gate closes."""
         try:
-            with self._streams.place(address_of(context.peer())):
-                questions = self.gate.until_closed(in_time(request_iterator, self.seconds))
-                async for reply in super().ServerReflectionInfo(questions, context):
+            with self._streams.slot(address_of(context.peer())):
+                requests = self.gate.until_closed(in_time(request_iterator, self.seconds))
+                async for reply in super().ServerReflectionInfo(requests, context):
                     yield reply
         except AttendError as refusal:
             await context.abort(code_of(refusal), refusal.detail)

@@ -16,12 +16,12 @@ from service.errors import TooLarge
 from service.tensors import Array
 from service.web.grpc.inference_pb2 import ModelInferRequest
 
-INPUTS, RAW_INPUTS, CONTENTS, RAW_OUTPUTS = 5, 7, 5, 6  # field numbers, of `contents` within an input
-VARINT, BYTES, FIXED = 0, 2, {1: 8, 5: 4}  # wire types; wire type -> bytes for those of fixed size
-LONGEST_VARINT = 10  # bytes
-PIECE = 1 << 20  # bytes of varints decoded at a time: decoding needs about 50 times as much memory
-MOST_FIELDS = 1 << 14  # in one message, including nested ones; a tensor's numbers are one field
-MOST_BYTES = 2 << 20  # of a message without its tensors: names, shapes, parameters
+INPUTS_FIELD, RAW_INPUTS_FIELD, CONTENTS_FIELD, RAW_OUTPUTS_FIELD = 5, 7, 5, 6  # field numbers, of `contents` within an input
+VARINT, BYTES, FIXED_SIZES = 0, 2, {1: 8, 5: 4}  # wire types; wire type -> bytes for those of fixed size
+MAX_VARINT_BYTES = 10  # bytes
+PIECE_BYTES = 1 << 20  # bytes of varints decoded at a time: decoding needs about 50 times as much memory
+MAX_FIELDS = 1 << 14  # in one message, including nested ones; a tensor's numbers are one field
+MAX_REST_BYTES = 2 << 20  # of a message without its tensors: names, shapes, parameters
 
 
 @dataclass(slots=True)
@@ -35,21 +35,21 @@ class SplitRequest:
 
 
 def split(body: bytes) -> SplitRequest:
-    """Splits a ModelInferRequest. Raises DecodeError for invalid bytes, TooLarge for more than MOST_FIELDS fields or MOST_BYTES bytes."""
-    left = iter(range(MOST_FIELDS))
+    """Splits a ModelInferRequest. Raises DecodeError for invalid bytes, TooLarge for more than MAX_FIELDS fields or MAX_REST_BYTES."""
+    left = iter(range(MAX_FIELDS))
     parts = SplitRequest(None)
     rest: list[bytes | memoryview] = []
     for number, value, whole in _fields(memoryview(body), left):
-        if number == RAW_INPUTS:
+        if number == RAW_INPUTS_FIELD:
             parts.raw.append(value)
-        elif number == INPUTS:
+        elif number == INPUTS_FIELD:
             entry, typed = _input(value, left)
-            rest.append(length_prefixed(INPUTS, len(entry)) + entry)
+            rest.append(length_prefixed(INPUTS_FIELD, len(entry)) + entry)
             parts.typed.append(typed)
         else:
             rest.append(whole)
-    if (size := sum(map(len, rest))) > MOST_BYTES:
-        raise TooLarge.where("", f"at most {MOST_BYTES} bytes besides the tensors", str(size))
+    if (size := sum(map(len, rest))) > MAX_REST_BYTES:
+        raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes besides the tensors", str(size))
     parts.message = ModelInferRequest.FromString(b"".join(rest))
     return parts
 
@@ -72,10 +72,10 @@ def varints(packed: bytes | memoryview, dtype: np.dtype[Any]) -> Array:
         raise DecodeError("truncated")
     pieces, start = [np.empty(0, dtype)], 0
     while start < octets.size:
-        end = min(start + PIECE, octets.size)
+        end = min(start + PIECE_BYTES, octets.size)
         while octets[end - 1] > 127:
             end -= 1
-            if end + LONGEST_VARINT < start + PIECE:
+            if end + MAX_VARINT_BYTES < start + PIECE_BYTES:
                 raise DecodeError("too long a number")
         pieces.append(_varints(octets[start:end], dtype))
         start = end
@@ -87,7 +87,7 @@ def _varints(octets: Array, dtype: np.dtype[Any]) -> Array:
     ends = np.flatnonzero(octets < 128)
     starts = np.concatenate((np.zeros(1, ends.dtype), ends[:-1] + 1))
     lengths = ends - starts + 1
-    if (longest := int(lengths.max())) > LONGEST_VARINT:
+    if (longest := int(lengths.max())) > MAX_VARINT_BYTES:
         raise DecodeError("too long a number")
     numbers = np.zeros(ends.size, np.uint64)
     for i in range(longest):
@@ -101,7 +101,7 @@ def _input(entry: memoryview, left: Iterator[int]) -> tuple[bytes, dict[int, byt
     rest: list[memoryview] = []
     typed: dict[int, list[memoryview]] | None = None
     for number, value, whole in _fields(entry, left):
-        if number != CONTENTS:
+        if number != CONTENTS_FIELD:
             rest.append(whole)
             continue
         typed = {} if typed is None else typed
@@ -117,7 +117,7 @@ def _fields(message: memoryview, left: Iterator[int]) -> Iterator[tuple[int, mem
     at = 0
     while at < len(message):
         if next(left, None) is None:
-            raise TooLarge.where("", f"a message of at most {MOST_FIELDS} fields, with packed numbers or raw ones", "more")
+            raise TooLarge.where("", f"a message of at most {MAX_FIELDS} fields, with packed numbers or raw ones", "more")
         start = at
         tag, at = _varint(message, at)
         kind = tag & 7
@@ -126,8 +126,8 @@ def _fields(message: memoryview, left: Iterator[int]) -> Iterator[tuple[int, mem
             end = at + size
         elif kind == VARINT:
             end = _varint(message, at)[1]
-        elif kind in FIXED:
-            end = at + FIXED[kind]
+        elif kind in FIXED_SIZES:
+            end = at + FIXED_SIZES[kind]
         else:
             raise DecodeError("an unknown wire type")
         if end > len(message):
@@ -139,7 +139,7 @@ def _fields(message: memoryview, left: Iterator[int]) -> Iterator[tuple[int, mem
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
     """(the varint at `at`, the position after it)."""
     value = 0
-    for i, octet in enumerate(message[at : at + LONGEST_VARINT]):
+    for i, octet in enumerate(message[at : at + MAX_VARINT_BYTES]):
         value |= (octet & 127) << (7 * i)
         if octet < 128:
             return value, at + i + 1

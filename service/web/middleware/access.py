@@ -4,10 +4,8 @@ It sees headers and sizes, never a payload. It reads the scope once, into a `Rec
 and stores in the scope for FastAPI's routes.
 """
 
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from random import getrandbits
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,18 +13,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import AttendError, CallerGone, TooLarge
 from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
-from service.web.connections import connection_of
 from service.web.errors import internal_error, out_of_memory, respond
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, endpoint
-from service.web.record import Record
+from service.web.middleware.telemetry import Telemetry, endpoint_label
+from service.web.record import Record, record_of
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-SMALL = 32 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
-QUERY_PARAMETERS = 64  # no endpoint has more than a few
-DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
+MAX_UNSPLIT_REPLY = 32 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
+MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
+MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 
 
 Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
@@ -35,8 +31,8 @@ Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
 class Access:
     """The outermost middleware of the application.
 
-    `hot(method, path)` returns the endpoint to call directly, or None: FastAPI's routing and middleware would take a sixth of the time of a
-    small request.
+    `direct_endpoint(method, path)` returns the endpoint to call without FastAPI, whose routing and middleware would take a sixth of the
+    time of a small request; None for all others.
     """
 
     def __init__(
@@ -44,11 +40,12 @@ class Access:
         app: ASGIApp,
         service: Service,
         log_requests: bool,
-        hot: Callable[[str, str], Endpoint | None],
+        direct_endpoint: Callable[[str, str], Endpoint | None],
         guard: Guard | None = None,
         traces: Telemetry | None = None,
     ) -> None:
-        self.app, self.service, self.log_requests, self.hot, self.guard, self.traces = app, service, log_requests, hot, guard, traces
+        self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
+        self.guard, self.traces = guard, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,13 +53,13 @@ class Access:
             return
         started = time.monotonic()
         record = scope["attend"] = record_of(scope)
-        head, connection = record.method == "HEAD", record.connection
-        if head:  # a copy: uvicorn needs the original method
+        is_head, connection = record.method == "HEAD", record.connection
+        if is_head:  # a copy: uvicorn needs the original method
             scope = {**scope, "method": "GET"}
 
-        async def answer(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] >= 400 and not record.whole and message["status"] != 504:  # 504 must not wait for the body
+                if message["status"] >= 400 and not record.body_complete and message["status"] != 504:  # 504 must not wait for the body
                     await _drain_body(record, receive)
                 record.status = message["status"]
                 headers = message["headers"]
@@ -76,10 +73,10 @@ class Access:
                 if self.traces is not None:
                     headers += self.traces.reply_headers(scope)
             else:
-                if head:
+                if is_head:
                     message = {**message, "body": b""}
                 record.sent += len(message.get("body", b""))
-            if connection is None or record.sent <= SMALL:
+            if connection is None or record.sent <= MAX_UNSPLIT_REPLY:
                 await send(message)
             else:
                 await connection.send(send, message)
@@ -87,40 +84,40 @@ class Access:
         if self.traces is not None:
             self.traces.begin(scope, record.path)
         try:
-            await self._answer(scope, record, receive, answer)
+            await self._answer(scope, record, receive, observed_send)
             self._log_request(scope, record, time.monotonic() - started)
-            if connection is not None and record.sent > SMALL:
+            if connection is not None and record.sent > MAX_UNSPLIT_REPLY:
                 await connection.sent()
         finally:
             if record.lease is not None:
                 record.lease.release()
 
-    async def _answer(self, scope: Scope, record: Record, receive: Receive, answer: Send) -> None:
+    async def _answer(self, scope: Scope, record: Record, receive: Receive, send: Send) -> None:
         """Calls the endpoint; turns an exception into a response."""
         try:
-            if scope["query_string"].count(b"&") >= QUERY_PARAMETERS:  # before the framework makes an object of each
-                raise TooLarge.where("", f"at most {QUERY_PARAMETERS} query parameters", "more")
+            if scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before the framework makes an object of each
+                raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
             if self.guard is not None:
                 record.key = self.guard.check(record, scope["http_version"])
-            if (endpoint := self.hot(record.method, record.path)) is not None:
-                await endpoint(record, receive, answer)
+            if (endpoint := self.direct_endpoint(record.method, record.path)) is not None:
+                await endpoint(record, receive, send)
             else:
-                await self.app(scope, receive, answer)
+                await self.app(scope, receive, send)
         except CallerGone:
             record.reason = "CallerGone"
         except AttendError as error:
-            await respond(error, scope)(scope, receive, answer)
+            await respond(error, scope)(scope, receive, send)
         except Exception as error:
             if is_out_of_memory(error) and not record.status:
-                await out_of_memory(error, scope)(scope, receive, answer)
+                await out_of_memory(error, scope)(scope, receive, send)
                 return
             record.reason = "unforeseen"
             log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
             if not record.status:
-                await internal_error(scope)(scope, receive, answer)
+                await internal_error(scope)(scope, receive, send)
 
     def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
-        self.service.metrics.answered(endpoint(record.path), record.status, record.received, record.sent)
+        self.service.metrics.answered(endpoint_label(record.path), record.status, record.received, record.sent)
         if record.reason:
             self.service.metrics.failed(record.reason)
         if self.traces is not None:
@@ -145,37 +142,20 @@ class Access:
             )
 
 
-def record_of(scope: Scope) -> Record:
-    """The record of a new request, from its scope."""
-    pairs = scope["headers"]
-    headers = dict(pairs)
-    given = headers.get(b"x-request-id")
-    address = scope["client"][0] if scope.get("client") else ""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    repeated = pairs if len(headers) != len(pairs) else ()
-    identity = request_id(None if given is None else given.decode("latin-1"))
-    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
-
-
 async def _drain_body(record: Record, receive: Receive) -> None:
     """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
     reply. A client that waits for `100 Continue` has not sent its body, and reading it would make the server ask for it."""
     if b"expect" in record.headers:
         return
     length = record.headers.get(b"content-length", b"")
-    declared = int(length) if length.isdigit() else DRAINED_BYTES * (b"transfer-encoding" in record.headers)
-    left = declared if declared <= DRAINED_BYTES else 0
+    declared = int(length) if length.isdigit() else MAX_DRAINED_BYTES * (b"transfer-encoding" in record.headers)
+    left = declared if declared <= MAX_DRAINED_BYTES else 0
     while left > 0:
         try:
             message = await receive()
         except MemoryError:
             return
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
-
-
-def request_id(given: str | None) -> str:
-    """The client's request id if it is valid, otherwise a new one."""
-    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:

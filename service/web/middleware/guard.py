@@ -12,20 +12,20 @@ from collections.abc import Collection, Mapping
 from service.errors import Forbidden, MalformedRequest, Unauthenticated
 from service.web.keys import Keyring
 from service.web.record import Record
-from service.wire.negotiation import HTML, JSON, acceptable
+from service.wire.negotiation import HTML, JSON, accepted_type
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
-ANY = frozenset({"infer", "admin", "metrics"})
-CALLS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
+ANY_SCOPE = frozenset({"infer", "admin", "metrics"})
+CALL_PATHS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first match decides: a key needs one of its scopes
     (SAFE_METHODS, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
     (SAFE_METHODS, re.compile(r"/page/[^/]+"), frozenset()),  # the page's files, without any data
     (SAFE_METHODS, re.compile(r"/metrics"), frozenset({"metrics"})),
-    (SAFE_METHODS, re.compile(r".*"), ANY),
-    (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY),  # reads layers, as GET /layers does
-    (frozenset({"POST"}), re.compile(CALLS), frozenset({"infer"})),
+    (SAFE_METHODS, re.compile(r".*"), ANY_SCOPE),
+    (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY_SCOPE),  # reads layers, as GET /layers does
+    (frozenset({"POST"}), re.compile(CALL_PATHS), frozenset({"infer"})),
 )
-ADMIN = frozenset({"admin"})  # for requests that no rule matches
+ADMIN_SCOPE = frozenset({"admin"})  # for requests that no rule matches
 
 
 class Guard:
@@ -44,7 +44,7 @@ class Guard:
         if self.hosts is not None and host not in self._known and host:
             self._require_host(host)
         if self.keyring is not None:
-            is_page = path == "/" and acceptable(record.header(b"accept"), (JSON, HTML)) == HTML
+            is_page = path == "/" and accepted_type(record.header(b"accept"), (JSON, HTML)) == HTML
             text = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
             return "" if is_page else require_key(self.keyring, text, scopes_for("GET" if method == "HEAD" else method, path))
         if b"origin" in headers and self.hosts is not None and method not in SAFE_METHODS:
@@ -88,7 +88,7 @@ def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[
 
 def scopes_for(method: str, path: str) -> frozenset[str]:
     """The scopes of which a key must have one; empty if no key is needed."""
-    return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN)
+    return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN_SCOPE)
 
 
 def presented_key(headers: Mapping[str, str]) -> str:

@@ -19,12 +19,27 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from service import __version__
-from service.serving.metrics import PHASES, SECONDS, Phases
+from service.serving.metrics import PHASE_BUCKETS, PHASES, Phases
 from service.serving.service import Service
 from service.web.record import Record
 
-CONTEXT = (b"traceparent", b"tracestate")
-DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' bucket boundaries
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+DURATION_BUCKETS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+)  # seconds; the conventions' bucket boundaries
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 OTHER = "other"  # label of all paths where nothing is served
@@ -90,17 +105,17 @@ class Telemetry:
         def histogram(name: str, text: str, bounds: Sequence[float]) -> Any:
             return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=bounds)
 
-        self._requests = histogram("http.server.request.duration", "From the first byte to the last.", DURATIONS)
-        self._calls = histogram("rpc.server.call.duration", "Of gRPC calls, from the first byte to the last.", DURATIONS)
-        self._phases = histogram("attend.phase.duration", "Time a request spends in a phase.", SECONDS)
+        self._requests = histogram("http.server.request.duration", "From the first byte to the last.", DURATION_BUCKETS)
+        self._calls = histogram("rpc.server.call.duration", "Of gRPC calls, from the first byte to the last.", DURATION_BUCKETS)
+        self._phases = histogram("attend.phase.duration", "Time a request spends in a phase.", PHASE_BUCKETS)
         gauges = {"attend.queue.calls": lambda: service.scheduler.load[0], "attend.layers": lambda: len(service.registry)}
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
     def begin(self, scope: Scope, path: str) -> None:
         """Starts the span of a request, as a child of the caller's span if there is one."""
-        incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CONTEXT}
-        method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint(path)
+        incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE_HEADERS}
+        method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint_label(path)
         scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", incoming)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -110,7 +125,7 @@ class Telemetry:
 
     def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
         """Closes the span of a request."""
-        method, route, failed = _method(scope), endpoint(path), record.status >= 500
+        method, route, failed = _method(scope), endpoint_label(path), record.status >= 500
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         if route != OTHER:
             labels["http.route"] = route
@@ -174,7 +189,7 @@ def _method(scope: Scope) -> str:
 
 
 @lru_cache(256)
-def endpoint(path: str) -> str:
+def endpoint_label(path: str) -> str:
     """The path with names replaced by {name}, or OTHER, so that metrics have few labels."""
     if ENDPOINTS.fullmatch(path):
         return path

@@ -9,27 +9,27 @@ from service.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
 BINARY = {"type": "string", "format": "binary"}
 CALL_ERRORS = (400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of an endpoint that computes
 
-PUT_TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
-ATTEND = {
+PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
+ATTEND_EXAMPLE = {
     "layer": "tiny",
     "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
     "causal": True,
     "reply": {"decimals": 3},
 }
 # Four rows for the layer `default`, which every new server has
-ROWS = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
-TOKENS = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
-FRESH = {**ROWS, "reply": {"decimals": 3}}
-FIGURE = {**ROWS, **TOKENS, "figure": {"kind": "heads", "format": "svg"}}
-METRICS = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
-ANALYSIS = {**ROWS, **TOKENS, "metrics": METRICS, "reply": {"decimals": 3}}
-PLAN = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
-INFER = {
+ROWS_EXAMPLE = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
+TOKENS_EXAMPLE = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
+DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
+FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
+METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
+ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
+PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
+INFER_EXAMPLE = {
     "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
     "parameters": {"causal": True, "reply": '{"decimals": 3}'},
 }
-LOAD = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
-WORDS = {"text": "The cat sat on the mat", "layer": "default"}
+LOAD_EXAMPLE = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
+WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
 
 
 def request_body_doc(model: str, *examples: tuple[Any, str], binary: bool = False, required: bool = True) -> dict[str, Any]:

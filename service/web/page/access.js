@@ -36,7 +36,6 @@ export function denied(error) {
   $("access-error").textContent = error.status === 401 ? unknown : `${error.problems.map(({ text }) => text).join("; ")}.`;
   $("access-field").hidden = false;
   $("access").setAttribute("aria-invalid", "true");
-  $("access").setAttribute("aria-describedby", "access-error access-hint");
   $("access").focus();
   return true;
 }

@@ -12,9 +12,12 @@ const TYPED = { query: "text", tokens: "text", key: "keys", value: "keys" };
 const cache = new Map(); // body of a request to /words -> its reply
 export const specs = new Map(); // layer -> spec
 
-/** {request, tokens, note, cross}: the body for /attend; tokens(item, queries, keys) -> labels of the axes; note: the reply of /words. */
-export async function compose(blocked, signal) {
-  return form.mode() === "request" ? composePasted(blocked) : await composeSentence(blocked, signal);
+/**
+ * {request, tokens, texts, note, cross}: the body for /attend to `layer`; tokens(item, queries, keys) -> labels of the axes; of a sentence also
+ * texts, the bodies for /words by input of the layer, and note, the reply to the first.
+ */
+export async function compose(layer, blocked, signal) {
+  return form.mode() === "request" ? composePasted(layer, blocked) : await composeSentence(layer, blocked, signal);
 }
 
 /** JSON pointer -> field of the form, for refusals of the request; "*" for all others. */
@@ -22,28 +25,28 @@ export function fieldsOf(error) {
   return { ...(form.mode() === "request" ? PASTED : TYPED), ...error.fields };
 }
 
-async function composeSentence(blocked, signal) {
-  const [layer, cross] = [$("layer").value, $("cross").checked];
-  const read = async (field, part) => {
+async function composeSentence(layer, blocked, signal) {
+  const [texts, sides, cross] = [{}, {}, $("cross").checked];
+  const read = async (part, field) => {
+    texts[part] = { layer, text: $(field).value, part };
     try {
-      return await readWords($(field).value, layer, part, signal);
+      sides[part] = await readWords(texts[part], signal);
     } catch (error) {
       if (error instanceof Refusal) error.fields = { text: field };
       throw error;
     }
   };
-  const sides = { query: await read("text", "query") };
-  const spec = await specOf(layer, signal);
+  await read("query", "text");
+  const { d_model, key_dim, value_dim } = await specOf(layer, signal);
   const others = cross ? "keys" : "text";
-  if (cross || spec.key_dim !== sides.query.vectors.shape[1]) sides.key = await read(others, "key");
-  if (spec.value_dim !== spec.key_dim) sides.value = await read(others, "value");
-  if (sides.value && !sides.key) sides.key = await read(others, "key");
+  if (cross || key_dim !== d_model || value_dim !== key_dim) await read("key", others);
+  if (value_dim !== key_dim) await read("value", others);
   const tokens = { query: sides.query.tokens, key: (sides.key ?? sides.query).tokens };
   const request = withMasks(fromWords(layer, sides), form.masks(blocked), tokens.query.length, tokens.key.length);
-  return { request, tokens: () => tokens, note: sides.query, cross };
+  return { request, tokens: () => tokens, texts, note: sides.query, cross };
 }
 
-function composePasted(blocked) {
+function composePasted(layer, blocked) {
   const text = $("request").value;
   let body = null;
   try {
@@ -54,12 +57,12 @@ function composePasted(blocked) {
   if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
   const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
   const { queries, keys } = lengths(rest);
-  const request = withMasks({ ...rest, layer: $("layer").value }, form.masks(blocked), queries, keys);
+  const request = withMasks({ ...rest, layer }, form.masks(blocked), queries, keys);
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
 }
 
-async function readWords(text, layer, part, signal) {
-  const body = JSON.stringify({ text, layer, part });
+async function readWords(text, signal) {
+  const body = JSON.stringify(text);
   if (!cache.has(body)) {
     if (cache.size >= MAX_CACHED) cache.clear();
     cache.set(body, await (await post("words", body, { signal })).json());
@@ -67,7 +70,8 @@ async function readWords(text, layer, part, signal) {
   return cache.get(body);
 }
 
-async function specOf(name, signal) {
+/** The spec of a layer. */
+export async function specOf(name, signal) {
   if (!specs.has(name)) specs.set(name, (await get(`layers/${encodeURIComponent(name)}`, signal)).spec);
   return specs.get(name);
 }

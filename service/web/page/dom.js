@@ -2,6 +2,14 @@
 
 export const $ = (id) => document.getElementById(id);
 
+/** Marks a scroller with the class `cut` while part of it is hidden to the right. */
+export function markCut(scroller) {
+  const mark = () => scroller.classList.toggle("cut", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
+  const resized = new ResizeObserver(mark);
+  for (const element of [scroller, ...scroller.children]) resized.observe(element);
+  scroller.addEventListener("scroll", mark);
+}
+
 /** A new element with these properties and children. */
 export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);

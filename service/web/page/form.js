@@ -57,10 +57,7 @@ function number(id) {
 /** Removes all refusals. */
 export function clearErrors() {
   for (const element of document.querySelectorAll(".error")) element.textContent = "";
-  for (const element of document.querySelectorAll("[aria-invalid]")) {
-    element.removeAttribute("aria-invalid");
-    element.removeAttribute("aria-describedby");
-  }
+  for (const element of document.querySelectorAll("[aria-invalid]")) element.removeAttribute("aria-invalid");
   $("problem").hidden = true;
 }
 
@@ -69,7 +66,7 @@ export function showProblems(field, problems) {
   $(`${field}-error`).textContent = problems.map(({ at, text }) => `${text}${at ? `, at ${at}` : ""}`).join("; ");
 }
 
-/** Shows each problem at its field; `fields` maps further pointers to fields. The others are shown above the result. */
+/** Shows each problem at its field; `fields` maps further pointers to fields. Above the result are the others, or that there are some. */
 export function showErrors(problems, fields) {
   const known = { ...FIELDS, ...fields };
   const rest = [];
@@ -79,8 +76,8 @@ export function showErrors(problems, fields) {
     if (field && $(`${field}-error`)) sayAt(field, at, text, own === undefined);
     else rest.push(`${text}${at ? `, at ${at}` : ""}`);
   }
-  $("problem").textContent = rest.join("; ");
-  $("problem").hidden = !rest.length;
+  $("problem").textContent = rest.join("; ") || "Refused: the reason is beside its field.";
+  $("problem").hidden = false;
 }
 
 /** `always`: show the pointer even for a whole field, as in a text with many fields. */
@@ -89,10 +86,7 @@ function sayAt(field, at, text, always) {
   const [, , part, ...deeper] = at.split("/");
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
   place.textContent = [place.textContent, `${text}${at && (always || (part && !single)) ? `, at ${at}` : ""}.`].filter(Boolean).join(" ");
-  for (const id of single ? [part] : (CONTROLS[field] ?? [field])) {
-    $(id).setAttribute("aria-invalid", "true");
-    $(id).setAttribute("aria-describedby", place.id);
-  }
+  for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
 }
 
 /** Selects a layer, and adds it if it is not in the list: the service may have it. */
@@ -101,11 +95,16 @@ export function showLayer(name) {
   $("layer").value = name;
 }
 
+/** The names in the list of layers. */
+export function layerNames() {
+  return [...$("layer").options].map(({ value }) => value);
+}
+
 /** Fills the list of layers: those of the server, and those of the real model, which are loaded on first use. */
 export function showLayers(held, model, chosen) {
   const group = (label, names) => make("optgroup", { label }, ...names.map((name) => new Option(name, name)));
   const others = held.filter((name) => !model.includes(name));
   const groups = [...(model.length ? [group("all-MiniLM-L6-v2", model)] : []), ...(others.length ? [group("On this server", others)] : [])];
   $("layer").replaceChildren(...groups);
-  if ([...model, ...others].includes(chosen)) $("layer").value = chosen;
+  showLayer(chosen);
 }

@@ -17,9 +17,14 @@ export class Heads {
     return this.on.flatMap((on, head) => (on ? [head] : []));
   }
 
-  switchAll() {
-    this.on.fill(true);
-    for (const { check } of this.boxes.values()) if (check) check.checked = true;
+  get off() {
+    return this.on.flatMap((on, head) => (on ? [] : [head]));
+  }
+
+  /** Switches these heads off, and all others on. */
+  switchOff(off) {
+    this.on = this.on.map((_, head) => !off.includes(head));
+    this.on.forEach((on, head) => (this.boxes.get(head).check.checked = on));
   }
 
   /** Draws every thumbnail. */
@@ -61,8 +66,8 @@ export class Heads {
   }
 
   check(head) {
-    const [label, title] = [`Head ${head} counts in the mean`, "Counts in the mean"];
-    const check = make("input", { type: "checkbox", checked: true, ariaLabel: label, title });
+    const title = "Counts in the mean and in the output";
+    const check = make("input", { type: "checkbox", checked: true, ariaLabel: `Head ${head} on`, title });
     check.addEventListener("change", () => {
       this.on[head] = check.checked;
       this.toggle();

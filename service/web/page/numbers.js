@@ -1,6 +1,7 @@
 // Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
 
-import { make } from "./dom.js";
+import { make, markCut } from "./dom.js";
+import { isSpecial } from "./request.js";
 
 const COLUMNS = [ // name, title, digits, what it is
   ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
@@ -11,12 +12,12 @@ const COLUMNS = [ // name, title, digits, what it is
   ["first_key_mass", "First", 2, "share given to the first word"],
 ];
 export const LINKS = 30; // requested, so that some are between words after those with [CLS] and [SEP]
-const SPECIAL = new Set(["[CLS]", "[SEP]"]);
 
 export class Numbers {
   /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
     Object.assign(this, { section, enlarge, table: section.querySelector("table"), shown: "mean" });
+    markCut(section.querySelector(".wide"));
     section.querySelector("dl").append(...COLUMNS.flatMap(([, title, , about]) => [cell("dt", title), cell("dd", about)]));
   }
 
@@ -35,14 +36,23 @@ export class Numbers {
       body.append(line);
     }
     this.table.replaceChildren(make("thead", {}, head), body);
-    this.section.hidden = false;
+    this.reveal();
     this.mark(this.shown);
   }
 
   /** Empties the table and shows a reason instead. */
   clear() {
     this.table.replaceChildren();
-    this.section.hidden = false;
+    this.reveal();
+  }
+
+  /** Marks the table as that of an earlier request, until `show` or `clear`. */
+  wait() {
+    this.section.inert = true;
+  }
+
+  reveal() {
+    this.section.hidden = this.section.inert = false;
   }
 
   mark(shown) {
@@ -61,7 +71,7 @@ export class Numbers {
 /** A head's first link as text, between real words if there is one. */
 function strongest(from, to, weights) {
   const known = weights.flatMap((weight, i) => (weight === null ? [] : [i]));
-  const i = known.find((i) => !SPECIAL.has(from[i]) && !SPECIAL.has(to[i])) ?? known[0];
+  const i = known.find((i) => !isSpecial(from[i]) && !isSpecial(to[i])) ?? known[0];
   return i === undefined ? "–" : `${from[i]} → ${to[i]} ${weights[i].toFixed(2)}`;
 }
 

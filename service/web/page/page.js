@@ -1,31 +1,25 @@
-// The page: controls -> request -> service -> views. The other modules do not import each other's views; this one connects them.
+// The page: controls -> request -> service -> views.
 
 import { denied, followKey } from "./access.js";
-import { compose, fieldsOf, specs } from "./compose.js";
+import { readAddress, writeAddress } from "./address.js";
+import { compose, fieldsOf, specOf, specs } from "./compose.js";
 import { $ } from "./dom.js";
 import * as form from "./form.js";
-import { Heads } from "./heads.js";
-import { Matrix } from "./matrix.js";
-import { LINKS, Numbers } from "./numbers.js";
-import { Pattern, largest } from "./pattern.js";
-import { Pointing } from "./pointing.js";
-import { lengths } from "./request.js";
+import { LINKS } from "./numbers.js";
+import { lengths, withoutHeads } from "./request.js";
 import { copy, download, figureOf } from "./takeaway.js";
 import { follow } from "./theme.js";
+import { followFiles } from "./upload.js";
+import { Views } from "./views.js";
 import { attend, get, post, Refusal } from "./wire.js";
-import { Words } from "./words.js";
 
 const PAUSE = 300; // ms after the last key until the request is sent
 
-const matrix = new Matrix($("matrix"));
-const pointing = new Pointing(matrix, $("tip"), $("live"), block);
-const words = (pointing.words = new Words($("words"), pointing));
-const heads = new Heads($("heads"), enlarge, redraw);
-const numbers = new Numbers($("numbers"), enlarge);
-
-const blocked = new Set(); // "q,k"
-let [composed, reply, pattern, mean, metrics, wording, shown] = [null, null, null, null, null, null, "mean"];
+const views = new Views(block, remember, openHead);
+const blocked = new Set(); // "q,k", counted with special tokens
+let [composed, reply, metrics] = [null, null, null]; // of the last request
 let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
+let wanted = {}; // state from the address, for the next reply
 
 async function run() {
   if (advice === null) return await load();
@@ -33,17 +27,14 @@ async function run() {
   $("result").setAttribute("aria-busy", "true");
   try {
     form.clearErrors();
-    const next = await compose(blocked, signal);
-    const answer = await attend(next.request, signal);
+    const next = await compose($("layer").value, blocked, signal);
+    const answer = await weightsOf(next.request, signal);
     performance.mark("attend:reply");
-    if (!answer.weights.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
-    [composed, reply] = [next, answer];
-    showItems();
-    show();
+    [composed, reply, metrics] = [next, answer, null];
+    renew();
     requestAnimationFrame(() => setTimeout(() => performance.measure("attend:paint", "attend:reply")));
-    $("result").classList.remove("stale");
-    describe();
     await analyse(signal);
+    await showModel(signal);
   } catch (error) {
     if (error.name !== "AbortError") refuse(error);
   } finally {
@@ -59,63 +50,40 @@ function restart() {
   return running.signal;
 }
 
+/** {weights, shape, layer, spec, timing} of a request; shape is [b, h, q, k]. */
+async function weightsOf(request, signal) {
+  const { tensors, layer, timing } = await attend(request, ["attention_weights"], signal);
+  const { shape, data } = tensors.attention_weights;
+  if (!data.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
+  return { weights: data, shape: shape.length === 3 ? [1, ...shape] : shape, layer, spec: await specOf(layer.name, signal), timing };
+}
+
+/** Shows a refusal. What is shown of the request before is greyed, and cannot be used any more. */
 function refuse(error) {
   if (!(error instanceof Refusal)) throw error;
-  $("result").classList.add("stale");
+  $("shown").inert = true;
+  $("summary").textContent = $("layer-about").textContent = "";
   if (denied(error)) return;
   const ours = error.status === 0 || error.status === 429 || error.status >= 500; // not the fault of a field
   form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
 }
 
-function showItems() {
-  const [count] = reply.shape;
-  const item = Math.min($("item").value || 0, count - 1);
-  $("items").hidden = count === 1;
-  $("item").replaceChildren(...Array.from({ length: count }, (_, i) => new Option(String(i), String(i))));
-  $("item").value = String(item);
-}
-
-/** Draws everything from the reply. */
-function show() {
-  const item = Number($("item").value);
-  pattern = new Pattern(reply.weights, reply.shape, item);
-  const next = composed.tokens(item, pattern.queries, pattern.keys);
-  if (JSON.stringify(next) !== JSON.stringify(wording)) wording = next;
-  if (shown !== "mean" && shown >= pattern.heads) shown = "mean";
-  matrix.blocked = blocked;
-  heads.build(pattern.heads);
-  redraw();
-}
-
-function redraw() {
-  if (!pattern) return;
-  mean = pattern.mean(heads.chosen);
-  heads.show(pattern, mean, $("scale").value);
-  $("all").hidden = heads.chosen.length === pattern.heads;
-  Matrix.ramp($("ramp"));
-  drawShown();
-}
-
-function drawShown() {
-  const scale = $("scale").value;
-  const square = shown === "mean" ? mean : pattern.squares[shown];
-  const name = shown === "mean" ? `Mean of ${heads.chosen.length} heads` : `Head ${shown}`;
-  heads.mark(shown);
-  matrix.show(square, wording, scale);
-  words.show(square, wording, scale);
-  pointing.show(square, wording, name);
-  $("matrix-title").textContent = name;
-  $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
-  $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(square.data, 0, square.data.length).toFixed(3);
-  numbers.mark(shown);
+/** Replaces what was shown. */
+function renew() {
+  $("shown").inert = false;
+  $("code").hidden = true;
+  $("taken").textContent = "";
+  views.renew(composed, reply, wanted);
+  wanted = {};
+  describe();
+  remember();
 }
 
 function describe() {
-  const [, count, queries, keys] = reply.shape;
-  const compute = /compute;dur=([\d.]+)/.exec(reply.timing)?.[1];
+  const { shape: [, count, queries, keys], spec, layer, timing } = reply;
+  const compute = /compute;dur=([\d.]+)/.exec(timing)?.[1];
   $("summary").textContent = `${count} heads, ${queries} queries × ${keys} keys${compute ? `, computed in ${Number(compute).toFixed(1)} ms` : ""}`;
-  const spec = specs.get(reply.layer.name);
-  $("layer-about").textContent = spec ? `${spec.num_heads} heads, ${spec.d_model} wide, ${reply.layer.fingerprint.slice(0, 12)}` : "";
+  $("layer-about").textContent = `${spec.num_heads} heads, ${spec.d_model} wide, ${layer.fingerprint.slice(0, 12)}`;
   const note = composed.note;
   const between = note?.meaningful && composed.cross ? " Between two sentences they are used as the model never does, though." : "";
   $("note").textContent = note ? note.note + between + (note.meaningful ? "" : ` ${advice}`) : "";
@@ -130,25 +98,57 @@ async function analyse(signal) {
     showMetrics();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
-    numbers.clear();
+    views.numbers.clear();
     if (!denied(error)) form.showProblems("numbers", error.problems);
   }
 }
 
 function showMetrics() {
-  numbers.show(metrics, Number($("item").value), lengths(composed.request).batch !== null);
+  if (metrics) views.numbers.show(metrics, views.item, lengths(composed.request).batch !== null);
 }
 
-function enlarge(name) {
-  shown = name;
-  drawShown();
+/** Shows all layers of the model, if the user has opened that view: each gets the same sentence or request. */
+async function showModel(signal) {
+  for (const name of views.model.isOpen ? views.model.rows.keys() : []) {
+    try {
+      const answer = name === reply.layer.name ? reply : await weightsOf((await compose(name, blocked, signal)).request, signal);
+      views.model.show(name, answer, $("scale").value);
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      views.model.show(name, null, $("scale").value, error.message);
+    }
+  }
+}
+
+function openHead(layer, head = views.shown) {
+  views.shown = head;
+  form.showLayer(layer);
+  run();
+}
+
+/** Writes the state of the page into its address. */
+function remember() {
+  if (reply) writeAddress({ ...views.state(), blocked: [...blocked].join(" ") });
+}
+
+/** Sets the page to the state in its address. */
+function restore() {
+  wanted = readAddress();
+  blocked.clear();
+  for (const [cell] of (wanted.blocked ?? "").matchAll(/\d+,\d+/g)) blocked.add(cell);
+  showBlocked();
+  views.reset();
+  views.model.details.open = "model" in wanted;
+  form.showMode();
+  if (wanted.layer) form.showLayer(wanted.layer);
 }
 
 /** Blocks or unblocks a cell for all heads, and repeats the request. */
-function block({ q, k }) {
+function block([q, k]) {
   const cell = `${q},${k}`;
   if (!blocked.delete(cell)) blocked.add(cell);
-  $("live").textContent = `${wording.query[q]} to ${wording.key[k]} ${blocked.has(cell) ? "blocked" : "free"}`;
+  const { query, key } = views.labels;
+  $("live").textContent = `${query[q]} to ${key[k]} ${blocked.has(cell) ? "blocked" : "free"}`;
   showBlocked();
   run();
 }
@@ -156,7 +156,7 @@ function block({ q, k }) {
 function showBlocked() {
   $("blocked").textContent = blocked.size ? `${blocked.size} single ${blocked.size === 1 ? "cell" : "cells"} blocked` : "No single cells blocked";
   $("unblock").hidden = !blocked.size;
-  matrix.draw();
+  views.showBlocked(blocked);
 }
 
 function unblock() {
@@ -164,10 +164,12 @@ function unblock() {
   showBlocked();
 }
 
-/** The request with the selected heads, if not all are. */
+/** The request for the weights and the output of the heads that are on. */
 function taken() {
-  const some = pattern && heads.chosen.length && heads.chosen.length < pattern.heads;
-  return some ? { ...composed.request, select: { heads: heads.chosen } } : composed.request;
+  const { off, chosen, count } = views.heads;
+  if (!off.length) return composed.request;
+  const request = withoutHeads(composed.request, off, count);
+  return chosen.length ? { ...request, select: { heads: chosen } } : request;
 }
 
 async function take(act) {
@@ -182,6 +184,14 @@ async function take(act) {
   }
 }
 
+async function picture(format) {
+  $("taken").textContent = "Drawing…";
+  const figure = figureOf($("kind").value, views.shown, views.heads.chosen);
+  const name = `attention-${figure.kind}.${format}`;
+  await download(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
+  return `Downloaded ${name}`;
+}
+
 function soon() {
   clearTimeout(waiting);
   waiting = setTimeout(run, PAUSE);
@@ -189,32 +199,27 @@ function soon() {
 
 function listen() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
+  const onEach = (selector, event, act) => document.querySelectorAll(selector).forEach((element) => element.addEventListener(event, () => act(element)));
   on("ask", "submit", (event) => (event.preventDefault(), run()));
   for (const id of ["text", "keys"]) on(id, "input", () => (unblock(), soon()));
+  onEach("[data-example]", "click", ({ dataset }) => (($("text").value = dataset.example), unblock(), run()));
   on("request", "input", () => (unblock(), form.showPasted(), soon()));
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", soon);
   for (const id of ["causal", "layer"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
-  on("item", "change", () => (show(), metrics && showMetrics()));
+  on("item", "change", () => (views.show(), showMetrics(), remember()));
+  on("special", "change", () => (views.show(), remember()));
   on("unblock", "click", () => (unblock(), run()));
-  on("scale", "change", redraw);
-  on("all", "click", () => (heads.switchAll(), redraw()));
-  on("larger", "click", () => pattern && matrix.magnify(1.5));
-  on("smaller", "click", () => pattern && matrix.magnify(1 / 1.5));
-  on("block", "click", () => $("block").setAttribute("aria-pressed", String((pointing.blocking = !pointing.blocking))));
-  for (const radio of document.querySelectorAll("input[name=input]")) radio.addEventListener("change", switchMode);
-  for (const button of document.querySelectorAll("[data-copy], [data-figure]")) {
-    const { copy: kind, figure: format } = button.dataset;
-    button.addEventListener("click", () => take(() => (kind ? copy(kind, taken(), $("code")) : picture(format))));
-  }
-}
-
-async function picture(format) {
-  $("taken").textContent = "Drawing…";
-  const figure = figureOf($("kind").value, shown, heads.chosen);
-  const name = `attention-${figure.kind}.${format}`;
-  await download(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: Number($("item").value) }, name);
-  return `Downloaded ${name}`;
+  on("scale", "change", () => (views.redraw(), remember()));
+  on("all", "click", () => views.switchAllOn());
+  on("larger", "click", () => reply && views.matrix.magnify(1.5));
+  on("smaller", "click", () => reply && views.matrix.magnify(1 / 1.5));
+  on("block", "click", () => $("block").setAttribute("aria-pressed", String((views.pointing.blocking = !views.pointing.blocking))));
+  onEach("input[name=input]", "change", switchMode);
+  onEach("[data-copy]", "click", ({ dataset }) => take(() => copy(dataset.copy, taken(), composed.texts, $("code"))));
+  onEach("[data-figure]", "click", ({ dataset }) => take(() => picture(dataset.figure)));
+  views.model.details.addEventListener("toggle", () => reply && run());
+  window.addEventListener("hashchange", () => (restore(), run()));
 }
 
 /** Switching to Request shows the request of the sentence. */
@@ -234,10 +239,12 @@ async function load() {
   try {
     form.clearErrors();
     const [{ layers }, vocabulary] = await Promise.all([get("layers", signal), get("words", signal)]);
+    specs.clear();
     for (const { name, spec } of layers) specs.set(name, spec);
     const [real] = vocabulary.layers;
     advice = real ? `Choose ${real} for one that does.` : vocabulary.note;
-    form.showLayers(layers.map(({ name }) => name), vocabulary.layers, $("layer").value || (real ?? "default"));
+    const names = layers.map(({ name }) => name);
+    form.showLayers(names, vocabulary.layers, $("layer").value || real || (names.includes("default") ? "default" : names[0]));
   } catch (error) {
     if (error.name !== "AbortError") refuse(error);
     return;
@@ -245,8 +252,9 @@ async function load() {
   await run();
 }
 
-follow($("theme"), redraw);
-form.showMode();
+follow($("theme"), () => views.redraw());
+restore();
 listen();
 followKey(load);
+followFiles((name) => (form.showLayer(name), load()));
 load();

@@ -52,6 +52,13 @@ export class Square {
     return 0;
   }
 
+  /** The weights of these rows and columns. */
+  part(rows, columns) {
+    if (rows.length === this.queries && columns.length === this.keys) return this;
+    const data = Float32Array.from(rows.flatMap((q) => columns.map((k) => this.at(q, k))));
+    return new Square(data, rows.length, columns.length);
+  }
+
   /** The largest weight of each block, with at most `size` blocks per side, for thumbnails. */
   pooled(size) {
     const step = Math.ceil(Math.max(this.queries, this.keys) / size);
@@ -69,14 +76,14 @@ export class Square {
   }
 }
 
-/** The weights [heads, queries, keys] of one batch item. */
+/** The weights of one batch item: of each head those of `rows` and `columns`, lists of indices. */
 export class Pattern {
-  constructor(weights, [, heads, queries, keys], item) {
+  constructor(weights, [, heads, queries, keys], item, rows, columns) {
     const size = queries * keys;
-    Object.assign(this, { heads, queries, keys });
+    Object.assign(this, { heads, queries: rows.length, keys: columns.length });
     this.squares = Array.from({ length: heads }, (_, h) => {
       const from = (item * heads + h) * size;
-      return new Square(weights.subarray(from, from + size), queries, keys);
+      return new Square(weights.subarray(from, from + size), queries, keys).part(rows, columns);
     });
   }
 

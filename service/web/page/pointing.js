@@ -6,10 +6,10 @@ import { HeatMapViewer, NOTHING } from "./heatmap.js";
 const MOST_SAID = 3;
 
 export class Pointing extends HeatMapViewer {
-  /** Calls `block({q, k})` to block or unblock a cell. */
-  constructor(matrix, tip, live, block) {
+  /** Calls `block({q, k})` to block or unblock a cell, and `lock({q, k})` after another word or cell is locked, or none. */
+  constructor(matrix, tip, live, block, lock) {
     super(matrix.element, tip, matrix);
-    Object.assign(this, { live, block, blocking: false, locked: NOTHING });
+    Object.assign(this, { live, block, lock, blocking: false, locked: NOTHING });
     matrix.element.addEventListener("click", (event) => this.click(matrix.hit(event), event));
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
   }
@@ -18,6 +18,7 @@ export class Pointing extends HeatMapViewer {
   show(square, words, name) {
     if (this.wording !== words) Object.assign(this, { locked: NOTHING, pointed: NOTHING, cursor: null });
     Object.assign(this, { square, wording: words, name });
+    this.tip.hidden = true;
     this.changed();
   }
 
@@ -31,14 +32,22 @@ export class Pointing extends HeatMapViewer {
     const single = cell.q !== null && cell.k !== null;
     if (single && this.blocking) return this.block(cell);
     const same = cell.q === this.locked.q && cell.k === this.locked.k;
-    this.locked = same ? NOTHING : cell;
-    this.changed();
+    this.lockAt(same ? NOTHING : cell);
     this.say(same ? "Released" : `Locked: ${this.aloud(cell)}`);
     if (single) this.showTip(cell, event);
   }
 
+  /** Locks a cell, or a word where `q` or `k` is null, if there is one at that place. */
+  lockAt({ q, k }) {
+    const fits = (index, count) => index === null || (index >= 0 && index < count);
+    if (!this.square || !fits(q, this.square.queries) || !fits(k, this.square.keys)) return;
+    this.locked = { q, k };
+    this.changed();
+    this.lock(this.locked);
+  }
+
   escape() {
-    this.locked = NOTHING;
+    this.lockAt(NOTHING);
     this.leave();
   }
 

@@ -1,8 +1,7 @@
-// The body of POST /attend from the values of the controls, and that body as curl, Python or JSON.
+// The body of POST /attend from the values of the controls, and the labels of its axes.
 
 import { Refusal } from "./wire.js";
 
-export const KEY = "ATTEND_API_KEY"; // environment variable, the same as for the commands
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
@@ -41,6 +40,14 @@ function blockMask(before, blocked, queries, keys) {
   return { shape: [queries, keys], datatype: "UINT8", base64: btoa(bytes) };
 }
 
+/** The body with the outputs of the heads `off`, of `count`, multiplied by 0. */
+export function withoutHeads(body, off, count) {
+  const { head_scale: given } = body;
+  if (given && !Array.isArray(given)) throw new Refusal(422, "", "", [{ at: "/head_scale", text: "Expected a list, to switch heads off, got another form" }]);
+  const scaled = (factors) => Array.from({ length: count }, (_, head) => (off.includes(head) ? 0 : (factors?.[head] ?? 1)));
+  return { ...body, head_scale: Array.isArray(given?.[0]) ? given.map(scaled) : scaled(given) };
+}
+
 /** {batch, queries, keys} from the shapes of query and key; batch is null without that axis. */
 export function lengths({ query, key }) {
   const shape = (tensor) => (Array.isArray(tensor) ? nestedShape(tensor) : (tensor?.shape ?? []));
@@ -61,22 +68,7 @@ export function tokensOf(request, item, queries, keys) {
   return { query, key };
 }
 
-/** The request as "curl", "python" or "json" to paste; the API key, if needed, is read from an environment variable. */
-export function written(kind, request, url, keyed) {
-  const json = JSON.stringify(request);
-  if (kind === "json") return json;
-  const header = keyed ? ` -H "Authorization: Bearer $${KEY}"` : "";
-  if (kind === "curl") return `curl -sS ${url}attend${header} -H 'Content-Type: application/json' --data-binary @- <<'REQUEST'\n${json}\nREQUEST\n`;
-  return [
-    "import json",
-    ...(keyed ? ["import os"] : []),
-    "",
-    "from service.client import Client",
-    "",
-    `request = json.loads(r'''${json.replaceAll("'", "\\u0027")}''')`,
-    `with Client(${JSON.stringify(url)}${keyed ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
-    "    result = client.attend(**request)",
-    "print(result.attention_weights.shape)",
-    "",
-  ].join("\n");
+/** Whether a token is one that a tokenizer adds around or between words, such as [CLS], [SEP] and <s>. */
+export function isSpecial(token) {
+  return /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?(s|bos|eos|pad)>|<\|[^|]*\|>)$/i.test(token);
 }

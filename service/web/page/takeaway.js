@@ -2,14 +2,14 @@
 
 import { hasKey } from "./access.js";
 import { make } from "./dom.js";
-import { KEY, written } from "./request.js";
+import { KEY, written } from "./snippets.js";
 import { post } from "./wire.js";
 
-const WORDS = { curl: "curl command", python: "Python program", json: "JSON body" };
+const WORDS = { curl: "curl command", python: "Python program", json: "JSON body", link: "link" };
 
-/** Copies the request to the clipboard, and into `box` if the browser does not allow that; returns a message. */
-export async function copy(kind, request, box) {
-  const text = written(kind, request, new URL(".", location.href).href, hasKey());
+/** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see snippets.js. */
+export async function copy(kind, request, texts, box) {
+  const text = kind === "link" ? location.href : written(kind, request, texts, new URL(".", location.href).href, hasKey());
   box.value = text;
   box.hidden = false;
   box.setAttribute("aria-label", `${WORDS[kind]}`);
@@ -19,7 +19,8 @@ export async function copy(kind, request, box) {
     box.select();
     if (!document.execCommand("copy")) return `The ${WORDS[kind]} is below: copy it from there`;
   }
-  return `Copied the ${WORDS[kind]}${hasKey() && kind !== "json" ? `, which takes the key from ${KEY}` : ""}`;
+  const needs = [kind === "curl" && texts && "needs jq", hasKey() && (kind === "curl" || kind === "python") && `takes the key from ${KEY}`].filter(Boolean);
+  return `Copied the ${WORDS[kind]}${needs.length ? `, which ${needs.join(" and ")}` : ""}`;
 }
 
 /** Kind and heads of a figure; the kind "shown" is the enlarged head or the mean. */

@@ -24,25 +24,22 @@ export async function post(path, body, { accept = JSON_TYPE, signal } = {}) {
   return await send(path, { method: "POST", body: text, headers: { "Content-Type": JSON_TYPE, Accept: accept }, signal });
 }
 
+/** PUT of a safetensors file, a Blob. */
+export async function putTensors(path, body) {
+  await send(path, { method: "PUT", body, headers: { "Content-Type": TENSORS, Accept: JSON_TYPE } });
+}
+
 /** GET of a JSON document. */
 export async function get(path, signal) {
   return await (await send(path, { headers: { Accept: JSON_TYPE }, signal })).json();
 }
 
-/** The attention weights for a request: {weights, shape, rows, timing}; shape is [b, h, q, k], numbers are Float32Array. */
-export async function attend(request, signal) {
-  const body = typeof request === "string" ? request : { ...request, outputs: ["attention_weights"], reply: { datatype: "FP32" } };
+/** Outputs of a request: {tensors, layer, timing}; tensors are {shape, data} by name, data is Float32Array. */
+export async function attend(request, outputs, signal) {
+  const body = typeof request === "string" ? request : { ...request, outputs, reply: { datatype: "FP32" } };
   const response = await post("attend", body, { accept: TENSORS, signal });
   const { tensors, metadata } = readTensors(await response.arrayBuffer());
-  const { shape, data } = tensors.attention_weights;
-  const reply = JSON.parse(metadata.reply);
-  return {
-    layer: reply.layer,
-    emptyRows: reply.fully_masked_rows,
-    shape: shape.length === 3 ? [1, ...shape] : shape,
-    weights: data,
-    timing: response.headers.get("Server-Timing") ?? "",
-  };
+  return { tensors, layer: JSON.parse(metadata.reply).layer, timing: response.headers.get("Server-Timing") ?? "" };
 }
 
 /** safetensors: eight bytes of length, a JSON header, the tensors. Only F32 tensors are returned, as views of the buffer. */

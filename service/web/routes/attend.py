@@ -4,43 +4,51 @@ The first two are called by `web/middleware/access.py` before any routing: they 
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
-from collections.abc import Awaitable, Callable
-
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
 from service.errors import NotReady
-from service.serving.requests import EncodedReply, RawRequest
+from service.serving.engine import FIGURE, CallKind
+from service.serving.requests import EncodedReply
 from service.serving.service import Service
-from service.web.openapi.operations import ANALYSIS, ATTEND, CALL_ERRORS, FIGURE, FRESH, PLAN, error_responses, request_body_doc
+from service.web.openapi.operations import (
+    ANALYSIS_EXAMPLE,
+    ATTEND_EXAMPLE,
+    CALL_ERRORS,
+    DEFAULT_LAYER_EXAMPLE,
+    FIGURE_EXAMPLE,
+    PLAN_EXAMPLE,
+    error_responses,
+    request_body_doc,
+)
 from service.web.record import Record
 from service.web.request_reader import read, read_as
 from service.wire.codec import CODECS
-from service.wire.negotiation import PICTURES, acceptable, form_of_body
+from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-JOINED = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
+MAX_JOINED_BYTES = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 
 
 class Attend:
-    """An endpoint that bypasses FastAPI: `answer` is the engine's method for it."""
+    """An endpoint that bypasses FastAPI."""
 
-    def __init__(self, service: Service, answer: Callable[[RawRequest], Awaitable[EncodedReply]]) -> None:
-        self.service, self.answer = service, answer
+    def __init__(self, service: Service, kind: CallKind) -> None:
+        self.service, self.kind = service, kind
 
     async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
         require_started(self.service)
         raw = await read(record, receive, self.service)
-        await send_reply(await self.answer(raw), record, send)
+        await send_reply(await self.service.engine.answer(raw, self.kind), record, send)
 
 
 async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
     """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
     record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
-    pieces = reply.pieces if size > JOINED else [b"".join(reply.pieces)]
+    pieces = reply.pieces if size > MAX_JOINED_BYTES else [b"".join(reply.pieces)]
     pieces.reverse()
     timing = (b"server-timing", reply.phases.server_timing().encode())
     headers = [*reply.headers, (b"content-length", b"%d" % size), timing]
@@ -64,7 +72,9 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=AttendReply,
         responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc("AttendRequest", (FRESH, "Four rows, causal."), (ATTEND, "For the layer `tiny`."), binary=True),
+        openapi_extra=request_body_doc(
+            "AttendRequest", (DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`."), binary=True
+        ),
     )
     async def attend() -> None:
         """Attention output and weights for queries, keys, values and masks.
@@ -78,7 +88,7 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=AnalysisReply,
         responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS, "What each head does with four words."), binary=True),
+        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS_EXAMPLE, "What each head does with four words."), binary=True),
     )
     async def analysis() -> None:
         """Numbers on what each head does.
@@ -92,7 +102,7 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["attend"],
         response_model=Plan,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("AttendRequest", (PLAN, "Tensors may be given by shape alone."), binary=True),
+        openapi_extra=request_body_doc("AttendRequest", (PLAN_EXAMPLE, "Tensors may be given by shape alone."), binary=True),
     )
     async def plan(request: Request) -> Plan:
         """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
@@ -110,15 +120,15 @@ def install(app: FastAPI, service: Service) -> None:
             200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
             **error_responses(*CALL_ERRORS),
         },
-        openapi_extra=request_body_doc("FigureRequest", (FIGURE, "Heat maps of all heads."), binary=True),
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE_EXAMPLE, "Heat maps of all heads."), binary=True),
     )
     async def figure(request: Request) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
         require_started(service)
         record: Record = request.scope["attend"]
-        codec = CODECS[form_of_body(record.header(b"content-type"))]
-        accepted = {"accept": acceptable(record.header(b"accept"), tuple(PICTURES))}
-        reply = await service.engine.figure(await read_as(codec, codec, accepted, record, request.receive, service))
+        codec = CODECS[media_type_of_body(record.header(b"content-type"))]
+        accepted = {"accept": accepted_type(record.header(b"accept"), tuple(PICTURES))}
+        reply = await service.engine.answer(await read_as(codec, codec, accepted, record, request.receive, service), FIGURE)
         record.phases, record.log_fields = reply.phases, reply.log_fields
         headers = {name.decode(): value.decode() for name, value in reply.headers}
         headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}

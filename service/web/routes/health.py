@@ -6,25 +6,25 @@ from fastapi import FastAPI, Response
 
 from service.serving.service import Service
 
-HEALTH: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool]}
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool]}
 
 
 def install(app: FastAPI, service: Service) -> None:
     """Adds the routes."""
 
-    @app.get("/health/live", **HEALTH)
+    @app.get("/health/live", **ROUTE_OPTIONS)
     async def live() -> dict[str, bool]:
         """The process is alive."""
         return {"live": True}
 
-    @app.get("/health/ready", **HEALTH, responses={503: {"model": dict[str, bool], "description": "Not ready."}})
+    @app.get("/health/ready", **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Not ready."}})
     async def ready(response: Response) -> dict[str, bool]:
         """200 if all configured layers are loaded and warmed up and the device answers a small test call (skipped after a recent call)."""
         ready = await service.answers()
         response.status_code = 200 if ready else 503
         return {"ready": ready}
 
-    @app.get("/health/startup", **HEALTH, responses={503: {"model": dict[str, bool], "description": "Still starting."}})
+    @app.get("/health/startup", **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Still starting."}})
     async def startup(response: Response) -> dict[str, bool]:
         """Starting is over; probes of readiness and liveness may begin."""
         response.status_code = 200 if service.started else 503

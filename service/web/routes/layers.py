@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import Source
 from service.serving.service import Service
-from service.web.openapi.operations import BINARY, PUT_TINY, error_responses, request_body_doc
+from service.web.openapi.operations import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
@@ -19,9 +19,9 @@ from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
 
 NAME = re.compile(LAYER_NAME)
-QUERY = ("layout", "prefix", "spec")
+QUERY_PARAMETERS = ("layout", "prefix", "spec")
 NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_name` checks it
-CHUNK = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
+CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
 def require_name(name: str) -> None:
@@ -32,9 +32,11 @@ def require_name(name: str) -> None:
 
 def require_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
-    unknown = [name for name in names if name not in QUERY][:PROBLEMS]
-    problems = [Problem(pointer([name]), f"a query parameter among {', '.join(QUERY)}", describe_value(name)) for name in unknown]
-    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY if names.count(name) > 1]
+    unknown = [name for name in names if name not in QUERY_PARAMETERS][:PROBLEMS]
+    problems = [
+        Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
+    ]
+    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY_PARAMETERS if names.count(name) > 1]
     if problems:
         raise InvalidRequest(problems=problems)
 
@@ -64,7 +66,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
             201: {"model": LayerDocument, "description": "The layer is new."},
             **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=request_body_doc("PutLayer", (PUT_TINY, "A seeded layer."), binary=True),
+        openapi_extra=request_body_doc("PutLayer", (PUT_LAYER_EXAMPLE, "A seeded layer."), binary=True),
     )
     async def put_layer(
         name: NewName,
@@ -117,5 +119,5 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
 async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
     for piece in pieces:
         whole = memoryview(piece)
-        for start in range(0, len(whole), CHUNK):
-            yield whole[start : start + CHUNK]
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]

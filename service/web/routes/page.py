@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from service import __version__
 from service.serving.service import Service
-from service.wire.negotiation import HTML, JSON, acceptable
+from service.wire.negotiation import HTML, JSON, accepted_type
 
 CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
 HEADERS = {
@@ -33,8 +33,8 @@ class PageFiles(StaticFiles):
         return response
 
 
-def install(app: FastAPI, service: Service, about: dict[str, Any]) -> None:
-    """Adds the routes. `about`: further members of the index."""
+def install(app: FastAPI, service: Service, members: dict[str, Any]) -> None:
+    """Adds the routes. `members`: further members of the JSON index."""
     files = PageFiles(packages=[("service", "web/page"), ("service", "assets")])
     app.mount("/page", files)
 
@@ -46,11 +46,18 @@ def install(app: FastAPI, service: Service, about: dict[str, Any]) -> None:
     )
     async def index(request: Request) -> Response:
         """Version, threads, limits and layers; in a browser, a page that shows heads."""
-        if acceptable(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
+        if accepted_type(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
             response = await files.get_response("index.html", request.scope)
         else:
             layers = [layer.name for layer in service.registry.all()]
-            document = {"name": "attend", "version": __version__, "contract": CONTRACT, **about, "layers": layers, "documentation": "/docs"}
+            document = {
+                "name": "attend",
+                "version": __version__,
+                "contract": CONTRACT,
+                **members,
+                "layers": layers,
+                "documentation": "/docs",
+            }
             response = JSONResponse(document)
         response.headers["Vary"] = "Accept"
         return response

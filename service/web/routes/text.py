@@ -5,13 +5,13 @@ from starlette.concurrency import run_in_threadpool
 
 from service.serving.service import Service
 from service.serving.text import TextEncoder
-from service.web.openapi.operations import WORDS, error_responses, request_body_doc
+from service.web.openapi.operations import WORDS_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 
-MAX_BODY = 1 << 20  # bytes; the longest text with every character escaped
+MAX_BODY_BYTES = 1 << 20  # bytes; the longest text with every character escaped
 
 
 def install(app: FastAPI, service: Service, model: bool) -> None:
@@ -28,10 +28,10 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         tags=["words"],
         response_model=Words,
         responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
-        openapi_extra=request_body_doc("WordsRequest", (WORDS, "A sentence for the layer `default`.")),
+        openapi_extra=request_body_doc("WordsRequest", (WORDS_EXAMPLE, "A sentence for the layer `default`.")),
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""
         require_started(service)
-        words = await encoder.read(await read(request.scope["attend"], request.receive, service, largest=MAX_BODY))
+        words = await encoder.read(await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

@@ -19,7 +19,7 @@ from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.attend import LayerDocument
-from service.wire.v2.parameters import BY_DEFAULT, VERSION
+from service.wire.v2.parameters import DEFAULT_OUTPUTS, VERSION
 from service.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,
@@ -35,8 +35,8 @@ from service.wire.v2.schemas import (
 )
 
 PLATFORM = "pytorch_attention"
-EVERYWHERE = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
-HEADER = 1024  # bytes reserved for the JSON header of a request with few inputs
+UNCONDITIONAL_EXTENSIONS = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
+HEADER_BYTES = 1024  # bytes reserved for the JSON header of a request with few inputs
 PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
 
@@ -60,7 +60,7 @@ class ProtocolExtensions:
     def extensions(self) -> list[str]:
         """The protocol's names of the extensions that work."""
         dependent = {"model_repository": self.why_not_writable, "statistics": self.why_no_statistics}
-        return [*EVERYWHERE, *(name for name, why_not in dependent.items() if why_not is None)]
+        return [*UNCONDITIONAL_EXTENSIONS, *(name for name, why_not in dependent.items() if why_not is None)]
 
     def metadata(self) -> ServerMetadata:
         return ServerMetadata(name="attend", version=__version__, extensions=self.extensions)
@@ -87,14 +87,14 @@ def config_of(layer: LoadedLayer, service: Service, largest: int) -> ModelConfig
     spec = layer.spec
     required = _required(spec)
     item = sum(math.prod(tensor.shape[2:]) for tensor in _inputs(spec) if tensor.name in required) * BY_TORCH[spec.dtype].size
-    room = (largest - HEADER) // item
+    room = (largest - HEADER_BYTES) // item
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,
         version_policy={"specific": {"versions": [int(VERSION)]}},
         max_batch_size=max(1, min(room, largest_batch(spec, service.limits))),
         input=[_config(tensor, tensor.name not in required) for tensor in _inputs(spec)],
-        output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in BY_DEFAULT],
+        output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in DEFAULT_OUTPUTS],
         dynamic_batching={
             "max_queue_delay_microseconds": round(service.scheduler.limits.delay * 1e6),
             "default_queue_policy": {"allow_timeout_override": True},

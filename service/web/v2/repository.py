@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from service.errors import RequestError
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
-from service.web.openapi.operations import LOAD, request_body_doc
+from service.web.openapi.operations import LOAD_EXAMPLE, request_body_doc
 from service.web.request_reader import read_as
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName, require_name
@@ -22,9 +22,9 @@ from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.parameters import read_nested
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
-LARGEST = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
+MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
 MODEL = "/v2/repository/models/{name}"
-CONFIG = "/parameters/config"  # the place of the spec in a request
+CONFIG_PATH = "/parameters/config"  # the place of the spec in a request
 D = TypeVar("D", bound=StrictModel)
 
 
@@ -47,7 +47,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         response_class=Response,
         responses=error_responses(400, 403, 404, 409, 413, 503),
-        openapi_extra=request_body_doc("LoadRequest", (LOAD, "A seeded layer."), required=False),
+        openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
@@ -78,13 +78,13 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
         await service.loader.load(name)
         return
     require_name(name)
-    await run_in_threadpool(read_nested, config, CONFIG)  # must be complete JSON: it is inserted into other JSON
+    await run_in_threadpool(read_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
     try:
         await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
         if not refusal.problems:
             raise
-        raise type(refusal)(problems=[replace(p, at=CONFIG + p.at.removeprefix("/spec")) for p in refusal.problems]) from None
+        raise type(refusal)(problems=[replace(p, at=CONFIG_PATH + p.at.removeprefix("/spec")) for p in refusal.problems]) from None
 
 
 async def unload_layer(service: Service, name: str) -> None:
@@ -95,6 +95,6 @@ async def unload_layer(service: Service, name: str) -> None:
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
-    limit = ("", LARGEST) if service.wire_limits.body_bytes > LARGEST else None
+    limit = ("", MAX_BODY_BYTES) if service.wire_limits.body_bytes > MAX_BODY_BYTES else None
     raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
-    return validate(model, await service.read_object(raw, LARGEST))
+    return validate(model, await service.read_object(raw, MAX_BODY_BYTES))

@@ -8,8 +8,9 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Send
 
 from service.errors import MalformedBody
+from service.serving.engine import ATTEND
 from service.serving.service import Service
-from service.web.openapi.operations import INFER, request_body_doc, schema
+from service.web.openapi.operations import INFER_EXAMPLE, request_body_doc, schema
 from service.web.openapi.operations import error_responses as responses_of
 from service.web.record import Record
 from service.web.request_reader import read_as
@@ -45,7 +46,7 @@ class Infer:
         require_version(found[2])
         parameters = {"model": found[1], "header_length": _header_length(record)}
         raw = await read_as(CODEC, CODEC, parameters, record, receive, self.service)
-        await send_reply(await self.service.engine.attend(raw), record, send)
+        await send_reply(await self.service.engine.answer(raw, ATTEND), record, send)
 
 
 def _header_length(record: Record) -> str:
@@ -60,7 +61,7 @@ def _require_version(request: Request) -> None:
     require_version(request.path_params.get("version"))
 
 
-V2: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "dependencies": [Depends(_require_version)]}
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "dependencies": [Depends(_require_version)]}
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -76,24 +77,24 @@ def health_of(ready: bool) -> Health:
 def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> None:
     """Adds the routes."""
 
-    @app.get("/v2", **V2, response_model=ServerMetadata)
+    @app.get("/v2", **ROUTE_OPTIONS, response_model=ServerMetadata)
     async def server() -> ServerMetadata:
         """Name, version, and which extensions of the protocol work here."""
         return extensions.metadata()
 
-    @app.get("/v2/health/live", **V2, response_model=Health)
+    @app.get("/v2/health/live", **ROUTE_OPTIONS, response_model=Health)
     async def live() -> Health:
         """The process is alive. `ready` says whether calls are answered, without checking the device."""
         return health_of(service.ready and len(service.registry) > 0)
 
-    @app.get("/v2/health/ready", **V2, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
+    @app.get("/v2/health/ready", **ROUTE_OPTIONS, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
         """200 if /health/ready is 200 and the server has a layer."""
-        good = await service.serves()
-        response.status_code = 200 if good else 503
-        return health_of(good)
+        is_ready = await service.serves()
+        response.status_code = 200 if is_ready else 503
+        return health_of(is_ready)
 
-    @app.get("/v2/models/stats", **V2, response_model=Statistics, responses=error_responses(409))
+    @app.get("/v2/models/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(409))
     async def all_statistics() -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
@@ -101,34 +102,34 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
         return Response(text, media_type=JSON)
 
-    @app.get(VERSIONED, **V2, include_in_schema=False, response_model=ModelMetadata)
-    @app.get(MODEL, **V2, response_model=ModelMetadata, responses=error_responses(404, 409))
+    @app.get(VERSIONED, **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelMetadata)
+    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=error_responses(404, 409))
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(service.registry.find(name, at=""))
 
-    @app.get(f"{VERSIONED}/ready", **V2, include_in_schema=False, response_model=ModelReady)
+    @app.get(f"{VERSIONED}/ready", **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelReady)
     @app.get(
         f"{MODEL}/ready",
-        **V2,
+        **ROUTE_OPTIONS,
         response_model=ModelReady,
         responses={503: {"model": ModelReady, "description": "Not ready."}, **error_responses(404, 409)},
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
         service.registry.find(name, at="")
-        good = await service.answers()
-        response.status_code = 200 if good else 503
-        return ModelReady(name=name, ready=good)
+        is_ready = await service.answers()
+        response.status_code = 200 if is_ready else 503
+        return ModelReady(name=name, ready=is_ready)
 
-    @app.get(f"{VERSIONED}/config", **V2, include_in_schema=False, response_model=ModelConfig)
-    @app.get(f"{MODEL}/config", **V2, response_model=ModelConfig, responses=error_responses(404, 409))
+    @app.get(f"{VERSIONED}/config", **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelConfig)
+    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=error_responses(404, 409))
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
         return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
-    @app.get(f"{VERSIONED}/stats", **V2, include_in_schema=False, response_model=Statistics)
-    @app.get(f"{MODEL}/stats", **V2, response_model=Statistics, responses=error_responses(404, 409))
+    @app.get(f"{VERSIONED}/stats", **ROUTE_OPTIONS, include_in_schema=False, response_model=Statistics)
+    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
@@ -142,7 +143,9 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
             **error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
-        openapi_extra=request_body_doc("InferenceRequest", (INFER, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")),
+        openapi_extra=request_body_doc(
+            "InferenceRequest", (INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")
+        ),
     )
     async def infer(name: str) -> None:
         """POST /attend in this protocol's form, JSON or with tensors as bytes."""

@@ -18,8 +18,8 @@ from service.wire.limits import WireLimits
 from service.wire.native import numbers
 from service.wire.problems import describe_value
 
-PIECE = 1 << 17  # bytes of a list that the plain reader parses at a time
-LARGEST_PLAIN = 4 << 20  # bytes of a list that is not a tensor
+PIECE_BYTES = 1 << 17  # bytes of a list that the plain reader parses at a time
+MAX_PLAIN_BYTES = 4 << 20  # bytes of a list that is not a tensor
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
 NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
 FLOAT64 = np.dtype(np.float64)
@@ -60,13 +60,13 @@ class NumberList(NamedTuple):
     def _read_in_pieces(self, builder: "ArrayBuilder") -> Array:
         start, opened, lists = self.start, 0, 0  # `opened`: lists around the piece that begins at `start`
         while True:
-            stop = self.stop if self.stop - start <= PIECE else self.text.rfind(b",", start, start + PIECE)
-            piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE]
+            stop = self.stop if self.stop - start <= PIECE_BYTES else self.text.rfind(b",", start, start + PIECE_BYTES)
+            piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE_BYTES]
             left = opened + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
             lists += piece.count(b"[")
             self._demand_bounded(builder.at, lists, opened + _deepest(piece))
             if stop < 0:
-                raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE} bytes", "a longer one")
+                raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
             try:
                 items = self._parse(piece, start, opened, left, stop == self.stop)
             except RequestError as refusal:
@@ -93,8 +93,8 @@ class NumberList(NamedTuple):
 
     def plain(self, at: str) -> Any:
         """The list as Python objects."""
-        if self.stop - self.start > LARGEST_PLAIN:
-            raise TooLarge.where(at, f"a list of at most {LARGEST_PLAIN} bytes", str(self.stop - self.start))
+        if self.stop - self.start > MAX_PLAIN_BYTES:
+            raise TooLarge.where(at, f"a list of at most {MAX_PLAIN_BYTES} bytes", str(self.stop - self.start))
         return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
 
 

@@ -15,20 +15,20 @@ import numpy as np
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json.lists import PIECE, NumberList, array_of_lists
+from service.wire.json.lists import PIECE_BYTES, NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import SHOWN, describe_value
 
-REST = 4 << 20  # bytes of a body without its numbers and base64
-STRICT = 1 << 20  # bytes of a body that the strict reader may parse as a whole
-LONG = 1 << 16  # a longer base64 string, in bytes, is cut out
-LONGEST_TEXT = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
+MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
+MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
+MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
+MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
-CUT = 'base64 and lists of numbers (a string other than "-inf", or an object, makes a list another kind)'
+CUT_DESCRIPTION = 'base64 and lists of numbers (a string other than "-inf", or an object, makes a list another kind)'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
-VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
-AFTER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
+BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
+AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
 FORM_KEYS = ("shape", "datatype", "data", "base64")
 
 
@@ -44,7 +44,7 @@ class Base64Text:
         """The content in pieces, none of which ends within an escape. Raises MalformedBody."""
         start = self.start
         while start < self.stop:
-            stop = min(start + PIECE, self.stop)
+            stop = min(start + PIECE_BYTES, self.stop)
             if stop < self.stop and (escape := self.text.rfind(b"\\", stop - 6, stop)) >= 0:
                 stop = escape if self.text[escape - 1 : escape] != b"\\" else escape - 1
             piece = self.text[start:stop]
@@ -52,8 +52,8 @@ class Base64Text:
             start = stop
 
     def plain(self, at: str) -> str:
-        if self.stop - self.start > LONGEST_TEXT:
-            raise TooLarge.where(at, f"a text of at most {LONGEST_TEXT} bytes", str(self.stop - self.start))
+        if self.stop - self.start > MAX_TEXT_BYTES:
+            raise TooLarge.where(at, f"a text of at most {MAX_TEXT_BYTES} bytes", str(self.stop - self.start))
         return self._unescaped(self.start, self.stop)
 
     def _unescaped(self, start: int, stop: int) -> str:
@@ -85,7 +85,7 @@ class Parts(NamedTuple):
         return line_and_column(self.text, min(offset, len(self.text)))
 
 
-def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALUE) -> Parts:
+def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> Parts:
     """Cuts lists of numbers and long base64 strings out of the text, if they follow a match of `before`. Raises TooLarge.
 
     Nothing is parsed. In JSON, a quotation mark before a colon ends a key, so a value follows. There are no strings or objects before the
@@ -95,7 +95,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
     pieces: list[bytes] = []
     cut: list[Cut] = []
     begin = position = size = 0
-    while found := before.search(text, position, begin + REST - size):
+    while found := before.search(text, position, begin + MAX_REST_BYTES - size):
         start = found.end()
         value = _number_list(text, start, limits) if text[start : start + 1] == b"[" else _base64_text(text, start)
         position = start + 1
@@ -106,8 +106,8 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = VALU
             pieces += text[begin:start], PLACEHOLDER
             size += start - begin
             begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1
-    if size + len(text) - begin > REST:
-        raise TooLarge.where("", f"at most {REST} bytes outside of {CUT}", str(size + len(text) - begin))
+    if size + len(text) - begin > MAX_REST_BYTES:
+        raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes outside of {CUT_DESCRIPTION}", str(size + len(text) - begin))
     return Parts(text, b"".join((*pieces, text[begin:])), cut)
 
 
@@ -118,13 +118,13 @@ def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | No
         quote = text.find(b'"', item.end())
     brace = text.find(b"}", start, quote if quote >= 0 else len(text))
     stop = text.rfind(b"]", start, quote if brace < 0 else brace) + 1
-    return NumberList(text, start, stop, limits) if stop and AFTER.match(text, stop) else None
+    return NumberList(text, start, stop, limits) if stop and AFTER_VALUE.match(text, stop) else None
 
 
 def _base64_text(text: bytes, start: int) -> Base64Text | None:
-    """The string that begins at `start`; None if it is at most LONG bytes."""
+    """The string that begins at `start`; None if it is at most MAX_UNCUT_BYTES bytes."""
     stop = text.find(b'"', start + 1)
-    return Base64Text(text, start + 1, stop) if stop - start > LONG and text[stop - 1 : stop] != b"\\" else None
+    return Base64Text(text, start + 1, stop) if stop - start > MAX_UNCUT_BYTES and text[stop - 1 : stop] != b"\\" else None
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     except TooLarge:
         raise
     except RequestError:
-        if len(body) > STRICT:
+        if len(body) > MAX_STRICT_BYTES:
             raise
     return Reader(limits, shapes_alone).members(parse_strictly(body), kinds)
 
@@ -219,7 +219,7 @@ class Reader:
         if data is not None:
             return array_of_data(data, kind, shape, dtype, f"{at}/data")
         if not self.shapes_alone:
-            raise InvalidRequest.where(at, "data or base64 beside the shape", "a shape alone")
+            raise InvalidRequest.where(at, "data or base64 in addition to the shape", "a shape alone")
         return np.broadcast_to(np.zeros((), dtype), shape)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 
-HUGE = b"0" * 309  # an integer with fewer digits is in the range of float64
+LONG_INTEGER = b"0" * 309  # an integer with fewer digits is in the range of float64
 ZEROS = bytes.maketrans(b"123456789", b"000000000")
 SCALARS = {str, int, float, bool, type(None)}
 
@@ -54,7 +54,7 @@ def parse_strictly(
         faults += 1
         return _RepeatedKey(_repeated(key for key, _ in pairs))
 
-    huge = HUGE in body.translate(ZEROS)
+    huge = LONG_INTEGER in body.translate(ZEROS)
     try:
         text = body.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=members, parse_constant=constant, parse_int=_integer if huge else None)
@@ -76,7 +76,7 @@ def parse_strictly(
 
 def _integer(text: str) -> int | float:
     """An integer. A huge one becomes a float; one beyond float64 becomes infinity, which `_fault` reports."""
-    return int(text) if len(text) < len(HUGE) else float(text)
+    return int(text) if len(text) < len(LONG_INTEGER) else float(text)
 
 
 def _repeated(keys: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -38,11 +39,15 @@ from service.wire.schemas.tensors import (
 )
 from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS = (
+WEIGHTS_DESCRIPTION = (
     "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
     "`gain`; if given, `init` and `seed` become null, and `gain` 1."
 )
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+SPECIAL = re.compile(
+    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
+)
 
 Output = Literal[
     "output",
@@ -83,6 +88,12 @@ def _tokens(value: Any) -> Any:
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
                 raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+    return value
+
+
+def _omitted(value: Any) -> Any:
+    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
+        raise disagreement("", '"special" or a list of tokens', describe_value(value))
     return value
 
 
@@ -163,6 +174,20 @@ class Tokens(Document):
 
     query: Words | None = Field(default=None, description="A token for each query.")
     key: Words | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
+        default=None,
+        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
+        "other marks of a sequence. Weights stay as they are.",
+    )
+
+    def omits(self, token: str) -> bool:
+        """Whether `omit` leaves this token out."""
+        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+
+
+def is_special(token: str) -> bool:
+    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
+    return SPECIAL.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
@@ -216,18 +241,24 @@ class AttendRequest(Document):
     def batched(self) -> bool:
         return self.query.ndim == 3
 
+    def words(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+        """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
+        if self.tokens is None:
+            return []
+        return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
+
 
 class PutLayer(Document):
     """A layer: its spec, and its weights unless they are to be drawn."""
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS)
+    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
     @model_validator(mode="before")
     @classmethod
     def _drawn(cls, data: Any) -> Any:
-        """An init of null says that weights were given. Where none are, it is the same as left out."""
+        """Removes an `init` of null if there are no weights: it is then the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}

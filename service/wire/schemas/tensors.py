@@ -16,17 +16,17 @@ from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
 from service.wire.problems import describe_value
 
-LARGEST_COUNT = 2**53
-LONGEST_AXIS = 2**31 - 1
-NAME = "x-name"  # in a JSON schema: title and description of the definition that it becomes
+MAX_COUNT = 2**53
+MAX_AXIS = 2**31 - 1
+NAME_KEY = "x-name"  # in a JSON schema: title and description of the definition that it becomes
 ITEMS: dict[Kind, dict[str, Any]] = {
     "number": {"type": "number"},
     "bias": {
         "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
-        NAME: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
+        NAME_KEY: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
     },
     "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
-    "count": {"type": "integer", "minimum": 0, "maximum": LARGEST_COUNT},
+    "count": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
 }
 DESCRIPTIONS: dict[Kind, str] = {"number": "numbers", "bias": 'numbers or "-inf"', "mask": "0, 1, true or false", "count": "whole numbers"}
 REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
@@ -115,7 +115,7 @@ class Tensor:
                 at = first_index(wrong)
                 raise disagreement(at, "0, 1, true or false", element_text(array, at))
             return mask
-        if (wrong := ~(array >= 0) | (array > LARGEST_COUNT) | (array != np.floor(array))).any():
+        if (wrong := ~(array >= 0) | (array > MAX_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
             raise disagreement(at, "a number of keys: a whole number of at least 0", element_text(array, at))
         return array.astype(np.int64)
@@ -127,17 +127,17 @@ class Tensor:
         ranks = " or ".join(map(str, self.ranks))
         return {
             "anyOf": self._forms(),
-            NAME: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
+            NAME_KEY: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
         }
 
     def _forms(self) -> list[dict[str, Any]]:
         """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
         lists = [_lists(self.kind, rank) for rank in self.ranks]
-        axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LONGEST_AXIS}}
+        axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS}}
         axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
         names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool"]
         about = {"title": "Datatype", "description": "Datatype of numbers, by its name in the Open Inference Protocol."}
-        datatype: dict[str, Any] = {"type": "string", "enum": names, NAME: about}
+        datatype: dict[str, Any] = {"type": "string", "enum": names, NAME_KEY: about}
         if self.kind == "mask":
             datatype = {"anyOf": [datatype, {"type": "string", "enum": ["BOOL"]}]}
         flat = {"type": "array", "items": ITEMS[self.kind]}
@@ -145,9 +145,9 @@ class Tensor:
         data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
         text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
         numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
-        numbers[NAME] = {"title": f"Flat{self.name}", "description": "A shape, and values in row-major order."}
+        numbers[NAME_KEY] = {"title": f"Flat{self.name}", "description": "A shape, and values in row-major order."}
         bytes_ = _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
-        bytes_[NAME] = {"title": f"Base64{self.name}", "description": "A shape, and the base64 of the values' bytes."}
+        bytes_[NAME_KEY] = {"title": f"Base64{self.name}", "description": "A shape, and the base64 of the values' bytes."}
         return [*lists, numbers, bytes_]
 
 
@@ -169,11 +169,11 @@ def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
             return [referring(item) for item in node]
         if not isinstance(node, dict):
             return node
-        if NAME not in node:
+        if NAME_KEY not in node:
             return {key: referring(value) for key, value in node.items()}
-        name = node[NAME]["title"]
-        schema = {key: referring(value) for key, value in node.items() if key not in (NAME, "description")}
-        found[name] = {**node[NAME], **schema}
+        name = node[NAME_KEY]["title"]
+        schema = {key: referring(value) for key, value in node.items() if key not in (NAME_KEY, "description")}
+        found[name] = {**node[NAME_KEY], **schema}
         description = {"description": node["description"]} if "description" in node else {}
         return {"$ref": REFERENCE.format(model=name), **description}
 

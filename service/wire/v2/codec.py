@@ -18,21 +18,20 @@ from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind
 from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
-from service.wire.json.reader import STRICT, Reader, array_of_data, cut_values
+from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, cut_values
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.header import V2Header, V2ReplyFormat, parse_header
+from service.wire.v2.header import CutList, V2Header, V2ReplyFormat, parse_header
 from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
-from service.wire.v2.tensors import CutList
 
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
-DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
+BEFORE_DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 HEADER_LENGTH = b"inference-header-content-length"
-JSON_ALONE: Headers = ((b"content-type", JSON.encode()),)
+JSON_HEADERS: Headers = ((b"content-type", JSON.encode()),)
 
 
 class V2Codec(Codec):
@@ -54,10 +53,10 @@ class V2Codec(Codec):
         pieces: list[Buffer] = []
         binary = False
         for name, array in requested_arrays(reply, reply_format.outputs):
-            array, odd = wire_array(name, array, reply.datatype, options)
+            array, nonfinite = wire_array(name, array, reply.datatype, options)
             entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
             if reply_format.in_text(name):
-                entry["data"] = text_of(name, array.reshape(-1), odd, options)
+                entry["data"] = text_of(name, array.reshape(-1), nonfinite, options)
             else:
                 binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
                 if array.nbytes:
@@ -69,7 +68,7 @@ class V2Codec(Codec):
         parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
         header = write_json({**document, "parameters": parameters, "outputs": outputs})
         if not binary:
-            return Encoded(JSON_ALONE, header)
+            return Encoded(JSON_HEADERS, header)
         length = str(sum(map(len, header))).encode()
         return Encoded(((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces])
 
@@ -87,7 +86,7 @@ def parse_template(template: bytes, nested: tuple[bool, ...], following: int, mo
 def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
     """(header, members of the request with their arrays). Raises MalformedBody, InvalidRequest or TooLarge."""
     try:
-        parts = cut_values(text, limits, DATA)
+        parts = cut_values(text, limits, BEFORE_DATA)
         lists = [value for value in parts.cut if isinstance(value, NumberList)]
         parse = parse_template if len(parts.rest) <= MAX_CACHED_HEADER else parse_template.__wrapped__
         header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
@@ -95,8 +94,8 @@ def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) ->
     except TooLarge:
         raise
     except RequestError:
-        if len(text) > STRICT:
-            cut_values(text, limits, DATA).document()  # raises if the JSON is malformed, with the place in the text
+        if len(text) > MAX_STRICT_BYTES:
+            cut_values(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
             raise
     header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
     return header, _members(header, (), following)

@@ -3,16 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.tensors import Array, Datatype
+from service.wire.arrays import Kind, array_over
 from service.wire.json.reader import shape_of
 from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
-    BY_DEFAULT,
+    DEFAULT_OUTPUTS,
     IGNORED,
-    KEYS,
+    TOP_K_KEYS,
     VERSION,
     datatype_named,
     kind_of,
@@ -22,12 +24,42 @@ from service.wire.v2.parameters import (
     require_known,
     timeout_of,
 )
-from service.wire.v2.tensors import BinaryTensor, CutList, JsonTensor
 
-REQUEST = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
-INPUT = ("name", "shape", "datatype", "parameters", "data")
-OUTPUT = ("name", "parameters")
-INPUTS = 64  # of one request; there are fewer names of inputs
+REQUEST_MEMBERS = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
+INPUT_MEMBERS = ("name", "shape", "datatype", "parameters", "data")
+OUTPUT_MEMBERS = ("name", "parameters")
+MAX_INPUTS = 64  # of one request; there are fewer names of inputs
+
+
+class BinaryTensor(NamedTuple):
+    """A tensor sent as bytes: those from `start` to `stop` after the JSON. `at` points to its input."""
+
+    datatype: Datatype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    at: str
+
+    def array(self, following: memoryview) -> Array:
+        """The array, a view of `following`, the bytes after the JSON. Raises InvalidRequest."""
+        return array_over(following[self.start : self.stop], self.datatype, self.shape, self.at)
+
+
+class CutList(NamedTuple):
+    """Replaces, in a parsed header, a list that was cut out of the text. `nested`: whether it contains lists."""
+
+    number: int  # index among the lists that were cut out
+    nested: bool
+
+
+class JsonTensor(NamedTuple):
+    """A tensor whose numbers are in the JSON, in input number `input`. `data`: a `CutList`, or the value in the JSON."""
+
+    input: int
+    kind: Kind
+    datatype: Datatype
+    shape: tuple[int, ...]
+    data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +97,15 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    require_known(header, REQUEST, "")
+    require_known(header, REQUEST_MEMBERS, "")
     for name, value in (("model_name", model), ("model_version", VERSION)):
         if header.get(name) not in (None, value):
             raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(header[name]))
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise InvalidRequest.where("/inputs", "a list of inputs", describe_value(inputs) if "inputs" in header else "nothing")
-    if len(inputs) > INPUTS:
-        raise TooLarge.where("/inputs", f"at most {INPUTS} inputs", str(len(inputs)))
+    if len(inputs) > MAX_INPUTS:
+        raise TooLarge.where("/inputs", f"at most {MAX_INPUTS} inputs", str(len(inputs)))
     paths: list[InputPath] = []
     binary_tensors: dict[str, BinaryTensor] = {}
     json_tensors: dict[str, JsonTensor] = {}
@@ -94,7 +126,7 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
     outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
     members = members_of(model, [(path.name, ...) for path in paths], parameters, outputs)
     reply_format = V2ReplyFormat(model, request_id, tuple(outputs), binary, binary_outputs)
-    if not any(reply_format.in_text(name) for name in outputs or BY_DEFAULT if name != KEYS):
+    if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
     return V2Header(members, binary_tensors, json_tensors, timeout, reply_format, V2ErrorPaths(tuple(paths)))
 
@@ -102,10 +134,10 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
 def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
     """(path, tensor) of one input."""
     at = f"/inputs/{i}"
-    require_known(_object(entry, at), INPUT, at)
+    require_known(_object(entry, at), INPUT_MEMBERS, at)
     name = _name(entry, at)
     require_input(name, f"{at}/name")
-    row = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
+    datatype = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
     shape = shape_of(entry.get("shape", ...), f"{at}/shape")
     parameters, in_text = _parameters(entry, at), entry.get("data") is not None
     require_known(parameters, IGNORED["input"], f"{at}/parameters")
@@ -115,14 +147,14 @@ def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath
     if in_text:
         data = entry["data"]
         nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
-        return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), row, shape, data)
-    wanted = math.prod(shape) * row.size
+        return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), datatype, shape, data)
+    wanted = math.prod(shape) * datatype.size
     if type(size) is not int or size != wanted:
-        expected = f"{wanted} bytes for shape {list(shape)} of {row.name}"
+        expected = f"{wanted} bytes for shape {list(shape)} of {datatype.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, describe_value(size))
     if size > (left := following - position):
-        raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length tells where it ends)", str(left))
-    return InputPath(name, shape), BinaryTensor(row, shape, position, position + size, at)
+        raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length is its length)", str(left))
+    return InputPath(name, shape), BinaryTensor(datatype, shape, position, position + size, at)
 
 
 def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
@@ -132,7 +164,7 @@ def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
     names, binary = [], {}
     for i, entry in enumerate(entries):
         at = f"/outputs/{i}"
-        require_known(_object(entry, at), OUTPUT, at)
+        require_known(_object(entry, at), OUTPUT_MEMBERS, at)
         name, parameters = _name(entry, at), _parameters(entry, at)
         require_known(parameters, IGNORED["output"], f"{at}/parameters")
         if "binary_data" in parameters:

@@ -16,23 +16,23 @@ from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES
 from service.wire.problems import describe_value, one_of
 from service.wire.reply import Reply
-from service.wire.safetensors import LISTS
+from service.wire.safetensors import LIST_FIELDS
 from service.wire.schemas.attend import AttendRequest, Output
 from service.wire.suggestions import did_you_mean
 
 VERSION = "1"  # of every model
-TENSORS = {*AttendRequest.tensors, *LISTS}
+TENSORS = {*AttendRequest.tensors, *LIST_FIELDS}
 INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]
-OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LISTS
+OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LIST_FIELDS
 NESTED = {"window", "dropout", "select", "reply", "tokens"}
 PER_ITEM = ("valid_lens", "query_offset")  # one number per batch item
 OUTPUTS = get_args(Output)
-BY_DEFAULT: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
-KEYS = "attention_weights.keys"
-PARTS = (KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
-PROTOCOL = {"binary_data_output", "priority", "timeout"}  # parameters that the protocol defines
+DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
+TOP_K_KEYS = "attention_weights.keys"
+TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
+PROTOCOL_PARAMETERS = {"binary_data_output", "priority", "timeout"}  # parameters that the protocol defines
 # Whether a reply of a gRPC stream has the flag `triton_final_response`. perf_analyzer sends this parameter outside of streams, too.
-FINAL = "triton_enable_empty_final_response"
+FINAL_RESPONSE_PARAMETER = "triton_enable_empty_final_response"
 # Parameters that client libraries add, by their place. They do not change a reply: `content_type` chooses one of MLServer's codecs; over
 # gRPC the protocol decides what `binary_data_size` and `binary_data` say.
 IGNORED = {
@@ -56,13 +56,13 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
     if "query" not in members:
         raise InvalidRequest.where("/inputs", "an input called query", ", ".join(sorted(members)))
     for name, value in parameters.items():
-        if name in PROTOCOL or name in IGNORED["request"]:
+        if name in PROTOCOL_PARAMETERS or name in IGNORED["request"]:
             continue
         at = "/parameters" + pointer([name])
-        if name == FINAL and isinstance(value, bool):
+        if name == FINAL_RESPONSE_PARAMETER and isinstance(value, bool):
             continue
         if name not in OPTIONS:
-            raise _unknown(name, at, OPTIONS | PROTOCOL, "another parameter")
+            raise _unknown(name, at, OPTIONS | PROTOCOL_PARAMETERS, "another parameter")
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
@@ -104,12 +104,14 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     outputs: list[str] = []
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
-        if name not in (*OUTPUTS, *PARTS):
-            raise InvalidRequest.where(at, one_of((*OUTPUTS, *PARTS)), describe_value(name) + did_you_mean(name, (*OUTPUTS, *PARTS)))
-        if name in names[:i] or (name in PARTS and output in names):
+        if name not in (*OUTPUTS, *TOP_K_OUTPUTS):
+            raise InvalidRequest.where(
+                at, one_of((*OUTPUTS, *TOP_K_OUTPUTS)), describe_value(name) + did_you_mean(name, (*OUTPUTS, *TOP_K_OUTPUTS))
+            )
+        if name in names[:i] or (name in TOP_K_OUTPUTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
-        if name in PARTS and not (isinstance(select, dict) and select.get("top_k") is not None):
-            raise InvalidRequest.where(at, "select.top_k among the parameters, since the largest weights are asked for", "nothing")
+        if name in TOP_K_OUTPUTS and not (isinstance(select, dict) and select.get("top_k") is not None):
+            raise InvalidRequest.where(at, f"select.top_k among the parameters, which {name} requires", "nothing")
         if output not in outputs:
             outputs.append(output)
     return outputs
@@ -182,9 +184,9 @@ def _option(name: str, value: Any, at: str) -> Any:
         nested = read_nested(value, at)
         if name == "reply" and isinstance(nested, dict) and "form" in nested:
             raise InvalidRequest.where(
-                f"{at}/form", "no field of that name: the protocol has forms of its own", describe_value(nested["form"])
+                f"{at}/form", "no field of that name, since the protocol defines the form of outputs", describe_value(nested["form"])
             )
         return nested
-    if name in LISTS and isinstance(value, str) and value.startswith("["):
+    if name in LIST_FIELDS and isinstance(value, str) and value.startswith("["):
         return read_nested(value, at)
     return value

@@ -11,9 +11,9 @@ from pydantic.json_schema import models_json_schema
 from service.tensors import DATATYPES
 from service.wire.arrays import MAX_RANK
 from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.tensors import LONGEST_AXIS, REFERENCE
-from service.wire.v2.header import INPUTS as MOST_INPUTS
-from service.wire.v2.parameters import INPUTS, NESTED, OPTIONS, OUTPUTS, PARTS
+from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
+from service.wire.v2.header import MAX_INPUTS
+from service.wire.v2.parameters import INPUTS, NESTED, OPTIONS, OUTPUTS, TOP_K_OUTPUTS
 
 Parameters = dict[str, str | float | bool]
 
@@ -162,14 +162,14 @@ class InferenceParameters(CodecParameters):
 
 class InferenceInput(StrictModel):
     name: Literal[tuple(INPUTS)]  # type: ignore[valid-type]
-    shape: list[Annotated[int, Field(ge=0, le=LONGEST_AXIS)]] = Field(max_length=MAX_RANK)
+    shape: list[Annotated[int, Field(ge=0, le=MAX_AXIS)]] = Field(max_length=MAX_RANK)
     datatype: Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
     parameters: InputParameters | None = None
     data: list[Any] | None = Field(default=None, description="Row-major numbers, flat or nested to the shape; or as bytes.")
 
 
 class InferenceOutput(StrictModel):
-    name: Literal[(*OUTPUTS, *PARTS)]  # type: ignore[valid-type]
+    name: Literal[(*OUTPUTS, *TOP_K_OUTPUTS)]  # type: ignore[valid-type]
     parameters: OutputParameters | None = None
 
 
@@ -180,7 +180,7 @@ class InferenceRequest(StrictModel):
     model_version: str | None = Field(default=None, description="1")
     id: str | None = None
     parameters: InferenceParameters | None = None
-    inputs: list[InferenceInput] = Field(min_length=1, max_length=MOST_INPUTS)
+    inputs: list[InferenceInput] = Field(min_length=1, max_length=MAX_INPUTS)
     outputs: list[InferenceOutput] | None = Field(default=None, description="output and attention_weights if left out.")
 
 

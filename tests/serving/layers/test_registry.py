@@ -1,4 +1,4 @@
-"""A layer that is replaced and removed while it is used: each answer is of one layer, whole, and says which."""
+"""Layers that are replaced and removed while they are called: each reply comes from one layer and names it."""
 
 import threading
 from typing import Any
@@ -14,8 +14,8 @@ SPECS = [{"d_model": 16, "num_heads": heads, "seed": seed} for heads, seed in ((
 ROUNDS = 25
 
 
-def test_every_answer_is_of_one_layer(http: httpx.Client) -> None:
-    """Callers go on while the layer changes under its name: they get the one or the other, or 404 in between, and nothing mixed."""
+def test_a_reply_comes_from_one_layer_while_layers_are_replaced(http: httpx.Client) -> None:
+    """Callers send requests while the layer of that name changes: each reply is of the old or the new layer, or 404, never a mixture."""
     expected: dict[str, Any] = {}
     for spec in SPECS:
         fingerprint = http.put(f"/layers/{NAME}", json={"spec": spec}).json()["fingerprint"]
@@ -63,6 +63,5 @@ def test_every_answer_is_of_one_layer(http: httpx.Client) -> None:
     ("name", "status"),
     [("../x", 404), ("%2e%2e%2fx", 404), ("a/b", 404), ("a%2fb", 404), (".hidden", 422), ("", 404), ("a" * 65, 422), ("a%00", 422)],
 )
-def test_names_cannot_leave_their_place(http: httpx.Client, name: str, status: int) -> None:
-    """No name reaches a file."""
+def test_layer_names_that_look_like_paths_are_refused(http: httpx.Client, name: str, status: int) -> None:
     assert http.put(f"/layers/{name}", json={"spec": SPECS[0]}).status_code == status

@@ -1,4 +1,4 @@
-"""Layers in a folder: they outlive the server, and the worst that can happen to it while it writes them; several workers share them."""
+"""Layers stored in a folder: restarts, crashes while writing, full disks, and several processes that share the folder."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith((".changes", ".peer-")))
 
 
-def test_a_layer_comes_back_after_a_restart_and_a_removed_one_does_not(start: Start, tmp_path: Path) -> None:
-    """The same document, seed and fingerprint; in a file that anyone can read, and that another server takes."""
+def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start: Start, tmp_path: Path) -> None:
+    """Same document, seed and fingerprint. Every user can read the file, and another server accepts it."""
     folder = tmp_path / "new" / "layers"
     with here(folder) as first:
         kept, gone = put(first, "kept", TINY, 201), put(first, "gone", OTHER, 201)
@@ -81,8 +81,8 @@ def contains(now: Any, then: Any) -> bool:
     return bool(now == then)
 
 
-def test_layers_stored_by_the_first_release_are_loaded_and_answer_as_then(tmp_path: Path) -> None:
-    """Of every kind, seeded and uploaded: the same spec and fingerprint, the same numbers as far as their datatype tells them."""
+def test_layers_stored_by_the_first_release_give_the_same_fingerprints_and_outputs(tmp_path: Path) -> None:
+    """Layers of every kind, seeded and uploaded. Outputs are equal within the precision of their datatype."""
     shutil.copytree(STORED / "layers", tmp_path, dirs_exist_ok=True)
     then = json.loads((STORED / "answers.json").read_text())
     assert {f"{one['layer']['name']}.safetensors" for one in then} == {path.name for path in (STORED / "layers").iterdir()}
@@ -99,8 +99,8 @@ def test_layers_stored_by_the_first_release_are_loaded_and_answer_as_then(tmp_pa
                 np.testing.assert_allclose(reply[name], expected, rtol=0, atol=atol, err_msg=layer["name"])
 
 
-def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(tmp_path: Path) -> None:
-    """Its file is kept under another name, also for another server on the same folder; DELETE removes it."""
+def test_an_unloaded_layer_stays_unloaded_after_a_restart_and_can_be_loaded(tmp_path: Path) -> None:
+    """Its file is renamed, which another server on the same folder sees too. DELETE removes the file."""
     with here(tmp_path) as first, here(tmp_path) as second:
         made = put(first, "mine", TINY, 201)
         for name in ("replaced", "removed"):
@@ -123,8 +123,8 @@ def test_an_unloaded_layer_stays_so_over_a_restart_and_can_be_loaded(tmp_path: P
         assert files(tmp_path) == ["mine.safetensors", "replaced.safetensors"]
 
 
-def test_a_written_file_counts_where_that_of_an_unloaded_layer_is_left(start: Start, tmp_path: Path) -> None:
-    """As a process leaves them that dies between writing the one and removing the other; a file that is no layer stops nobody."""
+def test_a_loaded_layers_file_takes_precedence_over_an_unloaded_ones(start: Start, tmp_path: Path) -> None:
+    """A process that dies between writing the one and removing the other leaves both. Files that are not layers do not prevent loading."""
     with here(tmp_path) as first:
         made = put(first, "mine", TINY, 201)
     (tmp_path / "mine.unloaded").write_bytes(b"an old one")
@@ -139,8 +139,8 @@ def test_a_written_file_counts_where_that_of_an_unloaded_layer_is_left(start: St
     assert files(tmp_path) == []
 
 
-def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
-    """They are neither replaced nor removed where that would not last, and a file of their name is left alone."""
+def test_a_configured_layer_cannot_be_changed_and_its_stored_file_is_ignored(start: Start, tmp_path: Path) -> None:
+    """A change would be undone by the next restart."""
     with here(tmp_path) as first:
         put(first, "mine", TINY, 201)
         assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
@@ -151,8 +151,8 @@ def test_configured_layers_win(start: Start, tmp_path: Path) -> None:
     assert any(event["event"] == "layer file ignored" and event["layer"] == "mine" for event in second.events)
 
 
-def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> None:
-    """Torn, foreign, changed, linked, misnamed, no file: each is passed over, with one line in the log; the others load."""
+def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tmp_path: Path) -> None:
+    """Truncated, foreign, changed, linked and misnamed files, and folders: one log line for each; the other layers are loaded."""
     with here(tmp_path) as first:
         put(first, "good", TINY, 201)
     good = (tmp_path / "good.safetensors").read_bytes()
@@ -189,8 +189,8 @@ def test_files_that_are_no_layers_stop_nobody(start: Start, tmp_path: Path) -> N
     assert not (tmp_path / ".peer-0123").exists()
 
 
-def test_no_name_leaves_the_folder(tmp_path: Path) -> None:
-    """Refused before it becomes a path; nothing is written, in the folder or beside it."""
+def test_layer_names_that_look_like_paths_write_nothing(tmp_path: Path) -> None:
+    """They are refused before they become paths. Nothing is written in the folder or beside it."""
     folder = tmp_path / "layers"
     with here(folder) as server:
         for name, status in (("..%2Fout", 404), ("%2Fetc%2Fx", 404), ("%2e%2e", 422), (".hidden", 422), ("a%00b", 422), ("x" * 65, 422)):
@@ -230,7 +230,7 @@ for name in ("write", "rename", "flush"):
 """
 
 
-def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_during_a_scan_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = LayerStore(tmp_path, 1 << 20)
     for name in ("gone", "here"):
         (tmp_path / f"{name}.safetensors").touch()
@@ -248,8 +248,8 @@ def test_a_file_removed_while_the_folder_is_looked_at_is_not_there(tmp_path: Pat
     assert list(layers) == ["here"]
 
 
-def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, tmp_path: Path) -> None:
-    """SIGKILL in the middle of the bytes, before the rename, and after it."""
+def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_layer(start: Start, tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing, before the rename, and after it."""
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], capture_output=True, text=True, check=True)
     killed = -signal.SIGKILL
     assert [line.split() for line in done.stdout.splitlines()] == [  # name, who kills, exit code, and whether a part is left
@@ -268,8 +268,8 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(start: Start, t
     assert files(tmp_path) == ["flush.safetensors", "rename.safetensors", "write.safetensors"]
 
 
-def test_a_full_disk_is_said_and_the_old_layer_stays(start: Start, tmp_path: Path) -> None:
-    """507; the old layer serves and is on disk, nothing is left of the new one, and the next that fits is kept."""
+def test_on_a_full_disk_put_is_507_and_the_old_layer_remains(start: Start, tmp_path: Path) -> None:
+    """The old layer is served and stored, no part of the new one is left, and a later layer that fits is stored."""
     server = start("--layers-dir", str(tmp_path))
     old = put(server, "mine", TINY, 201)
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
@@ -281,9 +281,9 @@ def test_a_full_disk_is_said_and_the_old_layer_stays(start: Start, tmp_path: Pat
 
 
 @pytest.mark.parametrize("left", [0, 1], ids=["no room at all", "room for one byte"])
-def test_a_disk_that_is_full_for_the_change_alone_changes_nothing(start: Start, tmp_path: Path, left: int) -> None:
-    """The layer's own file would fit, the record of the change does not: 507 says that the layers are as they were, and they are. A layer
-    can be removed all the same; what is said then is true as well."""
+def test_a_disk_too_full_to_announce_the_change_changes_nothing(start: Start, tmp_path: Path, left: int) -> None:
+    """The file of the layer would fit, but the record of the change does not: 507 says that the layers are as they were. A layer can still
+    be removed."""
     server = start("--layers-dir", str(tmp_path))
     old = put(server, "mine", TINY, 201)
     with (tmp_path / ".changes").open("ab") as changes:
@@ -300,8 +300,8 @@ def test_a_disk_that_is_full_for_the_change_alone_changes_nothing(start: Start, 
 
 
 @several_workers
-def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path: Path) -> None:
-    """Two workers behind one port, asked many times; and both at once, about the same name."""
+def test_all_workers_have_a_change_when_its_reply_arrives(start: Start, tmp_path: Path) -> None:
+    """Two workers on one port, checked many times, and with two changes of the same name at once."""
     server = start("--workers", "2", "--layers-dir", str(tmp_path))
     for document, status in ((TINY, 201), (OTHER, 200), (TINY, 200)):
         made = put(server, "mine", document, status)
@@ -318,11 +318,9 @@ def test_every_worker_has_followed_when_the_answer_comes(start: Start, tmp_path:
 
 
 @several_workers
-def test_what_is_put_at_once_shares_one_bound(start: Start, tmp_path: Path) -> None:
-    """Twelve callers, two workers, room for four: four are taken, the others told why, and all workers hold the same, after a restart too.
-
-    One that becomes smaller makes room for another, whatever their order in the folder.
-    """
+def test_the_limit_on_parameters_holds_over_concurrent_puts_of_several_workers(start: Start, tmp_path: Path) -> None:
+    """Twelve callers, two workers, room for four layers: four are accepted, the others refused, and all workers have the same layers, also
+    after a restart. A layer that becomes smaller makes room for another, whatever their order in the folder."""
     small = ("--workers", "2", "--layers-dir", str(tmp_path), "--max-total-parameters", "20000", "--d-model", "8", "--num-heads", "2")
     large = {"spec": {"d_model": 32, "num_heads": 2}}  # 4,224 parameters, beside 288
     server = start(*small)
@@ -345,8 +343,8 @@ def test_what_is_put_at_once_shares_one_bound(start: Start, tmp_path: Path) -> N
     assert set(names(start(*small))) == held | {"a"}
 
 
-def test_who_waits_for_the_folder_waits_no_longer_than_it_was_told(tmp_path: Path) -> None:
-    """Somebody holds it and does not let go: 504 at the caller's deadline, nothing has changed, and all is well afterwards."""
+def test_a_put_that_cannot_lock_the_folder_is_504_at_its_deadline(tmp_path: Path) -> None:
+    """Another process holds the lock. Nothing is changed, and the same request succeeds afterwards."""
     with here(tmp_path) as server:
         put(server, "mine", TINY, 201)
         claim = Claim(tmp_path)
@@ -359,8 +357,8 @@ def test_who_waits_for_the_folder_waits_no_longer_than_it_was_told(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["in a folder", "in memory"])
-def test_a_layer_that_could_not_be_read_back_is_not_taken(tmp_path: Path, kept: bool) -> None:
-    """Its file would be larger than those that are read: 413 names the setting, what was there stays. What is taken can be put back."""
+def test_a_layer_whose_file_would_exceed_the_limit_is_refused(tmp_path: Path, kept: bool) -> None:
+    """413 names the setting, and the old layer remains. Any accepted layer can be exported and put back."""
     with here(tmp_path if kept else None, max_layer_bytes=20480) as server:
         old = put(server, "mine", TINY, 201)
         for name in ("mine", "new"):
@@ -376,7 +374,7 @@ def test_a_layer_that_could_not_be_read_back_is_not_taken(tmp_path: Path, kept: 
 
 
 def test_a_layer_whose_file_would_be_too_large_is_refused_before_its_weights_are_drawn(start: Start) -> None:
-    """268 million parameters are within the limit on parameters, but their file of 1 GiB and a header is not within --max-layer-bytes."""
+    """268 million parameters are within the limit on parameters, but their file of 1 GiB and a header exceeds --max-layer-bytes."""
     server = start()
     refused = put(server, "large", {"spec": {"d_model": 8192, "num_heads": 8, "bias": False}}, 413)
     assert "max_layer_bytes" in refused["detail"]
@@ -385,9 +383,9 @@ def test_a_layer_whose_file_would_be_too_large_is_refused_before_its_weights_are
     assert peak < 1 << 30
 
 
-def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -> None:
-    """When one has answered, the other holds the layer too. One that stands still is waited for as long as the caller has time, and what
-    is said then is true; once it is dead, nobody waits for it."""
+def test_servers_that_share_a_folder_apply_each_others_changes(start: Start, tmp_path: Path) -> None:
+    """When one has replied, the other has the layer too. A stopped server delays the reply until the caller's deadline; a dead one does
+    not."""
     first, second = start("--layers-dir", str(tmp_path)), start("--layers-dir", str(tmp_path))
     for document, status in ((TINY, 201), (OTHER, 200)):
         made = put(first, "mine", document, status)
@@ -406,8 +404,8 @@ def test_servers_of_one_folder_follow_each_other(start: Start, tmp_path: Path) -
     put(first, "mine", OTHER, 200)
 
 
-def test_calls_finish_with_the_weights_they_were_bound_to(tmp_path: Path) -> None:
-    """A layer replaced again and again under load: each reply is the answer of the layer whose fingerprint it names, and none fails."""
+def test_a_reply_names_the_fingerprint_of_the_weights_it_was_computed_with(tmp_path: Path) -> None:
+    """A layer is replaced repeatedly under load: each reply is the result of the layer whose fingerprint it has, and no call fails."""
     with here(tmp_path) as server:
         body = {"layer": "mine", "query": [[0.5, -1.0, 2.0, 0.25]] * 3, "reproducible": True}
         right = {}

@@ -1,4 +1,4 @@
-"""GRPCInferenceService through Triton's own client, and through bare messages where that client cannot say something."""
+"""GRPCInferenceService through Triton's client, and through bare messages that this client cannot send."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def want(v2: httpx.Client) -> dict[str, Array]:
     return read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
 
 
-def test_it_describes_itself_as_over_http(client: Any, v2: httpx.Client) -> None:
+def test_metadata_and_config_equal_those_over_http(client: Any, v2: httpx.Client) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready("tiny") and not client.is_model_ready("none") and not client.is_model_ready("tiny", "2")
     assert list(client.get_server_metadata().extensions) == v2.get("/v2").json()["extensions"]
@@ -58,7 +58,7 @@ def test_it_describes_itself_as_over_http(client: Any, v2: httpx.Client) -> None
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
-def test_the_numbers_are_those_of_http(client: Any, want: dict[str, Array], compression: str | None) -> None:
+def test_outputs_equal_those_over_http(client: Any, want: dict[str, Array], compression: str | None) -> None:
     asked = [triton.InferRequestedOutput(name) for name in want]
     inputs = [tensor("query", QUERY), tensor("key", KEY)]
 
@@ -71,7 +71,7 @@ def test_the_numbers_are_those_of_http(client: Any, want: dict[str, Array], comp
 
 
 def test_options_masks_and_other_datatypes(client: Any, v2: httpx.Client) -> None:
-    """BF16 and FP16 raw; JSON text for what has members; the schedule's own."""
+    """BF16 and FP16 as raw bytes; nested options as JSON text; priority and timeout."""
     parameters = {"causal": True, "query_offset": "end", "scale": 0.5, "select": json.dumps({"heads": [2, 0]})}
     masks = [tensor("block_keys", np.eye(2, 5, dtype=np.bool_), "BOOL"), tensor("valid_lens", np.array([4, 5]), "INT64")]
     whole = np.round(QUERY)
@@ -126,8 +126,8 @@ def typed(contents: bytes, datatype: str = "INT32") -> bytes:
 
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("form", ["packed", "one by one", "in pieces"])
-def test_typed_numbers_in_every_form_that_protobuf_allows(channel: grpc.Channel, v2: httpx.Client, form: str, negative: bool) -> None:
-    """Protobuf's readers take a packed field in pieces, and numbers that stand each by itself."""
+def test_typed_numbers_may_be_packed_split_or_single(channel: grpc.Channel, v2: httpx.Client, form: str, negative: bool) -> None:
+    """Protobuf allows a packed field in several pieces, and unpacked numbers."""
     numbers = [0, 1, 127, 3, 5, 6, 300, 70000, 2**31 - 1, 9, 2, 4]
     numbers = [-number for number in numbers] if negative else numbers
     written = [service_pb2.InferTensorContents(int_contents=[number]).SerializeToString()[2:] for number in numbers]
@@ -154,18 +154,18 @@ def test_typed_numbers_in_every_form_that_protobuf_allows(channel: grpc.Channel,
         (field(5, 2, b"\x13"), "ModelInferRequest"),
     ],
 )
-def test_numbers_that_are_none_are_refused(channel: grpc.Channel, contents: bytes, words: str) -> None:
+def test_malformed_typed_contents_are_refused(channel: grpc.Channel, contents: bytes, words: str) -> None:
     with pytest.raises(grpc.RpcError, match=words) as caught:
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(contents))
     assert caught.value.code() is INVALID
 
 
-def test_floats_in_pieces_of_odd_sizes_are_refused(channel: grpc.Channel) -> None:
+def test_floats_of_an_incomplete_size_are_refused(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError, match="packed numbers"):
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(field(5, 2, field(6, 2, bytes(47))), "FP32"))
 
 
-def test_a_message_of_too_many_fields_is_refused_before_they_are_read(channel: grpc.Channel) -> None:
+def test_a_message_with_too_many_fields_is_refused_before_it_is_parsed(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError, match="at most 16384 fields") as caught:
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(field(1, 2, b"tiny") + b"\x2a\0" * 200_000)
     assert caught.value.code() is INVALID
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_have_the_words_of_http_and_a_code(channel: grpc.Channel, case: str) -> None:
+def test_refusals_have_the_text_of_http_and_a_grpc_code(channel: grpc.Channel, case: str) -> None:
     message, code, words = REFUSED[case]
 
     with pytest.raises(grpc.RpcError) as caught:
@@ -229,8 +229,8 @@ def test_refusals_have_the_words_of_http_and_a_code(channel: grpc.Channel, case:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_what_perf_analyzer_says_with_every_request_is_taken(channel: grpc.Channel, want: dict[str, Array], empty: bool) -> None:
-    """Whether an empty reply shall follow the last of a stream; here is none."""
+def test_the_parameter_for_an_empty_final_response_is_accepted(channel: grpc.Channel, want: dict[str, Array], empty: bool) -> None:
+    """perf_analyzer sends it with every request, also outside of streams."""
     inputs = [entry("query", list(QUERY.shape)), entry("key", list(KEY.shape))]
     said = {"triton_enable_empty_final_response": {"bool_param": empty}}
 
@@ -242,8 +242,8 @@ def test_what_perf_analyzer_says_with_every_request_is_taken(channel: grpc.Chann
     np.testing.assert_allclose(got, want["output"], rtol=0, atol=1e-6)
 
 
-def test_what_clients_add_of_their_own_accord_is_ignored(channel: grpc.Channel, want: dict[str, Array]) -> None:
-    """KServe's client says sizes and that outputs go as bytes, MLServer's codecs say how to read a tensor: all of it is so anyway."""
+def test_parameters_that_client_libraries_add_are_ignored(channel: grpc.Channel, want: dict[str, Array]) -> None:
+    """KServe's client sends sizes and `binary_data`, MLServer's codecs send `content_type`."""
     codec, size = {"content_type": {"string_param": "np"}}, {"binary_data_size": {"int64_param": QUERY.nbytes}}
     inputs = [entry("query", list(QUERY.shape), parameters={**codec, **size}), entry("key", list(KEY.shape))]
     outputs = [{"name": "output", "parameters": {**codec, "binary_data": {"bool_param": True}}}]
@@ -257,8 +257,8 @@ def test_what_clients_add_of_their_own_accord_is_ignored(channel: grpc.Channel, 
 
 
 @pytest.mark.parametrize("character", ["a", "%", "\n", "ü", "€", "😀"])
-def test_a_long_refusal_in_any_alphabet_arrives(channel: grpc.Channel, character: str) -> None:
-    """It travels in a header, where other characters take up to twelve times the room."""
+def test_a_long_refusal_in_any_script_is_truncated_to_fit_a_header(channel: grpc.Channel, character: str) -> None:
+    """Percent-encoding takes up to twelve bytes for a character."""
     parameters = {"select": {"string_param": json.dumps({character * 5000: 1}, ensure_ascii=False)}}
 
     with pytest.raises(grpc.RpcError) as caught:
@@ -268,7 +268,7 @@ def test_a_long_refusal_in_any_alphabet_arrives(channel: grpc.Channel, character
     assert f"/select/{character if character != chr(10) else ''}" in caught.value.details()
 
 
-def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel: grpc.Channel) -> None:
+def test_invalid_messages_are_refused_and_too_large_ones_are_not_read(channel: grpc.Channel) -> None:
     call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
 
     for body, code in ((b"\xff" * 9, grpc.StatusCode.INVALID_ARGUMENT), (bytes(2 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED)):
@@ -277,7 +277,7 @@ def test_bytes_that_are_no_message_are_refused_and_too_many_are_not_read(channel
         assert caught.value.code() is code
 
 
-def test_every_call_is_counted_and_told(client: Any, v2: httpx.Client, v2_server: Server) -> None:
+def test_every_call_is_counted_and_logged(client: Any, v2: httpx.Client, v2_server: Server) -> None:
     client.is_server_live()
 
     assert f'attend_requests_total{{endpoint="{SERVICE}/ServerLive",status="OK"}}' in v2.get("/metrics").text
@@ -286,7 +286,7 @@ def test_every_call_is_counted_and_told(client: Any, v2: httpx.Client, v2_server
     )
 
 
-def test_the_log_tells_of_an_inference_as_over_http(channel: grpc.Channel, v2: httpx.Client, v2_server: Server) -> None:
+def test_the_log_line_of_an_inference_has_the_fields_of_http(channel: grpc.Channel, v2: httpx.Client, v2_server: Server) -> None:
     infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
     query = entry("query", [2, 3, 6])
     _, call = infer.with_call(request("tiny", query, raw_input_contents=[QUERY.tobytes()]), metadata=[("x-request-id", "mine-1")])
@@ -304,7 +304,7 @@ def test_the_log_tells_of_an_inference_as_over_http(channel: grpc.Channel, v2: h
     assert any(event.get("request_id") == drawn and event["status"] == "INVALID_ARGUMENT" for event in v2_server.events)
 
 
-def test_what_is_not_there_says_so(client: Any) -> None:
+def test_unknown_methods_are_unimplemented(client: Any) -> None:
     for call in (client.get_trace_settings, client.get_log_settings, client.get_system_shared_memory_status):
         with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
             call()
@@ -334,8 +334,8 @@ def test_repository_and_statistics(client: Any, v2: httpx.Client) -> None:
         client.unload_model("over-grpc")
 
 
-def test_many_at_once_and_asynchronously(client: Any, want: dict[str, Array]) -> None:
-    """Calls of different lengths in flight together, each answered with its own."""
+def test_concurrent_asynchronous_calls_get_their_own_results(client: Any, want: dict[str, Array]) -> None:
+    """Calls of different lengths."""
     done, replies = threading.Event(), []
 
     def take(result: Any, error: Any) -> None:
@@ -366,9 +366,8 @@ def test_health_and_reflection(channel: grpc.Channel) -> None:
     assert {field.name: field.number for field in message.field}["raw_input_contents"] == 7
 
 
-def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest(start: Callable[..., Server]) -> None:
-    """Calls wait for more calls. One caller leaves, one waits no longer: neither is computed. Then the server is told to stop, and the last
-    still gets its answer."""
+def test_cancelled_and_expired_calls_are_not_computed_and_a_drain_answers_the_rest(start: Callable[..., Server]) -> None:
+    """Three calls wait. One is cancelled, one reaches its deadline, and the last is answered although the server is stopping."""
     server = start("--grpc-port", "0", "--batch-delay", "2")
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -399,8 +398,8 @@ def test_a_callers_leaving_and_patience_are_noticed_and_a_drain_answers_the_rest
     server.process.wait(30)
 
 
-def test_the_messages_are_the_published_ones() -> None:
-    """Every field has the number and the type that it has in Triton's own client; none is ours alone."""
+def test_message_definitions_equal_those_of_tritons_client() -> None:
+    """Every field has the same number and type; there are no others."""
     code = """
 import json
 from google.protobuf import json_format

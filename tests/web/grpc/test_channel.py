@@ -1,4 +1,4 @@
-"""What a caller of gRPC may take of the server: messages, time, calls, and nothing at all without a key."""
+"""Limits on the messages, time and calls of gRPC clients, also of those without a key."""
 
 import asyncio
 import json
@@ -20,8 +20,9 @@ from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded
-from service.serving.admission import ByteBudget, CallLimit, ReceivingTurns, turns_within
-from service.web.grpc.channel import STREAMS, WATCHES
+from service.serving.admission import ByteBudget, CallLimit
+from service.serving.streams import MessageReader, message_reader
+from service.web.grpc.channel import MAX_STREAMS, MAX_WATCHES
 from service.web.grpc.channel import address_of as address_of_peer
 from service.web.keys import make_key, write_keys
 
@@ -85,32 +86,32 @@ def end_of_half_a_message(address: str, method: str, *metadata: tuple[str, str])
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "ModelMetadata"])
-def test_without_a_key_a_message_is_not_waited_for(impatient: Impatient, method: str) -> None:
+def test_a_call_without_a_key_is_refused_before_its_message_is_read(impatient: Impatient, method: str) -> None:
     assert b"a key as" in end_of_half_a_message(impatient.address, f"/{SERVICE}/{method}")
 
 
-def test_what_wants_no_key_reads_no_message(impatient: Impatient) -> None:
+def test_methods_without_a_key_do_not_read_their_message(impatient: Impatient) -> None:
     assert b"grpc-status\x010" in end_of_half_a_message(impatient.address, f"/{SERVICE}/ServerLive")
 
 
 @pytest.mark.parametrize(
     "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"]
 )
-def test_a_message_that_stops_coming_ends_the_call(impatient: Impatient, method: str) -> None:
+def test_an_incomplete_message_ends_the_call_after_client_timeout(impatient: Impatient, method: str) -> None:
     assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}", *impatient.metadata)
 
 
-def test_reflection_ends_an_idle_stream(impatient: Impatient) -> None:
+def test_an_idle_reflection_stream_is_ended(impatient: Impatient) -> None:
     method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
     assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}")
 
 
-def test_few_streams_of_one_caller(impatient: Impatient) -> None:
+def test_the_number_of_streams_of_one_caller_is_limited(impatient: Impatient) -> None:
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
     with grpc.insecure_channel(impatient.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(STREAMS // 2 + 1)]
+        coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(MAX_STREAMS // 2 + 1)]
         for one in coming:
             one.put(good)
         streams = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming[:-1]]
@@ -124,8 +125,8 @@ def test_few_streams_of_one_caller(impatient: Impatient) -> None:
             one.put(None)
 
 
-def test_a_reply_that_nobody_reads_is_in_the_budget(v2_server: Server, v2: httpx.Client) -> None:
-    """Of half a megabyte the connection takes 64 KiB. The rest is counted until the caller is gone."""
+def test_an_unread_reply_counts_against_the_budget(v2_server: Server, v2: httpx.Client) -> None:
+    """The connection takes 64 KiB of half a megabyte. The rest is counted until the client disconnects."""
     body = request("tiny", entry("query", [1, 200, 6]), raw_input_contents=[bytes(200 * 6 * 4)]).SerializeToString()
     host, port = address_of(v2_server).rsplit(":", 1)
 
@@ -139,7 +140,7 @@ def test_a_reply_that_nobody_reads_is_in_the_budget(v2_server: Server, v2: httpx
     until(lambda: held() == 0, "nothing is held")
 
 
-def test_messages_without_tensors_are_small(impatient: Impatient) -> None:
+def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(impatient: Impatient) -> None:
     with grpc.insecure_channel(impatient.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         config = {"config": {"string_param": f"[{'[],' * 500_000}[]]"}}
@@ -155,11 +156,11 @@ def test_messages_without_tensors_are_small(impatient: Impatient) -> None:
             stub.ModelInfer(request("default", GOOD, parameters=tokens), metadata=impatient.metadata)
 
 
-def test_few_who_watch(v2_server: Server) -> None:
-    """Half of the places for one caller; a place is free again when one leaves."""
+def test_the_number_of_health_watches_is_limited(v2_server: Server) -> None:
+    """One caller may have half of them. A slot is free again when its watch ends."""
     with grpc.insecure_channel(address_of(v2_server)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
-        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES // 2)]
+        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES // 2)]
         assert all(next(one).status == health_pb2.HealthCheckResponse.SERVING for one in watches)
         with pytest.raises(grpc.RpcError) as caught:
             next(watch(health_pb2.HealthCheckRequest()))
@@ -168,7 +169,7 @@ def test_few_who_watch(v2_server: Server) -> None:
             one.cancel()
 
 
-def test_a_compressed_message_unpacks_to_no_more_than_a_message_may_have(v2_server: Server) -> None:
+def test_the_message_limit_applies_after_decompression(v2_server: Server) -> None:
     with grpc.insecure_channel(address_of(v2_server)) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{SERVICE}/ModelInfer")(bytes(2 << 20), compression=grpc.Compression.Gzip)
@@ -198,13 +199,13 @@ class Call:
         return await self.message
 
 
-def test_what_may_be_coming_is_in_the_budget() -> None:
+def test_a_message_being_read_counts_as_the_largest_message() -> None:
     async def check() -> None:
         budget, call = ByteBudget(1000), Call()
-        turns = turns_within(budget, 100, 60)
-        assert turns.count == 5
+        reader = message_reader(budget, 100, 60)
+        assert reader.count == 5
         with budget.lease("a") as lease:
-            reading = asyncio.create_task(turns.receive(call.read, lease))
+            reading = asyncio.create_task(reader.read(call.read, lease))
             await call.reads.wait()
             assert budget.used == 100
             call.message.set_result(b"seven b")
@@ -216,22 +217,22 @@ def test_what_may_be_coming_is_in_the_budget() -> None:
         none = Call()
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:
-            await turns.receive(none.read, lease)
+            await reader.read(none.read, lease)
         assert budget.used == 0
 
     asyncio.run(check())
 
 
-def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() -> None:
-    """Of four places one caller has two; who is not read is not let in, and no message is lost."""
+def test_one_caller_reads_at_most_half_of_the_messages_at_once() -> None:
+    """Of four slots one caller has two. Its further messages are read later, and none is lost."""
 
     async def check() -> None:
-        budget, turns = ByteBudget(10**6), ReceivingTurns(4, 100, 60)
+        budget, reader = ByteBudget(10**6), MessageReader(4, 100, 60)
         ours, theirs = [Call() for _ in range(3)], Call()
 
         async def read(call: Call, caller: str) -> bytes:
             with budget.lease(caller) as lease:
-                return await turns.receive(call.read, lease)
+                return await reader.read(call.read, lease)
 
         reading = [asyncio.create_task(read(call, "a")) for call in ours]
         other = asyncio.create_task(read(theirs, "b"))
@@ -246,32 +247,32 @@ def test_a_callers_messages_wait_for_each_other_and_not_for_another_callers() ->
     asyncio.run(check())
 
 
-def test_waiting_for_a_turn_and_for_a_message_ends() -> None:
+def test_waiting_for_a_slot_and_for_a_message_times_out() -> None:
     async def check() -> None:
-        budget, turns, slow = ByteBudget(10**6), ReceivingTurns(1, 100, 0.05), ReceivingTurns(1, 100, 60)
+        budget, reader, slow = ByteBudget(10**6), MessageReader(1, 100, 0.05), MessageReader(1, 100, 60)
         with budget.lease("a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
-            await turns.receive(Call().read, lease)
+            await reader.read(Call().read, lease)
         slow.seconds, call = 60, Call()
         with budget.lease("a") as lease, budget.lease("b") as other:
-            reading = asyncio.create_task(slow.receive(call.read, lease))
+            reading = asyncio.create_task(slow.read(call.read, lease))
             await call.reads.wait()
             slow.seconds = 0.05
-            with pytest.raises(Overloaded, match="turn"):
-                await slow.receive(Call().read, other)
+            with pytest.raises(Overloaded, match="at once"):
+                await slow.read(Call().read, other)
             call.message.set_result(b"")
             await reading
 
     asyncio.run(check())
 
 
-def test_half_of_the_places_for_one_caller() -> None:
+def test_one_caller_has_at_most_half_of_the_calls() -> None:
     cap = CallLimit(4, "calls")
-    with cap.place("a"), cap.place("a"):
-        with pytest.raises(Overloaded, match="half"), cap.place("a"):
+    with cap.slot("a"), cap.slot("a"):
+        with pytest.raises(Overloaded, match="half"), cap.slot("a"):
             raise AssertionError("one too many")
-        with cap.place("b"), cap.place("c"), pytest.raises(Overloaded), cap.place("d"):
+        with cap.slot("b"), cap.slot("c"), pytest.raises(Overloaded), cap.slot("d"):
             raise AssertionError("one too many")
-    with cap.place("a"), cap.place("a"):
+    with cap.slot("a"), cap.slot("a"):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Ready, in every dialect: while the device computes, there is a model, and the server is not about to leave; and how gRPC leaves."""
+"""Readiness over HTTP, V2 and gRPC (the device computes, there is a model, the server is not draining), and how the gRPC server stops."""
 
 import signal
 import socket
@@ -54,8 +54,8 @@ def code_of_a_call(channel: grpc.Channel) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_watchers_are_told_of_a_drain_and_do_not_hold_the_exit(start: Callable[..., Server]) -> None:
-    """Every one of them, also where one of the same name has gone; calls are taken meanwhile. With the door their streams end."""
+def test_watchers_get_the_drain_and_their_streams_end_with_the_gate(start: Callable[..., Server]) -> None:
+    """Every watcher, also if another one of the same name has disconnected. Calls are accepted during the drain."""
     server = start("--grpc-port", "0", "--drain-seconds", LONG, "--shutdown-seconds", LONG)
     with grpc.insecure_channel(address_of(server)) as channel, grpc.insecure_channel(address_of(server)) as other:
         gone, *watchers = watched(other), watched(channel), watched(channel), watched(channel, SERVICE)
@@ -85,8 +85,8 @@ def test_watchers_are_told_of_a_drain_and_do_not_hold_the_exit(start: Callable[.
     assert "Traceback" not in "".join(server.log)
 
 
-def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Server]) -> None:
-    """One stream stays open without a question; the other has ended well before."""
+def test_open_reflection_streams_do_not_delay_the_exit(start: Callable[..., Server]) -> None:
+    """One stream is open without a request; another has ended before."""
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
     metrics_query = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(address_of(server)) as channel:
@@ -110,7 +110,7 @@ def test_who_asks_what_there_is_does_not_hold_the_exit(start: Callable[..., Serv
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_without_a_drain_watchers_are_told_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
+def test_without_a_drain_watchers_get_the_shutdown_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
     with grpc.insecure_channel(address_of(server)) as channel:
         states = watched(channel)
@@ -120,8 +120,8 @@ def test_without_a_drain_watchers_are_told_at_once(start: Callable[..., Server],
         server.process.wait(PATIENCE)
 
 
-def test_its_door_closes_with_that_of_http(start: Callable[..., Server]) -> None:
-    """While HTTP still has something in hand, a new call is UNAVAILABLE, on a new connection and on one that was there."""
+def test_grpc_stops_accepting_calls_together_with_http(start: Callable[..., Server]) -> None:
+    """While HTTP still answers a request, a new call is UNAVAILABLE, on a new and on an existing connection."""
     server = start("--grpc-port", "0", "--drain-seconds", "0")
     begun = HalfSent(server.url)
     with grpc.insecure_channel(address_of(server)) as kept:
@@ -135,8 +135,8 @@ def test_its_door_closes_with_that_of_http(start: Callable[..., Server]) -> None
     assert server.process.wait(PATIENCE) == 0
 
 
-def test_readiness_follows_the_models(start: Callable[..., Server]) -> None:
-    """Without any the server lives and is not ready; with the first one it is."""
+def test_a_server_is_ready_once_it_has_a_model(start: Callable[..., Server]) -> None:
+    """Without a model it is live and not ready."""
     server = start("--grpc-port", "0")
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
         states = watched(channel)
@@ -149,8 +149,8 @@ def test_readiness_follows_the_models(start: Callable[..., Server]) -> None:
         assert readiness(channel) == (True, True)
 
 
-def test_a_device_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks, in whatever dialect, is told what /health/ready tells; alive it is all the same."""
+def test_a_hung_device_is_not_ready_over_any_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All report what /health/ready reports. The server is live."""
     app = create_app(Settings(layers_dir=None))
     service = app.state.service
 
@@ -212,15 +212,15 @@ asyncio.run(main())
 """
 
 
-def test_nor_is_it_over_grpc() -> None:
-    """In a process without Triton's client: two files that define the same messages do not go together."""
+def test_a_hung_device_is_not_ready_over_grpc() -> None:
+    """In a process without Triton's client: protobuf refuses two files that define the same messages."""
     done = subprocess.run([sys.executable, "-c", OVER_GRPC], capture_output=True, text=True, check=True)
 
     assert done.stdout.splitlines()[-2:] == [f"True True {STATE.SERVING}", f"False False {STATE.NOT_SERVING}"]
 
 
-def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) -> None:
-    """Neither with another server nor with this one's like, which the kernel would let in: half of all calls would go astray."""
+def test_a_grpc_port_in_use_is_refused(start: Callable[..., Server]) -> None:
+    """The kernel would let two gRPC servers share it, and half of all calls would reach the other."""
     taken = address_of(start("--grpc-port", "0")).rpartition(":")[2]
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         for port in (taken, str(stranger.getsockname()[1])):
@@ -232,8 +232,8 @@ def test_a_port_that_somebody_has_is_not_shared(start: Callable[..., Server]) ->
 
 
 @several_workers
-def test_workers_share_one_port(start: Callable[..., Server]) -> None:
-    """Also where any will do. Calls reach all of them, and their statistics are one."""
+def test_workers_share_one_grpc_port(start: Callable[..., Server]) -> None:
+    """Also if the port is chosen by the system. Calls reach all workers, and their statistics are summed."""
     server = start("--workers", "2", "--threads", "1", "--grpc-port", "0")
     until(lambda: len(events(server, "listening for gRPC")) == 2, "both listen")
     [address] = {str(event["address"]) for event in events(server, "listening for gRPC")}

@@ -29,8 +29,8 @@ def counted(http: httpx.Client, metric: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def test_tritonclients_stream_gets_every_reply_in_order_and_a_refusal_ends_nothing(v2_server: Server, v2: httpx.Client) -> None:
-    """Requests of different lengths, every fifth for a layer that is not there."""
+def test_replies_come_in_order_and_a_refusal_does_not_end_the_stream(v2_server: Server, v2: httpx.Client) -> None:
+    """Through Triton's client: requests of different lengths, every fifth for a layer that does not exist."""
     replies: queue.Queue[Any] = queue.Queue()
     before = {code: counted(v2, f'attend_requests_total{{endpoint="{STREAM}",status="{code}"}}') for code in ("OK", "NOT_FOUND")}
     with triton.InferenceServerClient(address_of(v2_server)) as client:
@@ -56,7 +56,7 @@ def test_tritonclients_stream_gets_every_reply_in_order_and_a_refusal_ends_nothi
         assert counted(v2, f'attend_requests_total{{endpoint="{STREAM}",status="{code}"}}') - before[code] == count
 
 
-def test_a_reply_says_that_it_is_the_last_where_that_was_asked(stub: Any) -> None:
+def test_a_reply_has_the_final_response_flag_if_requested(stub: Any) -> None:
     query = entry("query", [1, 1, 6], fp32_contents=[0.5] * 6)
     wanted = [{"triton_enable_empty_final_response": {"bool_param": value}} for value in (True, False)]
 
@@ -67,7 +67,7 @@ def test_a_reply_says_that_it_is_the_last_where_that_was_asked(stub: Any) -> Non
     assert "triton_final_response" not in third.infer_response.parameters
 
 
-def test_a_refusal_in_a_stream_says_why_and_to_whom(stub: Any) -> None:
+def test_a_refusal_in_a_stream_has_the_id_and_the_reason(stub: Any) -> None:
     wrong = request("tiny", entry("query", [1, 1, 5], fp32_contents=[0.5] * 5), id="mine")
 
     (reply,) = stub.ModelStreamInfer(iter([wrong]), timeout=60)
@@ -76,8 +76,8 @@ def test_a_refusal_in_a_stream_says_why_and_to_whom(stub: Any) -> None:
     assert reply.infer_response.id == "mine" and not reply.infer_response.outputs
 
 
-def test_a_stream_is_read_as_fast_as_it_is_answered_and_a_callers_leaving_is_noticed(start: Callable[..., Server]) -> None:
-    """Calls wait for each other a second, which would be enough for all. An open stream does not keep the server from leaving."""
+def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_client(start: Callable[..., Server]) -> None:
+    """Calls wait for further calls for up to a second, enough for all of them. An open stream does not delay the server's exit."""
     server = start("--grpc-port", "0", "--batch-delay", "1")
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
     impatient = request("default", good.inputs[0], parameters={"timeout": {"int64_param": 100_000}})

@@ -1,4 +1,4 @@
-"""What every reply says of its request: its id, and the time of each phase."""
+"""The headers of every reply: request id and Server-Timing."""
 
 import re
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 QUERY = np.random.default_rng(11).standard_normal((2, 3, 4)).round(3).tolist()
 
 
-def test_the_request_id_is_taken_or_made(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """A sensible id comes back; otherwise each request gets one of its own, refusals too."""
+def test_a_valid_request_id_is_returned_and_otherwise_one_is_generated(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """In refusals too."""
     body = {"layer": "tiny", "query": QUERY}
     given = http.post("/attend", json=body, headers={"X-Request-Id": "trace-1.a/b"})
     refused = http.post("/attend", json={}, headers={"X-Request-Id": "trace-2"})
@@ -23,8 +23,8 @@ def test_the_request_id_is_taken_or_made(http: httpx.Client, layers: dict[str, A
     assert all(re.fullmatch(r"[0-9a-f]{16,}", value) for value in (*made, *odd))
 
 
-def test_server_timing(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Four phases in milliseconds, in the order of the path."""
+def test_server_timing_has_the_four_phases(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """In milliseconds, in the order of the path."""
     header = http.post("/attend", json={"layer": "tiny", "query": QUERY}).headers["server-timing"]
 
     number = r"(\d+\.\d+)"

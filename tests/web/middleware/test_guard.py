@@ -1,4 +1,4 @@
-"""Web pages of others: which names and origins may call, and CORS."""
+"""Requests from web pages of other sites: allowed hosts and origins, and CORS."""
 
 import re
 from pathlib import Path
@@ -30,8 +30,8 @@ FOREIGN: list[tuple[str, dict[str, str], int]] = [
 
 
 @pytest.mark.parametrize(("method", "headers", "status"), FOREIGN, ids=[f"{m} {h}" for m, h, _ in FOREIGN])
-def test_a_web_page_of_somebody_else_gets_nowhere(http: httpx.Client, method: str, headers: dict[str, str], status: int) -> None:
-    """On loopback without keys: neither by a name that was made to point here, nor by posting across origins."""
+def test_requests_from_pages_of_other_sites_are_refused(http: httpx.Client, method: str, headers: dict[str, str], status: int) -> None:
+    """On loopback without keys: by a name that resolves to this server, and by posting across origins."""
     path = {"POST": "/attend", "GET": "/layers", "PUT": "/layers/stolen"}[method]
     answer = http.request(method, path, headers=headers, json=None if method == "GET" else QUERY)
     assert answer.status_code == status
@@ -39,8 +39,8 @@ def test_a_web_page_of_somebody_else_gets_nowhere(http: httpx.Client, method: st
         assert re.search(r"--(allowed-hosts|cors-origins)", answer.json()["detail"])
 
 
-def test_names_and_origins_can_be_allowed() -> None:
-    """A proxy's name in Host; a page elsewhere, which then gets CORS headers, its preflight included."""
+def test_hosts_and_origins_can_be_allowed() -> None:
+    """A proxy's name in Host; a page of another origin, which gets CORS headers, also for its preflight."""
     settings = Settings(allowed_hosts="attend.example, b.example", cors_origins=f"{PAGE}, http://b.example", access_log=False)
     post = {"method": "POST", "url": "/attend", "json": QUERY}
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
@@ -58,8 +58,8 @@ def test_names_and_origins_can_be_allowed() -> None:
     assert "x-request-id" in theirs.headers["access-control-expose-headers"].lower()
 
 
-def test_everyone_can_be_allowed(tmp_path: Path) -> None:
-    """Any name and any page, where that is said; and with keys any name, since no page has one."""
+def test_a_star_allows_all_hosts_and_origins(tmp_path: Path) -> None:
+    """With keys any host is allowed, since pages have no key."""
     post = {"method": "POST", "url": "/attend", "json": QUERY, "headers": {"Origin": PAGE, "Host": "any.example"}}
     (answer,) = answers(Settings(allowed_hosts="*", access_log=False), post)
     assert answer.status_code == 200
@@ -72,15 +72,14 @@ def test_everyone_can_be_allowed(tmp_path: Path) -> None:
     assert answer.status_code == 200
 
 
-def test_cors_is_off_unless_listed(http: httpx.Client) -> None:
-    """No header, and no answer to a preflight."""
+def test_without_cors_origins_there_are_no_cors_headers(http: httpx.Client) -> None:
+    """Preflight requests are not answered either."""
     assert not [name for name in http.get("/layers", headers={"Origin": PAGE}).headers if name.startswith("access-control")]
     assert http.options("/attend", headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"}).status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/", "/layers", "/health/live", "/docs", "/metrics", "/no/such/page"])
-def test_nothing_is_taken_for_what_it_does_not_say_it_is(http: httpx.Client, path: str) -> None:
-    """Every reply forbids sniffing, once; the page of /docs may be framed by nobody."""
+def test_every_reply_forbids_content_sniffing_and_the_docs_framing(http: httpx.Client, path: str) -> None:
     answer = http.get(path)
     assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
     if path == "/docs":
@@ -92,13 +91,11 @@ def test_nothing_is_taken_for_what_it_does_not_say_it_is(http: httpx.Client, pat
     ("header", "name"),
     [("a.example", "a.example"), ("A.Example:80", "a.example"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("127.0.0.1:1", "127.0.0.1")],
 )
-def test_the_name_in_a_host_header(header: str, name: str) -> None:
-    """Without its port."""
+def test_hostname_removes_the_port(header: str, name: str) -> None:
     assert hostname(header) == name
 
 
-def test_what_no_rule_names_is_the_admins() -> None:
-    """A route that somebody adds is closed before anybody thinks of it."""
+def test_routes_without_a_rule_need_the_scope_admin() -> None:
     assert scopes_for("POST", "/v2/repository/models/tiny/load") == {"admin"}
     assert scopes_for("POST", "/v2/models/tiny/infer") == {"infer"}
     assert scopes_for("PATCH", "/layers/tiny") == {"admin"}

@@ -1,4 +1,4 @@
-"""Traces and metrics by OTLP, from a real server over HTTP and gRPC to a receiver in this process; and what Prometheus reads."""
+"""Traces and metrics over OTLP, from a real server over HTTP and gRPC to a collector in this process; and the Prometheus metrics."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,8 @@ MODEL_INFER = "inference.GRPCInferenceService/ModelInfer"
 
 
 def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], receiver: Receiver) -> None:
-    """A span continues the caller's trace, the reply names it, phases are its children, and nothing is lost when the server stops."""
+    """A span continues the caller's trace, the reply names it, the phases are its children, and the server exports everything before it
+    stops."""
     server = start("--telemetry", env={**os.environ, **receiver.variables})
     with httpx.Client(base_url=server.url) as client:
         told = client.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "X-Request-Id": "traced"})
@@ -87,14 +88,14 @@ def labels_of(point: Any) -> dict[str, str]:
     return {pair.key: pair.value.string_value or str(pair.value.int_value) for pair in point.attributes}
 
 
-def test_without_the_flag_nothing_is_sent_or_said(http: httpx.Client) -> None:
-    """No header, no module."""
+def test_without_the_flag_opentelemetry_is_not_imported(http: httpx.Client) -> None:
+    """Nor are there trace headers."""
     reply = http.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
     assert "traceparent" not in reply.headers
 
 
-def test_metrics_follow_prometheus(http: httpx.Client) -> None:
-    """They parse; counters end in _total, times are in seconds and sizes in bytes; each has a help text; what an operator asks is there."""
+def test_metrics_follow_prometheus_conventions(http: httpx.Client) -> None:
+    """They parse; counters end in _total, times are in seconds and sizes in bytes; each metric has a help text."""
     http.post("/attend", json=QUERY)
     families = list(text_string_to_metric_families(http.get("/metrics").text))
     names = {family.name for family in families}
@@ -135,7 +136,7 @@ def sample(http: httpx.Client, name: str, **labels: str) -> float | None:
 
 
 def test_bytes_and_layers_are_counted(http: httpx.Client) -> None:
-    """Of bodies in and out exactly; of a layer for as long as it is held."""
+    """Bytes of bodies exactly; a layer's calls until it is removed."""
     spec = {"spec": {"d_model": 4, "num_heads": 2}}
     http.put("/layers/counted", json=spec)
     received, sent = sample(http, "attend_received_bytes_total"), sample(http, "attend_sent_bytes_total")
@@ -153,8 +154,8 @@ def test_bytes_and_layers_are_counted(http: httpx.Client) -> None:
     assert (sample(http, "attend_device_memory_bytes") or 0) > 50e6
 
 
-def test_an_access_line_tells_what_was_asked(http: httpx.Client, server: Server) -> None:
-    """Id, layer, shapes, cost, phases and outcome, of a call that was answered and of one that was refused."""
+def test_a_log_line_has_id_layer_shapes_cost_phases_and_outcome(http: httpx.Client, server: Server) -> None:
+    """Of an answered and of a refused call."""
     http.post("/attend", json=QUERY, headers={"X-Request-Id": "line-of-one"})
     line = server.access_line("line-of-one")
     assert (line["layer"], line["query"], line["keys"], line["status"], line["batch"]) == ("default", [3, 64], 3, 200, 1)
@@ -179,8 +180,8 @@ def traced_calls(server: Server) -> dict[str, tuple[str, str]]:
     return called
 
 
-def test_a_calls_span_continues_the_callers_trace(start: Callable[..., Server], receiver: Receiver) -> None:
-    """The reply names it, phases are its children, and nothing is lost when the server stops."""
+def test_a_grpc_span_continues_the_callers_trace(start: Callable[..., Server], receiver: Receiver) -> None:
+    """The reply names it, and the phases are its children."""
     server = start("--telemetry", "--grpc-port", "0", env={**os.environ, **receiver.variables})
     called = traced_calls(server)
     assert server.stop() == 0

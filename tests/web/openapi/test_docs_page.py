@@ -1,4 +1,4 @@
-"""/docs in a real browser: the examples can be tried there, and nothing is fetched from elsewhere."""
+"""/docs in a real browser: its examples can be executed, and it loads nothing from other servers."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from support.server import Server
 pytestmark = pytest.mark.browser
 
 
-def test_the_readmes_example_can_be_posted_from_the_page(server: Server) -> None:
+def test_the_readmes_example_can_be_executed_on_the_page(server: Server) -> None:
     """PUT /layers/tiny, then POST /attend, each by its Execute button."""
     from playwright.sync_api import sync_playwright
 

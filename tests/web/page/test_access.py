@@ -116,7 +116,7 @@ def test_the_key_stays_in_the_tab(visit: Visit, guarded: Guarded) -> None:
 
 
 def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guarded) -> None:
-    """At the next question; what was shown stays, greyed."""
+    """At the next request; what was shown before is greyed and cannot be used."""
     visit.open()
     enter(visit, guarded.secret)
     shown(visit)
@@ -125,7 +125,7 @@ def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guard
     visit.refusal(lambda: visit.page.click("#go"))
 
     assert "does not know the key" in error(visit)
-    assert visit.page.locator("#result.stale").count() == 1
+    assert visit.page.locator("#shown[inert]").count() == 1
 
 
 def test_what_is_copied_names_the_key_and_does_not_hold_it(visit: Visit, guarded: Guarded) -> None:

@@ -2,16 +2,21 @@
 breach of the policy, nothing fetched from elsewhere."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support.browser import Visit
 from support.server import Server
+
+from service.client import Client
 
 pytestmark = pytest.mark.browser
 SENTENCE = "The cat sat on the mat because it was tired"
@@ -42,6 +47,8 @@ def layers(http: httpx.Client) -> Iterator[None]:
     made = {
         "odd": {"d_model": 6, "num_heads": 2, "key_dim": 5, "value_dim": 7, "seed": 2},
         "wide": {"d_model": 48, "num_heads": 12, "seed": 3},
+        "grouped": {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "softcap": 2.0, "alibi": True, "seed": 4},
+        **{f"tiny-{number}": {"d_model": 8, "num_heads": 2, "seed": number} for number in (0, 2, 10)},
     }
     for name, spec in made.items():
         assert http.put(f"/layers/{name}", json={"spec": spec}).is_success
@@ -167,7 +174,7 @@ def test_heads_are_taken_out_of_the_mean(visit: Visitor, http: httpx.Client) -> 
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
     grid = Grid(page, 10, 10)
     for head in (0, 1, 2, 3, 4, 6):
-        page.page.uncheck(f"#heads input[aria-label='Head {head} counts in the mean']")
+        page.page.uncheck(f"#heads input[aria-label='Head {head} on']")
     grid.hover(8, 1)
     assert tip(page)[0] == pytest.approx(weights[[5, 7]].mean(0)[8, 1], abs=6e-5)
     assert page.page.inner_text("#matrix-title") == "Mean of 2 heads"
@@ -175,6 +182,174 @@ def test_heads_are_taken_out_of_the_mean(visit: Visitor, http: httpx.Client) -> 
     assert json.loads(page.page.input_value("#code"))["select"] == {"heads": [5, 7]}
     page.page.click("#all")
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
+
+
+def test_the_output_changes_where_a_head_is_switched_off(visit: Visitor, http: httpx.Client) -> None:
+    """By the length of the difference, computed here from two replies; what is copied has the head off, too."""
+    page = visit()
+    asked = page.asking(lambda: page.page.click("#go"))
+    page.asking(lambda: page.page.uncheck("#heads input[aria-label='Head 2 on']"))
+    page.page.locator("#change tbody tr").nth(9).wait_for()
+    body = {**asked, "outputs": ["output"], "reply": {"datatype": "FP64"}}
+    whole, less = (
+        np.array(http.post("/attend", json={**body, "head_scale": scale}).json()["output"]) for scale in ([1] * 8, [1, 1, 0, 1, 1, 1, 1, 1])
+    )
+    expected = 100 * np.linalg.norm(whole - less, axis=1) / np.linalg.norm(whole, axis=1)
+    rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#change tbody tr").all()]
+    assert [word for word, _ in rows] == WORDS
+    assert [float(percent.split()[0]) for _, percent in rows] == pytest.approx(expected, abs=0.051)
+    assert f"without head 2: {expected.mean():.1f} %" in page.page.inner_text("#change [role=status]")
+    page.page.click("[data-copy=json]")
+    assert json.loads(page.page.input_value("#code"))["head_scale"] == [1, 1, 0, 1, 1, 1, 1, 1]
+    page.page.click("#all")
+    assert page.page.locator("#change").is_hidden()
+
+
+def steps_of(visit: Visit) -> dict[str, str]:
+    """Title and text of each step."""
+    visit.page.locator("#steps li").first.wait_for()
+    return {step.locator("strong").inner_text(): step.locator("> span").inner_text() for step in visit.page.locator("#steps li").all()}
+
+
+def numbers_in(text: str) -> list[float]:
+    return [
+        float(number.replace("\N{MINUS SIGN}", "-")) for number in re.findall("\N{MINUS SIGN}?[0-9]+(?:[.][0-9]+)?(?:e[-+0-9]+)?", text)
+    ]
+
+
+@pytest.mark.parametrize("layer", ["default", "grouped"])
+def test_a_cell_is_computed_step_by_step(visit: Visitor, http: httpx.Client, layers: None, layer: str) -> None:
+    """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
+    page = visit(layer)
+    asked = page.asking(lambda: page.page.click("#go"))
+    outputs = ["query_projection", "key_projection", "scores", "attention_weights"]
+    reply = http.post("/attend", json={**asked, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
+    query, key, scores, weights = (np.array(reply[name]) for name in outputs)
+    page.page.locator("#heads [data-head='3']").click()
+    page.asking(lambda: Grid(page, 10, 10).click(8, 7))
+    steps = steps_of(page)
+
+    dot = query[3, 8] @ key[3 * len(key) // len(query), 7]
+    assert page.page.inner_text("#steps h2") == f"Step by step: {WORDS[8]} → {WORDS[7]}"
+    assert numbers_in(steps["Query · key"]) == pytest.approx([dot], rel=1e-3)
+    assert numbers_in(steps["Scale"])[-1] == pytest.approx(dot / np.sqrt(query.shape[-1]), rel=1e-3)
+    assert ("Soft cap" in steps and "Bias" in steps) == (layer == "grouped")
+    assert numbers_in(steps["Mask"]) == pytest.approx([scores[3, 8, 7]], rel=1e-3)
+    assert numbers_in(steps["Softmax"])[-1] == pytest.approx(weights[3, 8, 7], rel=1e-3)
+    page.page.locator("#steps summary").last.click()
+    rows = [line.locator("td").all_inner_texts() for line in page.page.locator("#steps tbody").last.locator("tr").all()]
+    assert [row[0] for row in rows] == WORDS and [numbers_in(row[2])[0] for row in rows] == pytest.approx(weights[3, 8], rel=1e-3)
+
+    page.asking(lambda: page.page.check("#causal"))
+    Grid(page, 10, 10).click(2, 5)
+    page.page.locator("#steps li", has_text="A mask keeps").wait_for()
+    assert numbers_in(steps_of(page)["Softmax"])[-1] == 0
+    page.page.keyboard.press("Escape")
+    assert page.page.locator("#steps").is_hidden()
+
+
+def test_a_cell_of_the_mean_leads_to_its_heads(visit: Visitor, http: httpx.Client) -> None:
+    page = visit()
+    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    Grid(page, 10, 10).click(1, 2)
+    assert numbers_in(steps_of(page)["Mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
+    page.page.get_by_role("button", name=f"Head 6: {float(f'{weights[6, 1, 2]:.4g}')}").click()
+    assert page.page.inner_text("#matrix-title") == "Head 6"
+    page.page.locator("#steps li", has_text="Softmax").wait_for()
+
+
+def test_all_layers_of_a_model_in_one_view(visit: Visitor, http: httpx.Client, layers: None) -> None:
+    """Layers whose names differ in their last number; a click on a head leads to it. `default` belongs to none."""
+    page = visit()
+    assert page.page.locator("#model").is_hidden()
+    page.asking(lambda: page.page.select_option("#layer", "tiny-2"))
+    page.page.locator("#model summary").click()
+    page.page.locator("#model canvas[width='100']").nth(2).wait_for()
+    page.page.locator("#result[aria-busy=false]").wait_for()
+    assert page.page.locator("#model li").all_inner_texts() == ["tiny-0", "tiny-2", "tiny-10"]
+    assert page.page.locator("#model [aria-current=true]").inner_text() == "tiny-2"
+
+    picture = page.page.locator("#model canvas").nth(2)
+    asked = page.asking(lambda: picture.click(position={"x": picture.bounding_box()["width"] * 0.75, "y": 20}))
+    assert asked["layer"] == "tiny-10" and page.page.inner_text("#matrix-title") == "Head 1"
+    darkness = """canvas => { const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return [width, Array.from({ length: data.length / 4 }, (_, i) => 765 - data[4 * i] - data[4 * i + 1] - data[4 * i + 2])]; }"""
+    page.page.locator("#result[aria-busy=false]").wait_for()
+    width, dark = picture.evaluate(darkness)
+    heads = np.array(dark).reshape(-1, width)
+    for square, tile in zip(weights_of(http, asked), (heads[:, :48], heads[:, 52:]), strict=True):
+        q, k = np.unravel_index(square.argmax(), square.shape)
+        assert tile[int((q + 0.5) * 4.8), int((k + 0.5) * 4.8)] == tile.max()
+
+
+def bert(folder: Path) -> Path:
+    """A folder with a tiny BERT of two layers, as `save_pretrained` writes it."""
+    rng = np.random.default_rng(7)
+    tensors = {}
+    for layer in range(2):
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            tensors[f"encoder.layer.{layer}.attention.{name}.weight"] = rng.standard_normal((8, 8)).astype(np.float32)
+            tensors[f"encoder.layer.{layer}.attention.{name}.bias"] = rng.standard_normal(8).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "bert",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "position_embedding_type": "absolute",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+def test_the_layers_of_a_models_folder_are_added(visit: Visitor, http: httpx.Client, tmp_path: Path, way: str) -> None:
+    """All of them, as the service reads them from the folder itself; then they are shown as one model."""
+    folder = bert(tmp_path / f"bert {way}")
+    page = visit()
+    if way == "chosen":
+        page.page.set_input_files("#folder", folder)
+    else:
+        drop(page, folder)
+    page.page.locator("#upload-parts").wait_for()
+    assert page.page.input_value("#upload-name") == f"bert-{way}"
+    asked = page.asking(lambda: page.page.click("#upload-parts .main"))
+    assert asked["layer"] == f"bert-{way}-0" and page.page.inner_text("#upload-status") == f"Added bert-{way}-0 to bert-{way}-1"
+    assert page.page.locator("#model li").all_text_contents() == [f"bert-{way}-0", f"bert-{way}-1"]
+    with Client(str(http.base_url)) as client:
+        for number in range(2):
+            assert client.put_layer_from("other", folder, layer=number).fingerprint == client.layer(f"bert-{way}-{number}").fingerprint
+            client.delete_layer(f"bert-{way}-{number}")
+        client.delete_layer("other")
+
+
+def drop(page: Visit, path: Path) -> None:
+    """Drops a file or folder on the page, as a file manager does."""
+    session = page.page.context.new_cdp_session(page.page)
+    data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
+
+
+def test_a_layer_file_is_added_or_refused(visit: Visitor, http: httpx.Client, tmp_path: Path) -> None:
+    """What is missing is given in the form; what is no safetensors file is refused by name."""
+    file = bert(tmp_path / "bert") / "model.safetensors"
+    page = visit()
+    drop(page, file)
+    page.page.locator("#upload-parts").wait_for()
+    page.page.fill("#upload-name", "dropped")
+    page.refusal(lambda: page.page.click("#upload-parts .main"), "**/layers/dropped")
+    page.page.locator("#upload-error", has_text="Expected").wait_for()
+    page.page.fill("#upload-prefix", "encoder.layer.1")
+    page.page.fill("#upload-spec", '{"num_heads": 2}')
+    assert page.asking(lambda: page.page.click("#upload-parts .main"))["layer"] == "dropped"
+    assert page.page.locator("#upload-error").inner_text() == ""
+    http.delete("/layers/dropped")
+
+    (tmp_path / "bert" / "notes.txt").write_text("no tensors")
+    page.page.set_input_files("#file", tmp_path / "bert" / "notes.txt")
+    page.page.locator("#upload-error", has_text="got notes.txt").wait_for()
 
 
 def test_statistics_stand_beside(visit: Visitor, http: httpx.Client) -> None:
@@ -320,9 +495,102 @@ def test_refusals_stand_where_they_belong(visit: Visitor) -> None:
         assert page.page.inner_text(place) == "" and page.page.get_attribute(field, "aria-invalid") is None
     page.refusal(lambda: page.page.fill("#text", " "), "**/words")
     assert "at least one word" in page.page.inner_text("#text-error")
-    page.page.click("[data-copy=json]")  # of what is still shown: what is wrong stays said
-    assert "at least one word" in page.page.inner_text("#text-error")
-    assert page.page.locator("#problem").is_hidden()
+
+
+def test_nothing_of_an_earlier_request_can_be_used_after_a_refusal(visit: Visitor) -> None:
+    """It is greyed and inert, its summary is gone, and the page says that there is a refusal; the next reply ends this."""
+    page = visit()
+    page.page.click("[data-copy=json]")
+    page.refusal(lambda: page.page.fill("#length", "99"))
+    assert page.page.locator("#shown[inert]").count() == 1 and page.page.inner_text("#summary") == ""
+    assert "beside its field" in page.page.inner_text("#problem")
+    page.page.locator("#heads [data-head='2']").click(force=True)
+    assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
+
+    page.asking(lambda: page.page.fill("#length", "4"))
+    assert page.page.locator("[inert]").count() == 0 and page.page.locator("#problem").is_hidden()
+    assert page.page.locator("#code").is_hidden() and page.page.inner_text("#taken") == ""
+
+
+def test_examples_are_clicked(visit: Visitor) -> None:
+    page = visit()
+    asked = page.asking(lambda: page.page.get_by_role("button", name="Trophy").click())
+    assert page.page.input_value("#text").startswith("The trophy") and asked["tokens"]["query"][:2] == ["The", "trophy"]
+
+
+def test_lengths_and_offsets_are_explained_beside_their_fields(visit: Visitor) -> None:
+    page = visit()
+    for field, meaning in (("#length", "padding"), ("#offset", "Where the first query stands among the keys")):
+        described = page.page.locator(field).get_attribute("aria-describedby")
+        assert described and meaning in " ".join(page.page.inner_text(f"#{name}") for name in described.split())
+
+
+def test_special_tokens_are_hidden_by_a_switch(visit: Visitor, http: httpx.Client) -> None:
+    """From pictures, words and numbers. A cell that is then blocked is counted in the whole matrix."""
+    page = visit()
+    assert page.page.locator("#special").is_hidden()
+    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    body = {"query": np.eye(4, 64).tolist(), "tokens": {"query": ["[CLS]", "a", "b", "[SEP]"]}}
+    weights = weights_of(http, page.asking(lambda: page.page.fill("#request", json.dumps(body)))).mean(0)
+    assert side(page, "k").count() == 4
+    page.page.check("#special")
+    assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == ["a", "b"]
+    assert page.page.locator("#heads canvas").first.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2]
+    grid = Grid(page, 2, 2)
+    grid.hover(0, 1)
+    assert tip(page) == (pytest.approx(weights[1, 2], abs=6e-5), "a → b")
+    page.page.click("#block")
+    asked = page.asking(lambda: grid.click(0, 1))
+    assert [(q, k) for q, row in enumerate(asked["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
+
+
+def test_the_address_has_the_state(visit: Visitor, layers: None) -> None:
+    """A link, opened elsewhere, shows the same, as does a reload; it has no more than what differs from the page's first state."""
+    page = visit("wide")
+    assert page.page.url.endswith("/#layer=wide")
+    page.asking(lambda: page.page.fill("#text", "a dog & a bird"))
+    page.asking(lambda: page.page.check("#causal"))
+    page.page.click("#block")
+    page.asking(lambda: Grid(page, 5, 5).click(4, 1))
+    page.page.locator("#heads [data-head='3']").click()
+    page.page.locator("#heads input").nth(7).uncheck()
+    page.page.select_option("#scale", "row")
+    side(page, "q").nth(2).click()
+    page.page.click("[data-copy=link]")
+    link = page.page.input_value("#code")
+
+    other = visit()
+    asked = other.asking(lambda: other.page.goto(link))
+    for _ in range(2):
+        assert asked["layer"] == "wide" and asked["causal"] is True and asked["block_mask"][4][1] == 1
+        assert side(other, "q").all_inner_texts() == ["a", "dog", "&", "a", "bird"]
+        assert other.page.inner_text("#matrix-title") == "Head 3" and other.page.input_value("#scale") == "row"
+        assert other.page.locator("#heads input").nth(7).is_checked() is False
+        assert side(other, "q").nth(2).get_attribute("aria-pressed") == "true"
+        assert other.page.url == link
+        asked = other.asking(lambda: other.page.reload())
+
+
+def test_the_address_has_a_pasted_request_and_the_masks_over_it(visit: Visitor) -> None:
+    """Masks that the controls cannot show stay as they are in the request; one that the user emptied stays away."""
+    body = {"query": np.eye(4, 64).reshape(2, 2, 64).tolist(), "valid_lens": [1, 2], "causal": True, "window": {"left": 1, "right": 0}}
+    page = visit()
+    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    page.asking(lambda: page.page.uncheck("#causal"))
+    page.page.select_option("#item", "1")
+    page.page.uncheck("#heads input[aria-label='Head 1 on']")
+    asked = page.asking(lambda: page.page.reload())
+    assert asked["valid_lens"] == [1, 2] and asked["window"] == {"left": 1, "right": 0} and "causal" not in asked
+    assert page.page.input_value("#item") == "1" and page.page.inner_text("#matrix-title") == "Mean of 7 heads"
+    page.asking(lambda: page.page.goto(page.url + "/#layer=default"))
+    assert side(page, "q").all_inner_texts() == WORDS and page.page.is_enabled("#length")
+
+
+def test_an_address_with_nonsense_does_no_harm(visit: Visitor) -> None:
+    page = visit()
+    page.asking(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
+    assert page.page.inner_text("#matrix-title") == "Mean of 8 heads" and page.page.url.endswith("/#layer=default")
 
 
 def test_a_server_that_is_gone_is_said_to_be(browser: Any, start: Callable[..., Server]) -> None:
@@ -364,10 +632,11 @@ def test_what_is_copied_gives_what_is_shown(browser: Any, visit: Visitor, http: 
         assert copied[kind] == page.page.input_value("#code")
     weights = weights_of(http, asked)
 
+    assert len(copied["curl"]) < 600 and len(copied["python"]) < 600
     np.testing.assert_array_equal(weights_of(http, json.loads(copied["json"])), weights)
     done = subprocess.run(["bash", "-c", copied["curl"]], capture_output=True, check=True)
     np.testing.assert_array_equal(np.array(json.loads(done.stdout)["attention_weights"]), weights)
-    program = copied["python"] + "print(result.attention_weights.tolist(), request['tokens'])"
+    program = copied["python"] + "print(result.attention_weights.tolist(), query.tokens)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
     shape, rest = done.stdout.split("\n", 1)
     assert shape == str(weights.shape) and rest.startswith(str(weights.astype(np.float32).tolist()))
@@ -434,16 +703,24 @@ def test_everything_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
     assert page.page.inner_text("#matrix-title") == "Head 4"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
 @pytest.mark.parametrize("state", ["shown", "refused"])
-def test_axe_finds_nothing(visit: Visitor, scheme: str, state: str) -> None:
-    """The accessibility rules of axe, in both colours, with and without a refusal."""
+def test_axe_finds_nothing(visit: Visitor, layers: None, scheme: str, width: int, state: str) -> None:
+    """The accessibility rules of axe, in both colours, on a wide and a narrow screen, with all that opens, and with a refusal."""
     from axe_playwright_python.sync_playwright import Axe
 
-    page = visit(color_scheme=scheme)
+    page = visit("tiny-2", color_scheme=scheme, viewport={"width": width, "height": 844})
     assert page.page.get_attribute("html", "data-theme") == scheme
+    page.page.uncheck("#heads input[aria-label='Head 1 on']")
+    page.page.locator("#heads [data-head='0']").click()
     page.asking(lambda: page.page.check("#cross"))
-    side(page, "q").nth(1).click()
+    Grid(page, 10, 7).click(1, 2)
+    page.page.locator("#steps li", has_text="Softmax").wait_for()
+    for summary in page.page.locator("summary").all():
+        if summary.is_visible():
+            summary.click()
+    page.page.locator("#change tbody tr").first.wait_for()
+    page.page.locator("#model canvas[width='100']").nth(2).wait_for()
     page.page.click("[data-copy=curl]")
     if state == "refused":
         page.refusal(lambda: page.page.fill("#length", "99"))
@@ -473,6 +750,18 @@ def test_a_phone(visit: Visitor) -> None:
     assert any(numbers_beside(page, "k"))
     page.page.locator("#heads [data-head='1']").tap()
     assert page.page.inner_text("#matrix-title") == "Head 1"
+
+    table = page.page.locator("#numbers .wide")
+    assert "cut" in (table.get_attribute("class") or "") and page.page.locator("#numbers .more").is_visible()
+    table.evaluate("element => element.scrollTo(1e6, 0)")
+    page.page.locator("#numbers .more").wait_for(state="hidden")
+
+
+def test_the_strongest_link_is_not_clipped(visit: Visitor) -> None:
+    page = visit(viewport={"width": 1280, "height": 900})
+    page.page.locator("#numbers tbody tr").first.wait_for()
+    assert page.page.locator("#numbers .wide").evaluate("element => element.scrollWidth <= element.clientWidth")
+    assert page.page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
 def test_512_by_512_with_12_heads(visit: Visitor, layers: None) -> None:

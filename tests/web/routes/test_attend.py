@@ -1,4 +1,4 @@
-"""Good paths over HTTP: what a reply holds, in which shape and form, for every field of a request."""
+"""POST /attend over HTTP: shapes, forms and numbers of the reply for every field of a request."""
 
 import base64
 import json
@@ -72,7 +72,7 @@ def words(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def test_every_output_has_its_shape(cross: Callable[..., dict[str, Any]]) -> None:
-    """All nine outputs at once, in the order asked for, with sizes that cannot be mistaken for one another."""
+    """All nine outputs at once, in the requested order, with unequal sizes."""
     reply = cross(outputs=list(OUTPUTS))
 
     assert list(reply) == ["layer", "fully_masked_rows", *OUTPUTS]
@@ -80,8 +80,7 @@ def test_every_output_has_its_shape(cross: Callable[..., dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_asked_for_alone_is_the_same(cross: Callable[..., dict[str, Any]], name: str) -> None:
-    """What else is asked for decides the way of computing, never the result."""
+def test_an_output_does_not_depend_on_the_other_requested_outputs(cross: Callable[..., dict[str, Any]], name: str) -> None:
     together = cross(outputs=list(OUTPUTS), causal=True, query_offset=1)
     alone = cross(outputs=[name], causal=True, query_offset=1)
 
@@ -89,18 +88,16 @@ def test_an_output_asked_for_alone_is_the_same(cross: Callable[..., dict[str, An
     np.testing.assert_allclose(words(alone[name]), words(together[name]), rtol=0, atol=1e-6)
 
 
-def test_the_default_outputs(cross: Callable[..., dict[str, Any]]) -> None:
-    """Output and weights, as nested numbers."""
+def test_the_default_outputs_are_output_and_attention_weights(cross: Callable[..., dict[str, Any]]) -> None:
     assert list(cross()) == ["layer", "fully_masked_rows", "output", "attention_weights"]
 
 
-def test_outputs_come_in_the_order_asked_for(cross: Callable[..., dict[str, Any]]) -> None:
-    """The caller's order, not the service's."""
+def test_outputs_have_the_order_of_the_request(cross: Callable[..., dict[str, Any]]) -> None:
     assert list(cross(outputs=["scores", "output", "log_sum_exp"]))[2:] == ["scores", "output", "log_sum_exp"]
 
 
-def test_the_outputs_fit_together(cross: Callable[..., dict[str, Any]]) -> None:
-    """Weights are the softmax of the scores, head outputs are weights times values, merged side by side."""
+def test_weights_are_softmax_of_scores_and_outputs_follow_from_them(cross: Callable[..., dict[str, Any]]) -> None:
+    """Head outputs are weights times values; `concatenated` joins them."""
     reply = {name: words(tensor) for name, tensor in cross(outputs=list(OUTPUTS)).items() if name in OUTPUTS}
 
     scores = reply["query_projection"] @ reply["key_projection"].swapaxes(-1, -2) / math.sqrt(D)
@@ -131,10 +128,10 @@ UNBATCHED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("fields", [fields for _, fields in UNBATCHED], ids=[name for name, _ in UNBATCHED])
-def test_an_unbatched_call_drops_b_everywhere(
+def test_an_unbatched_request_gets_an_unbatched_reply(
     cross: Callable[..., dict[str, Any]], ask: Callable[..., dict[str, Any]], fields: dict[str, Any]
 ) -> None:
-    """Every item of a batch, sent by itself with each field's leading b dropped, gets its part of the batch's reply."""
+    """Every item of a batch, sent alone without the axis b, gets its part of the batch's reply."""
     batched = cross(outputs=list(OUTPUTS), **fields)
     whole = ("causal", "tokens")
     rows = 0
@@ -152,7 +149,7 @@ def test_an_unbatched_call_drops_b_everywhere(
 
 
 def test_value_defaults_to_key_and_both_to_query(ask: Callable[..., dict[str, Any]]) -> None:
-    """Self-attention needs a query alone; null is left out. The products may be fused, so the last bits may differ."""
+    """Self-attention needs only a query; null is the same as left out. The projections may be one product, so the last bits may differ."""
     query, key = QUERY, QUERY[:, :2] + 1
 
     def same(left: dict[str, Any], right: dict[str, Any]) -> None:
@@ -164,8 +161,8 @@ def test_value_defaults_to_key_and_both_to_query(ask: Callable[..., dict[str, An
     assert ask(layer="tiny", query=query, key=None, value=None, attend_mask=None, select=None) == ask(layer="tiny", query=query)
 
 
-def test_the_three_forms_of_a_tensor_say_the_same(cross: Callable[..., dict[str, Any]]) -> None:
-    """Nested lists, shape and data, shape and base64, in whatever datatype holds the numbers."""
+def test_the_three_forms_of_a_tensor_are_equivalent(cross: Callable[..., dict[str, Any]]) -> None:
+    """Nested lists, shape and data, shape and base64, in any datatype that represents the numbers."""
     nested = cross(valid_lens=[3, 4], block_keys=[[0, 1, 0, 0, 0]] * B)
     flat = cross(
         query={"shape": [B, Q, 4], "data": QUERY.reshape(-1).tolist()},
@@ -178,8 +175,8 @@ def test_the_three_forms_of_a_tensor_say_the_same(cross: Callable[..., dict[str,
     assert flat == nested
 
 
-def test_masks_are_told_in_ones_or_trues(cross: Callable[..., dict[str, Any]]) -> None:
-    """0 and 1, false and true, mixed; and the opposite mask under the opposite name."""
+def test_masks_may_be_numbers_or_booleans(cross: Callable[..., dict[str, Any]]) -> None:
+    """Mixed too; and the inverted mask under the opposite field name."""
     mask = RNG.integers(0, 2, (Q, K))
     numbers = cross(attend_mask=mask)
 
@@ -189,8 +186,7 @@ def test_masks_are_told_in_ones_or_trues(cross: Callable[..., dict[str, Any]]) -
     assert cross(attend_mask=mask[None, None].repeat(H, 1).repeat(B, 0)) == numbers
 
 
-def test_every_mask_must_allow_a_key(cross: Callable[..., dict[str, Any]]) -> None:
-    """Different masks combine: a key counts only where all of them let it through."""
+def test_a_key_is_visible_only_if_all_masks_allow_it(cross: Callable[..., dict[str, Any]]) -> None:
     fields = {
         "attend_mask": np.array([[1, 1, 1, 1, 0]] * Q),
         "block_keys": np.array([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]),
@@ -210,8 +206,8 @@ def test_every_mask_must_allow_a_key(cross: Callable[..., dict[str, Any]]) -> No
 # Selection
 
 
-def test_heads_and_queries_are_chosen_in_the_callers_order(cross: Callable[..., dict[str, Any]]) -> None:
-    """0-based, in the order given; nothing but the weights is chosen from."""
+def test_a_selection_of_heads_and_queries_keeps_the_callers_order(cross: Callable[..., dict[str, Any]]) -> None:
+    """It applies to the weights only."""
     everything = cross(outputs=["output", "attention_weights", "scores"])
     weights = np.array(everything["attention_weights"])
 
@@ -222,8 +218,8 @@ def test_heads_and_queries_are_chosen_in_the_callers_order(cross: Callable[..., 
     np.testing.assert_allclose(chosen["output"], everything["output"], rtol=0, atol=1e-6)
 
 
-def test_average_is_over_the_chosen_heads(cross: Callable[..., dict[str, Any]]) -> None:
-    """And drops the axis of heads."""
+def test_average_is_over_the_selected_heads(cross: Callable[..., dict[str, Any]]) -> None:
+    """Without the axis of heads."""
     weights = np.array(cross()["attention_weights"])
 
     np.testing.assert_allclose(cross(select={"average": True})["attention_weights"], weights.mean(1), rtol=0, atol=1e-7)
@@ -235,8 +231,8 @@ def test_average_is_over_the_chosen_heads(cross: Callable[..., dict[str, Any]]) 
     "select", [{}, {"heads": [1]}, {"queries": [2, 1]}, {"average": True}, {"heads": [1, 0], "queries": [0], "average": True}]
 )
 @pytest.mark.parametrize("n", [1, 3, K, K + 4])
-def test_top_k_gives_the_largest_first(cross: Callable[..., dict[str, Any]], n: int, select: dict[str, Any]) -> None:
-    """Keys and values of min(n, k) weights of each row, sorted."""
+def test_top_k_gives_the_largest_weights_first(cross: Callable[..., dict[str, Any]], n: int, select: dict[str, Any]) -> None:
+    """min(n, k) keys and values per row."""
     weights = np.array(cross(select=select)["attention_weights"], np.float32)
 
     top = cross(select={**select, "top_k": n})["attention_weights"]
@@ -251,7 +247,7 @@ def test_top_k_gives_the_largest_first(cross: Callable[..., dict[str, Any]], n: 
 
 
 def test_top_k_ties_go_to_the_lower_key(ask: Callable[..., dict[str, Any]]) -> None:
-    """Twenty keys of equal weight, some blocked: the lowest open ones come first, in order, and the zeros after them."""
+    """Twenty keys of equal weight, some blocked: the lowest visible ones come first, and the zeros after them."""
     query = np.ones((20, 4))
     blocked = [j % 3 == 0 for j in range(20)]
 
@@ -265,8 +261,8 @@ def test_top_k_ties_go_to_the_lower_key(ask: Callable[..., dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("datatype", [None, "FP16", "BF16", "FP32", "FP64"])
-def test_reply_forms_hold_the_same_numbers(cross: Callable[..., dict[str, Any]], datatype: str | None) -> None:
-    """Nested, flat and base64 in every datatype: bit for bit the same, and as near to float32 as the datatype can be."""
+def test_all_reply_forms_have_the_same_numbers(cross: Callable[..., dict[str, Any]], datatype: str | None) -> None:
+    """Nested, flat and base64 in every datatype: bit for bit equal, and as close to float32 as the datatype allows."""
     plain = cross(outputs=list(OUTPUTS), reply={"form": "base64"})
     nested = cross(outputs=list(OUTPUTS), reply={"datatype": datatype})
     flat = cross(outputs=list(OUTPUTS), reply={"form": "flat", "datatype": datatype})
@@ -283,8 +279,8 @@ def test_reply_forms_hold_the_same_numbers(cross: Callable[..., dict[str, Any]],
         np.testing.assert_array_equal(unpack(plain[name]).astype(array.dtype), array)
 
 
-def test_top_k_in_the_other_forms(cross: Callable[..., dict[str, Any]]) -> None:
-    """Keys are INT64 whatever datatype the values get."""
+def test_top_k_keys_are_int64_in_flat_and_base64_forms(cross: Callable[..., dict[str, Any]]) -> None:
+    """Whatever the datatype of the values."""
     nested = cross(select={"top_k": 2})["attention_weights"]
 
     for form in ("flat", "base64"):
@@ -296,8 +292,8 @@ def test_top_k_in_the_other_forms(cross: Callable[..., dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("decimals", [0, 3, 17])
 @pytest.mark.parametrize("form", ["nested", "flat"])
-def test_decimals_round_the_text(cross: Callable[..., dict[str, Any]], http: httpx.Client, form: str, decimals: int) -> None:
-    """Each number is the exact one, rounded; and is written short."""
+def test_decimals_round_numbers_in_text(cross: Callable[..., dict[str, Any]], http: httpx.Client, form: str, decimals: int) -> None:
+    """Each number is the exact one, rounded, in few characters."""
     exact = cross(outputs=["scores", "output"], reply={"datatype": "FP64"})
     rounded = cross(outputs=["scores", "output"], reply={"decimals": decimals, "form": form})
 
@@ -310,8 +306,7 @@ def test_decimals_round_the_text(cross: Callable[..., dict[str, Any]], http: htt
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_decimals_hold_for_narrow_datatypes(cross: Callable[..., dict[str, Any]], datatype: str) -> None:
-    """A datatype of two bytes is rounded in text too."""
+def test_decimals_round_datatypes_of_two_bytes(cross: Callable[..., dict[str, Any]], datatype: str) -> None:
     data = np.ravel(cross(outputs=["output"], reply={"decimals": 2, "datatype": datatype})["output"]).tolist()
 
     assert max(len(str(number).partition(".")[2]) for number in data) <= 2
@@ -319,7 +314,7 @@ def test_decimals_hold_for_narrow_datatypes(cross: Callable[..., dict[str, Any]]
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
 def test_decimals_leave_huge_numbers_finite(ask: Callable[..., dict[str, Any]], form: str) -> None:
-    """Rounding 1e300 to 17 decimals is 1e300, not an overflow on the way."""
+    """1e300 rounded to 17 decimals is 1e300."""
     query = [[1e300, 1, -1e300, 1e-300]]
 
     reply = ask(layer="exact", query=query, outputs=["value_projection"], reply={"decimals": 17, "form": form})["value_projection"]
@@ -327,8 +322,8 @@ def test_decimals_leave_huge_numbers_finite(ask: Callable[..., dict[str, Any]], 
     assert np.ravel(reply if form == "nested" else reply["data"]).tolist() == [1e300, 1.0, -1e300, 0.0]
 
 
-def test_minus_infinity_is_a_value_in_scores(cross: Callable[..., dict[str, Any]]) -> None:
-    """ "-inf" in JSON, itself in base64, whatever `nonfinite` says; in the weights it is a plain 0."""
+def test_minus_infinity_is_allowed_in_scores(cross: Callable[..., dict[str, Any]]) -> None:
+    """ "-inf" in JSON, -inf in base64, for any `nonfinite`; the weight is 0."""
     for nonfinite in ("error", "null", "string"):
         reply = cross(outputs=["scores", "log_sum_exp", "attention_weights"], valid_lens=[0, 3], reply={"nonfinite": nonfinite})
         assert reply["scores"][0] == [[["-inf"] * K] * Q] * H
@@ -340,8 +335,7 @@ def test_minus_infinity_is_a_value_in_scores(cross: Callable[..., dict[str, Any]
         np.testing.assert_array_equal(unpack(scores), words(reply["scores"]).astype(np.float32))
 
 
-def test_nonfinite_numbers_as_null_or_words(ask: Callable[..., dict[str, Any]]) -> None:
-    """What overflowed the reply's datatype becomes null, or "inf" and "-inf", in its place."""
+def test_overflow_becomes_null_or_a_string_if_requested(ask: Callable[..., dict[str, Any]]) -> None:
     fields = {"layer": "same", "query": [[1e6, 2, -1e6, 3]], "outputs": ["query_projection", "output"]}
 
     null = ask(**fields, reply={"nonfinite": "null", "datatype": "FP16"})
@@ -356,8 +350,7 @@ def test_nonfinite_numbers_as_null_or_words(ask: Callable[..., dict[str, Any]]) 
     np.testing.assert_array_equal(unpack(packed["output"]), [[np.inf, 2, -np.inf, 3]])
 
 
-def test_no_reply_holds_a_bare_nan(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """NaN that arises inside is a word too, so that the reply stays JSON."""
+def test_nan_is_never_written_as_a_json_token(http: httpx.Client, layers: dict[str, Any]) -> None:
     body = {"layer": "same", "query": [[1e30, 1, 1, 1]], "reply": {"nonfinite": "string"}}
 
     answer = http.post("/attend", json=body)
@@ -376,8 +369,8 @@ def empty(*shape: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
-def test_zero_length_axes(ask: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
-    """Nothing to attend from, or to: answered in a form that has `shape`; with no key a row is fully masked."""
+def test_zero_length_axes_are_answered_with_a_shape(ask: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
+    """Without keys every row is fully masked."""
     fields = {
         name: empty(*array.shape) if 0 in array.shape else array
         for name, array in (("query", QUERY[:b, :q]), ("key", KEY[:b, :k]), ("value", VALUE[:b, :k]))
@@ -401,8 +394,7 @@ def test_zero_length_axes(ask: Callable[..., dict[str, Any]], b: int, q: int, k:
         assert not unpack(reply["concatenated"]).any()
 
 
-def test_zero_length_axes_with_everything_on(ask: Callable[..., dict[str, Any]]) -> None:
-    """Masks, lengths, causality, dropout and selections of nothing are nothing."""
+def test_zero_length_axes_with_masks_dropout_and_selections(ask: Callable[..., dict[str, Any]]) -> None:
     fields = {
         "layer": "cross",
         "attend_keys": empty(B, 0),
@@ -431,7 +423,7 @@ def test_zero_length_axes_with_everything_on(ask: Callable[..., dict[str, Any]])
 
 
 def test_fully_masked_rows_are_zero_by_default(cross: Callable[..., dict[str, Any]]) -> None:
-    """Weights 0, head outputs 0, output the output projection's bias, counted over batch, heads and queries."""
+    """Weights and head outputs are 0, the output is the output projection's bias. Rows are counted over batch, heads and queries."""
     reply = cross(valid_lens=[[0, 5, 0], [1, 2, 3]], outputs=["output", "attention_weights", "concatenated"])
 
     assert reply["fully_masked_rows"] == 2 * H
@@ -441,8 +433,8 @@ def test_fully_masked_rows_are_zero_by_default(cross: Callable[..., dict[str, An
 
 
 @pytest.mark.parametrize("outputs", [["output"], ["output", "attention_weights", "concatenated"]])
-def test_fully_masked_rows_uniform(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
-    """1/k over all keys, blocked ones too, whichever way the output is computed."""
+def test_fully_masked_rows_can_be_uniform(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
+    """1/k over all keys, including blocked ones, for any requested outputs."""
     values = np.array(cross(outputs=["value_projection"])["value_projection"])
     plain = cross(outputs=["concatenated"])
 
@@ -456,8 +448,8 @@ def test_fully_masked_rows_uniform(cross: Callable[..., dict[str, Any]], outputs
 
 
 @pytest.mark.parametrize("outputs", [["output"], ["scores"], ["query_projection"], ["attention_weights"]])
-def test_fully_masked_rows_are_counted_whatever_is_asked(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
-    """Masks, lengths, causality, window and bias of -inf all empty rows; the count does not depend on the outputs."""
+def test_fully_masked_rows_are_counted_for_any_outputs(cross: Callable[..., dict[str, Any]], outputs: list[str]) -> None:
+    """By masks, lengths, causality, window and a bias of -inf."""
     assert cross(outputs=outputs)["fully_masked_rows"] == 0
     assert cross(outputs=outputs, block_keys=[[1] * K, [0] * K])["fully_masked_rows"] == H * Q
     assert cross(outputs=outputs, causal=True, query_offset=-2)["fully_masked_rows"] == B * H * 2
@@ -468,13 +460,12 @@ def test_fully_masked_rows_are_counted_whatever_is_asked(cross: Callable[..., di
     assert cross(outputs=outputs, attend_keys=[[1, 1, 0, 0, 0]] * B, block_mask=[[1, 1, 0, 0, 0]] * Q)["fully_masked_rows"] == B * H * Q
 
 
-def test_fully_masked_error_lets_good_rows_through(cross: Callable[..., dict[str, Any]]) -> None:
-    """It asks for an error only where a row is empty."""
+def test_fully_masked_error_is_raised_only_for_fully_masked_rows(cross: Callable[..., dict[str, Any]]) -> None:
     assert cross(fully_masked="error", valid_lens=[1, 5])["fully_masked_rows"] == 0
 
 
-def test_blocked_keys_count_for_nothing_however_large(cross: Callable[..., dict[str, Any]]) -> None:
-    """A blocked key and value of 1e38, whose products overflow, changes no bit of what else is replied."""
+def test_large_blocked_keys_do_not_change_the_reply(cross: Callable[..., dict[str, Any]]) -> None:
+    """A blocked key and value of 1e38, whose products overflow, changes no bit of the other rows."""
     outputs = ["output", "attention_weights", "scores", "log_sum_exp"]
     masks = {"attend_keys": [[1, 1, 0, 1, 1]] * B}
     key, value = KEY.copy(), VALUE.copy()
@@ -490,7 +481,7 @@ def test_blocked_keys_count_for_nothing_however_large(cross: Callable[..., dict[
 
 
 def test_causal_self_attention_needs_no_offset(ask: Callable[..., dict[str, Any]]) -> None:
-    """With q = k the diagonal is where it always is."""
+    """With q = k the offset is 0."""
     weights = np.array(ask(layer="tiny", query=QUERY, causal=True)["attention_weights"])
 
     np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(Q, dtype=bool), (B, H, Q, Q)))
@@ -511,8 +502,8 @@ def test_causal_self_attention_needs_no_offset(ask: Callable[..., dict[str, Any]
         ({"query_offset": "end", "block_keys": [[0, 0, 0, 1, 0]] * B, "valid_lens": [4, 5]}, [0, 2]),
     ],
 )
-def test_where_the_queries_stand(cross: Callable[..., dict[str, Any]], fields: dict[str, Any], offsets: list[int]) -> None:
-    """Query i stands at key i + offset; "end" puts the last query on the last key that lengths and key masks leave open."""
+def test_query_offset_shifts_the_queries(cross: Callable[..., dict[str, Any]], fields: dict[str, Any], offsets: list[int]) -> None:
+    """Query i is at key position i + offset; "end" puts the last query on the last key that lengths and key masks allow."""
     reply = cross(causal=True, **fields)
     there = np.array(reply["attention_weights"]) > 0
 
@@ -525,8 +516,8 @@ def test_where_the_queries_stand(cross: Callable[..., dict[str, Any]], fields: d
     "window", [{"left": 1}, {"right": 1}, {"left": 0, "right": 0}, {"left": 2, "right": 1}, {"left": None, "right": None}, {}]
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_windows(cross: Callable[..., dict[str, Any]], window: dict[str, int | None], causal: bool) -> None:
-    """i + offset - left <= j <= i + offset + right, null is no bound, and causal cuts what lies ahead."""
+def test_a_window_bounds_the_visible_keys(cross: Callable[..., dict[str, Any]], window: dict[str, int | None], causal: bool) -> None:
+    """i + offset - left <= j <= i + offset + right; null is no bound; causal removes later keys."""
     weights = np.array(cross(window=window, causal=causal, query_offset=1)["attention_weights"])
 
     ahead = np.arange(K)[None] - (np.arange(Q)[:, None] + 1)
@@ -542,14 +533,13 @@ def test_windows(cross: Callable[..., dict[str, Any]], window: dict[str, int | N
 
 @pytest.mark.parametrize("width", [2**31, 2**63 - 1, 2**63, 10**30])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_window_wider_than_anything_bounds_nothing(cross: Callable[..., dict[str, Any]], side: str, width: int) -> None:
-    """Whatever the integer: arithmetic on positions does not wrap."""
+def test_a_huge_window_does_not_overflow(cross: Callable[..., dict[str, Any]], side: str, width: int) -> None:
     assert cross(window={side: width}, query_offset=1) == cross(window={side: K + Q}, query_offset=1)
 
 
 @pytest.mark.parametrize("offset", [2**31 - 1, 1 - 2**31])
-def test_far_offsets(cross: Callable[..., dict[str, Any]], offset: int) -> None:
-    """A query far behind the keys sees them all, one far before them none."""
+def test_distant_offsets(cross: Callable[..., dict[str, Any]], offset: int) -> None:
+    """A query far behind the keys sees all of them, one far before them none."""
     reply = cross(causal=True, query_offset=offset)
 
     assert reply["fully_masked_rows"] == (0 if offset > 0 else B * H * Q)
@@ -558,8 +548,8 @@ def test_far_offsets(cross: Callable[..., dict[str, Any]], offset: int) -> None:
 # Modifiers
 
 
-def test_dropout_is_the_documented_stream(cross: Callable[..., dict[str, Any]]) -> None:
-    """RandomState(seed).random_sample((b, h, q, k)) >= p is kept and divided by 1 - p; scores stay what they are."""
+def test_dropout_uses_the_documented_random_stream(cross: Callable[..., dict[str, Any]]) -> None:
+    """RandomState(seed).random_sample((b, h, q, k)) >= p is kept and divided by 1 - p; scores do not change."""
     p, seed = 0.4, 12345
     outputs = ["attention_weights", "scores", "log_sum_exp", "head_outputs", "value_projection"]
     plain, dropped = cross(outputs=outputs), cross(outputs=outputs, dropout={"p": p, "seed": seed})
@@ -572,8 +562,7 @@ def test_dropout_is_the_documented_stream(cross: Callable[..., dict[str, Any]]) 
     assert not kept.all()
 
 
-def test_dropout_falls_on_the_chosen_rows_alike(cross: Callable[..., dict[str, Any]]) -> None:
-    """A selection sees the same stream as the whole."""
+def test_dropout_of_selected_rows_equals_that_of_the_whole(cross: Callable[..., dict[str, Any]]) -> None:
     dropout = {"p": 0.5, "seed": 7}
     whole = np.array(cross(dropout=dropout)["attention_weights"])
 
@@ -582,14 +571,13 @@ def test_dropout_falls_on_the_chosen_rows_alike(cross: Callable[..., dict[str, A
     np.testing.assert_allclose(chosen, whole[:, [1]][:, :, [2, 0]], rtol=0, atol=1e-7)
 
 
-def test_dropout_of_0_drops_nothing(cross: Callable[..., dict[str, Any]]) -> None:
-    """p = 0 keeps all."""
+def test_dropout_with_p_zero_keeps_all_weights(cross: Callable[..., dict[str, Any]]) -> None:
     np.testing.assert_allclose(cross(dropout={"p": 0, "seed": 1})["attention_weights"], cross()["attention_weights"], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [[0.5, -2], [[1, 0], [0, 3]]])
-def test_head_scale_multiplies_head_outputs_alone(cross: Callable[..., dict[str, Any]], scale: Any) -> None:
-    """[h] or [b, h]: head outputs and what follows from them, not the weights."""
+def test_head_scale_multiplies_head_outputs_but_not_weights(cross: Callable[..., dict[str, Any]], scale: Any) -> None:
+    """Shapes [h] and [b, h]."""
     plain, scaled = cross(outputs=list(OUTPUTS)), cross(outputs=list(OUTPUTS), head_scale=scale)
 
     factors = np.broadcast_to(np.array(scale), (B, H))
@@ -600,8 +588,8 @@ def test_head_scale_multiplies_head_outputs_alone(cross: Callable[..., dict[str,
     np.testing.assert_allclose(cross(outputs=["output"], head_scale=scale)["output"], scaled["output"], atol=1e-6)
 
 
-def test_scale_softcap_bias_in_their_order(cross: Callable[..., dict[str, Any]]) -> None:
-    """Scale, then the cap, then what is added; a cap of 0 is none."""
+def test_scale_softcap_and_bias_are_applied_in_this_order(cross: Callable[..., dict[str, Any]]) -> None:
+    """A softcap of 0 is none."""
     bias = RNG.standard_normal((Q, K)).round(3)
     raw = cross(outputs=["scores"], scale=1.0)["scores"]
 
@@ -611,8 +599,8 @@ def test_scale_softcap_bias_in_their_order(cross: Callable[..., dict[str, Any]])
     assert cross(softcap=0) == cross()
 
 
-def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
-    """[q, k], [b, q, k], [b, h, q, k], and an axis of 1 for all of it."""
+def test_bias_broadcasts_from_all_accepted_shapes(cross: Callable[..., dict[str, Any]]) -> None:
+    """[q, k], [b, q, k], [b, h, q, k], and axes of 1."""
     plain = np.array(cross(outputs=["scores"])["scores"])
     for shape in ((Q, K), (1, K), (Q, 1), (B, Q, K), (B, 1, K), (1, Q, K), (B, H, Q, K), (1, H, 1, K), (B, 1, Q, 1), (1, 1, 1, 1)):
         bias = RNG.standard_normal(shape).round(3)
@@ -621,7 +609,7 @@ def test_bias_takes_its_shapes(cross: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
-    """Each is a batch of its own and answers as it does alone; the same calls without the flag share a batch."""
+    """Each is a batch of its own; the same calls without the flag share a batch."""
     query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
     with collecting_server(64) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
@@ -651,8 +639,8 @@ def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_layers_of_every_dtype(http: httpx.Client, layers: dict[str, Any], dtype: str) -> None:
-    """The reply comes in the layer's own datatype, and nearer to float64 the wider that is."""
+def test_replies_have_the_dtype_of_the_layer(http: httpx.Client, layers: dict[str, Any], dtype: str) -> None:
+    """The wider the dtype, the closer to float64."""
     tolerance, name = {"float64": (1e-12, "FP64"), "float32": (1e-5, "FP32"), "bfloat16": (0.15, "BF16"), "float16": (0.02, "FP16")}[dtype]
     query = RNG.standard_normal((5, 8)).round(1)
     replies = []
@@ -676,8 +664,10 @@ def test_layers_of_every_dtype(http: httpx.Client, layers: dict[str, Any], dtype
 
 @pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (10, 14)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_torch_mha_is_torchs_own_module(http: httpx.Client, layers: dict[str, Any], bias: bool, kdim: int | None, vdim: int | None) -> None:
-    """`init: torch_mha` draws torch's own weights, bit for bit by their fingerprint, and gives its output and weights."""
+def test_init_torch_mha_equals_torchs_module(
+    http: httpx.Client, layers: dict[str, Any], bias: bool, kdim: int | None, vdim: int | None
+) -> None:
+    """Its weights bit for bit, by their fingerprint, and its output and weights."""
     spec = {"d_model": 12, "num_heads": 3, "seed": 99, "init": "torch_mha", "bias": bias, "key_dim": kdim, "value_dim": vdim}
     seeded = http.put("/layers/torch", json={"spec": spec}).json()
     with torch.random.fork_rng():
@@ -711,8 +701,8 @@ def test_torch_mha_is_torchs_own_module(http: httpx.Client, layers: dict[str, An
     np.testing.assert_allclose(reply["attention_weights"], attention.detach().numpy(), rtol=0, atol=2e-6)
 
 
-def test_torch_mha_weights_bit_for_bit(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """The value projection of the identity is the weight itself, transposed."""
+def test_init_torch_mha_draws_torchs_weights_bit_for_bit(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The value projection of the identity is the weight, transposed."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         module = torch.nn.MultiheadAttention(6, 2)
@@ -747,8 +737,8 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("fields", PLANS, ids=str)
-def test_the_plan_is_what_the_reply_then_is(http: httpx.Client, layers: dict[str, Any], fields: dict[str, Any], batched: bool) -> None:
-    """Names, shapes, datatypes and bytes of every tensor; the size of the whole nearly exact in base64, within half and twice in text."""
+def test_the_plan_predicts_the_reply(http: httpx.Client, layers: dict[str, Any], fields: dict[str, Any], batched: bool) -> None:
+    """Names, shapes, datatypes and bytes of every tensor; the size of the reply nearly exactly in base64, within a factor of 2 in text."""
     query, key, value = RNG.standard_normal((3, 19, 4)), RNG.standard_normal((3, 23, 3)), RNG.standard_normal((3, 23, 5))
     body = {"layer": "cross", **fields}
     body |= {name: (x if batched else x[0]).tolist() for name, x in (("query", query), ("key", key), ("value", value))}
@@ -776,8 +766,7 @@ def test_the_plan_is_what_the_reply_then_is(http: httpx.Client, layers: dict[str
             assert plan["reply_bytes"] / 2 <= len(answer.content) <= plan["reply_bytes"] * 2
 
 
-def test_a_plan_takes_shapes_alone(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Every tensor by its shape: the same plan as for the numbers themselves."""
+def test_a_plan_of_shapes_equals_the_plan_of_tensors(http: httpx.Client, layers: dict[str, Any]) -> None:
     shapes = {
         "query": [B, Q, 4],
         "key": [B, K, 3],
@@ -808,8 +797,8 @@ def test_a_plan_takes_shapes_alone(http: httpx.Client, layers: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_a_plan_of_huge_shapes_computes_nothing(http: httpx.Client, layers: dict[str, Any], more: dict[str, Any]) -> None:
-    """Terabytes of scores are told of, not made: answered at once, not admitted, with the reason."""
+def test_a_plan_of_huge_shapes_allocates_nothing(http: httpx.Client, layers: dict[str, Any], more: dict[str, Any]) -> None:
+    """Terabytes of scores: not admitted, with the reason."""
     body = {"query": {"shape": [100, 1_000_000, 64]}, "causal": True, **more}
 
     answer = http.post("/attend/plan", json=body, timeout=5)
@@ -823,8 +812,8 @@ def test_a_plan_of_huge_shapes_computes_nothing(http: httpx.Client, layers: dict
     assert "max_scores" in plan["refusals"][0]["expected"]
 
 
-def test_a_plan_of_huge_lengths_computes_nothing(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Nor does comparing 10^12 lengths with the number of keys make anything of that size."""
+def test_a_plan_of_huge_lengths_allocates_nothing(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """10^12 lengths are compared with the number of keys."""
     body = {"query": {"shape": [1_000_000, 1_000_000, 64]}, "valid_lens": {"shape": [1_000_000, 1_000_000]}, "outputs": ["log_sum_exp"]}
 
     answer = http.post("/attend/plan", json=body, timeout=5)
@@ -833,8 +822,7 @@ def test_a_plan_of_huge_lengths_computes_nothing(http: httpx.Client, layers: dic
     assert answer.json()["outputs"]["log_sum_exp"]["shape"] == [1_000_000, 8, 1_000_000]
 
 
-def test_a_plan_tells_what_attend_would_refuse(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """What the caller can mend is refused with the same words."""
+def test_a_plan_refuses_invalid_requests_with_the_text_of_attend(http: httpx.Client, layers: dict[str, Any]) -> None:
     body = {"layer": "cross", "query": QUERY.tolist()}
 
     attend, plan = (http.post(path, json=body) for path in ("/attend", "/attend/plan"))
@@ -845,8 +833,8 @@ def test_a_plan_tells_what_attend_would_refuse(http: httpx.Client, layers: dict[
 
 @pytest.mark.parametrize("field", ["scale", "softcap"])
 @pytest.mark.parametrize("value", [1e31, 1e100, 1e308])
-def test_factors_that_overflow_are_refused_where_they_stand(http: httpx.Client, layers: dict[str, Any], field: str, value: float) -> None:
-    """They would turn numbers into NaN far from here; in a request, and in a layer that would refuse every call."""
+def test_factors_that_overflow_are_refused_with_a_pointer(http: httpx.Client, layers: dict[str, Any], field: str, value: float) -> None:
+    """In a request, and in the spec of a layer, which would refuse every call."""
     reply = http.post("/attend", json={"layer": "tiny", "query": [[1, 0, 0, 0]], field: value})
     assert (reply.status_code, reply.json()["errors"][0]["at"]) == (422, f"/{field}")
     reply = http.put("/layers/never", json={"spec": {"d_model": 4, "num_heads": 2, field: value}})

@@ -1,6 +1,6 @@
-"""Tensors as bytes over HTTP: safetensors in and out, compression, and the deadline that a header sets.
+"""POST /attend with safetensors: in and out, compression, and the deadline of X-Request-Timeout.
 
-The numbers of a reply are those of the same request in JSON; what is refused is refused in the same words.
+Numbers and refusals are those of the same request in JSON.
 """
 
 import gzip
@@ -134,8 +134,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("tensors", "members"), FIELDS.values(), ids=FIELDS)
-def test_the_same_numbers_in_either_form(post: Post, http: httpx.Client, tensors: dict[str, Any], members: dict[str, Any]) -> None:
-    """JSON or safetensors in, JSON or safetensors out: four ways, one answer. Every field goes as a tensor where it is one."""
+def test_json_and_safetensors_give_the_same_numbers(
+    post: Post, http: httpx.Client, tensors: dict[str, Any], members: dict[str, Any]
+) -> None:
+    """JSON or safetensors in, JSON or safetensors out. Every tensor field is sent as a tensor."""
     common = {"layer": "cross", "outputs": OUTPUTS, **members}
     binary = packed({**CROSS, **tensors}, common)
     text = json.dumps({**common, **nested({**CROSS, **tensors})}).encode()
@@ -156,8 +158,7 @@ def test_the_same_numbers_in_either_form(post: Post, http: httpx.Client, tensors
     assert list(from_binary.json()) == list(document)
 
 
-def test_fields_may_stand_on_either_side(post: Post) -> None:
-    """Which of the tensors go as bytes and which as JSON in the metadata is the caller's choice."""
+def test_a_field_may_be_a_tensor_or_json_in_the_metadata(post: Post) -> None:
     wanted, _ = unpacked(post(packed(CROSS, {"layer": "cross"})))
     for name in CROSS:
         others = {other: array for other, array in CROSS.items() if other != name}
@@ -167,8 +168,8 @@ def test_fields_may_stand_on_either_side(post: Post) -> None:
     np.testing.assert_allclose(got["output"], wanted["output"], rtol=0, atol=1e-6)
 
 
-def test_tensors_alone_are_a_request(post: Post) -> None:
-    """Without metadata it is the layer `default`, and everything else is its default too; metadata of others do not matter."""
+def test_a_body_of_tensors_without_metadata_uses_the_defaults(post: Post) -> None:
+    """Other metadata entries are ignored."""
     query = RNG.standard_normal((2, 64)).astype(np.float32)
     for body in (save({"query": query}), save({"query": query}, {"format": "pt"})):
         tensors, rest = unpacked(post(body))
@@ -177,7 +178,6 @@ def test_tensors_alone_are_a_request(post: Post) -> None:
 
 
 def test_an_unbatched_request_gets_an_unbatched_reply(post: Post) -> None:
-    """As in JSON: no leading b in anything."""
     one = {name: array[0] for name, array in CROSS.items()}
     tensors, _ = unpacked(post(packed({**one, "valid_lens": np.array(3)}, {"layer": "cross", "outputs": OUTPUTS})))
     batched, _ = unpacked(
@@ -198,8 +198,10 @@ def test_an_unbatched_request_gets_an_unbatched_reply(post: Post) -> None:
         ({"top_k": 9, "average": True}, {"attention_weights.keys": (B, Q, K), "attention_weights.values": (B, Q, K)}),
     ],
 )
-def test_selections(cross: Callable[..., httpx.Response], http: httpx.Client, select: dict[str, Any], shapes: dict[str, Any]) -> None:
-    """The largest weights come as `attention_weights.keys`, INT64, and `.values`; everything else as one tensor."""
+def test_top_k_is_two_tensors(
+    cross: Callable[..., httpx.Response], http: httpx.Client, select: dict[str, Any], shapes: dict[str, Any]
+) -> None:
+    """`attention_weights.keys`, INT64, and `attention_weights.values`."""
     tensors, _ = unpacked(cross(select=select, outputs=["attention_weights"]))
     body = {"layer": "cross", "select": select, "outputs": ["attention_weights"], **nested(CROSS)}
     wanted = http.post("/attend", json=body).json()["attention_weights"]
@@ -217,8 +219,7 @@ def test_selections(cross: Callable[..., httpx.Response], http: httpx.Client, se
 @pytest.mark.parametrize(
     "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int16, np.int64, np.uint64]
 )
-def test_numbers_come_in_any_datatype(post: Post, http: httpx.Client, dtype: Any) -> None:
-    """What a caller's model runs in is what it sends; each value is the same number whatever it was written as."""
+def test_numbers_may_have_any_datatype(post: Post, http: httpx.Client, dtype: Any) -> None:
     numbers = np.array([[[1, 2, 3, 4], [0, 7, 2, 5]]])
     numbers = numbers.astype(dtype) if np.dtype(dtype).kind in "iu" else (numbers / 8).astype(dtype)
     wanted = http.post("/attend", json={"layer": "same", "query": numbers.astype(np.float64).tolist()}).json()
@@ -227,8 +228,8 @@ def test_numbers_come_in_any_datatype(post: Post, http: httpx.Client, dtype: Any
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int32, np.uint64, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_masks_come_in_any_datatype(cross: Callable[..., httpx.Response], dtype: Any) -> None:
-    """0 and 1 are 0 and 1; anything else is refused with its place."""
+def test_masks_may_have_any_datatype(cross: Callable[..., httpx.Response], dtype: Any) -> None:
+    """Values other than 0 and 1 are refused with a pointer."""
     mask = np.array([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
     tensors, _ = unpacked(cross({"attend_mask": mask.astype(dtype)}))
     np.testing.assert_array_equal(tensors["attention_weights"] > 0, np.broadcast_to(mask > 0, (B, 2, Q, K)))
@@ -240,8 +241,8 @@ def test_masks_come_in_any_datatype(cross: Callable[..., httpx.Response], dtype:
 @pytest.mark.parametrize(
     ("datatype", "dtype"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16), ("FP32", np.float32), ("FP64", np.float64)]
 )
-def test_replies_come_in_the_datatype_asked_for(cross: Callable[..., httpx.Response], datatype: str, dtype: Any) -> None:
-    """Rounded once, from what was computed."""
+def test_replies_have_the_requested_datatype(cross: Callable[..., httpx.Response], datatype: str, dtype: Any) -> None:
+    """Rounded once, from the computed number."""
     wanted, _ = unpacked(cross(outputs=OUTPUTS))
     tensors, _ = unpacked(cross(outputs=OUTPUTS, reply={"datatype": datatype}))
     for name in OUTPUTS:
@@ -250,8 +251,7 @@ def test_replies_come_in_the_datatype_asked_for(cross: Callable[..., httpx.Respo
         np.testing.assert_allclose(tensors[name].astype(np.float64), wanted[name], rtol=step, atol=1e-6)
 
 
-def test_a_half_layer_speaks_half(post: Post) -> None:
-    """FP16 in, FP16 out: the layer's own datatype, unless the caller wants another."""
+def test_a_half_precision_layer_replies_in_fp16(post: Post) -> None:
     query = np.array([[0.5, 0.25, -1.0, 2.0], [1.0, 0.0, 0.125, -0.5]], np.float16)
     tensors, _ = unpacked(post(packed({"query": query}, {"layer": "half", "outputs": OUTPUTS})))
     assert {array.dtype for array in tensors.values()} == {np.dtype(np.float16)}
@@ -259,8 +259,7 @@ def test_a_half_layer_speaks_half(post: Post) -> None:
     assert {array.dtype for array in wide.values()} == {np.dtype(np.float32)}
 
 
-def test_how_json_is_written_does_not_matter_here(cross: Callable[..., httpx.Response]) -> None:
-    """`form` and `decimals` are about text; in safetensors the numbers are what they are."""
+def test_form_and_decimals_do_not_affect_safetensors(cross: Callable[..., httpx.Response]) -> None:
     wanted, _ = unpacked(cross())
     for reply in ({"form": "flat"}, {"form": "base64"}, {"decimals": 1}, {"form": "flat", "decimals": 0}):
         tensors, _ = unpacked(cross(reply=reply))
@@ -272,8 +271,8 @@ def test_how_json_is_written_does_not_matter_here(cross: Callable[..., httpx.Res
 
 
 @pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
-def test_zero_size_tensors(post: Post, b: int, q: int, k: int) -> None:
-    """An axis of length 0 is sent and answered with its shape, in every field and every output."""
+def test_zero_length_axes(post: Post, b: int, q: int, k: int) -> None:
+    """In every field and every output."""
     body = packed(
         {
             "query": np.ones((b, q, 4), np.float32),
@@ -302,8 +301,8 @@ def test_zero_size_tensors(post: Post, b: int, q: int, k: int) -> None:
     assert rest["fully_masked_rows"] == b * 2 * q
 
 
-def test_infinities_in_scores_are_values(cross: Callable[..., httpx.Response]) -> None:
-    """A blocked key's score is -inf itself, and so is the sum of a row without keys."""
+def test_scores_of_blocked_keys_are_minus_infinity(cross: Callable[..., httpx.Response]) -> None:
+    """And the log_sum_exp of fully masked rows."""
     tensors, rest = unpacked(cross({"valid_lens": np.array([2, 0])}, outputs=["scores", "log_sum_exp", "output"]))
     assert np.isneginf(tensors["scores"][0, :, :, 2:]).all()
     assert np.isfinite(tensors["scores"][0, :, :, :2]).all()
@@ -312,8 +311,8 @@ def test_infinities_in_scores_are_values(cross: Callable[..., httpx.Response]) -
     assert rest["fully_masked_rows"] == 2 * Q
 
 
-def test_numbers_that_are_not_finite(post: Post) -> None:
-    """An overflow is a refusal that names output and index, in this form too; the caller may want it as it is."""
+def test_overflow_is_refused_unless_nonfinite_allows_it(post: Post) -> None:
+    """With output and index."""
     query = np.array([[[1.0, 2.0, 3.0, 1e6]]], np.float32)
     words = refused(post(packed({"query": query}, {"layer": "same", "reply": {"datatype": "FP16"}})), 422, "/reply/nonfinite")
     assert "output[0, 0, 3] = inf" in words
@@ -350,15 +349,15 @@ def test_numbers_that_are_not_finite(post: Post) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.dtype} {value.reshape(-1)[0]}",
 )
-def test_numbers_that_no_request_may_hold(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
-    """What JSON cannot even say is refused here as well, at its field, and so is what an integer type makes of it."""
+def test_nonfinite_numbers_in_requests_are_refused(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
+    """At their field, also in integer datatypes."""
     words = refused(cross({name: array}, causal=name == "query_offset"), 422)
     assert f"/{name}" in words
 
 
 @pytest.mark.parametrize("value", [1e300, 1e19, 9.3e18])
-def test_lengths_beyond_any_integer_are_refused_in_json_too(http: httpx.Client, layers: dict[str, Any], value: float) -> None:
-    """A number that no integer holds is not silently another length."""
+def test_lengths_beyond_int64_are_refused(http: httpx.Client, layers: dict[str, Any], value: float) -> None:
+    """In JSON too."""
     body = {"layer": "cross", **nested(CROSS), "valid_lens": [value, 1]}
     assert "/valid_lens" in refused(http.post("/attend", json=body), 422)
 
@@ -372,14 +371,14 @@ OTHERS = ["layer", "causal", "window", "fully_masked", "dropout", "outputs", "se
     [np.array(1.0), np.array([1.0]), np.array([1, 0]), np.array(True), np.zeros((0, 2))],
     ids=["float", "one", "two", "bool", "empty"],
 )
-def test_what_is_no_tensor_is_none(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
-    """A tensor under the name of another field, or of none, is refused by that name: fields that are no tensors are JSON."""
+def test_tensors_under_names_of_other_fields_are_refused(cross: Callable[..., httpx.Response], name: str, array: Array) -> None:
+    """Fields that are not tensors must be JSON."""
     refused(cross({name: array}), 422, f"/{name}")
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "valid_lens"])
-def test_a_field_in_both_places_is_refused(post: Post, name: str) -> None:
-    """Even if both say the same."""
+def test_a_field_as_tensor_and_in_the_metadata_is_refused(post: Post, name: str) -> None:
+    """Even if both are equal."""
     tensors = {**CROSS, "valid_lens": np.array([1, 2])}
     words = refused(post(packed(tensors, {"layer": "cross", **nested({name: tensors[name]})})), 422, f"/{name}")
     assert "both" in words
@@ -413,14 +412,13 @@ MALFORMED: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize(("body", "status"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_bodies(post: Post, answers_well: Callable[[], None], body: bytes, status: int) -> None:
-    """The status of their kind, as a problem document whatever was accepted; and the server is as well as before."""
+def test_malformed_bodies_are_refused(post: Post, answers_well: Callable[[], None], body: bytes, status: int) -> None:
+    """With a problem document, whatever `Accept` says; the server answers the next request."""
     refused(post(body), status)
     answers_well()
 
 
-def test_no_body_is_our_fault(post: Post, answers_well: Callable[[], None]) -> None:
-    """A valid body with a few bytes changed, two hundred times: refused or answered, never a 5xx."""
+def test_randomly_changed_bodies_never_give_a_5xx(post: Post, answers_well: Callable[[], None]) -> None:
     whole = packed({**CROSS, "valid_lens": np.array([2, 1], np.int32)}, {"layer": "cross", "causal": True, "query_offset": 0})
     rng, statuses = np.random.default_rng(4), set()
     header = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -435,8 +433,7 @@ def test_no_body_is_our_fault(post: Post, answers_well: Callable[[], None]) -> N
     answers_well()
 
 
-def test_a_tensor_that_stands_askew(post: Post) -> None:
-    """Numbers need not stand at multiples of their size."""
+def test_unaligned_tensors_are_read(post: Post) -> None:
     wanted, _ = unpacked(post(packed({"query": CROSS["query"]}, {"layer": "same"})))
     data = CROSS["query"].tobytes()
     entries = {
@@ -448,8 +445,8 @@ def test_a_tensor_that_stands_askew(post: Post) -> None:
     np.testing.assert_allclose(tensors["output"], wanted["output"], rtol=0, atol=1e-6)
 
 
-def test_a_large_reply_is_whole(post: Post) -> None:
-    """Megabytes in many pieces: the length that was announced, and every number."""
+def test_a_large_reply_is_complete(post: Post) -> None:
+    """Megabytes in many pieces: the announced length, and every number."""
     query = RNG.standard_normal((1, 500, 4)).astype(np.float32)
     answer = post(packed({"query": query}, {"layer": "exact"}))
     tensors, _ = unpacked(answer)
@@ -461,8 +458,7 @@ def test_a_large_reply_is_whole(post: Post) -> None:
     np.testing.assert_allclose(tensors["output"], (weights @ heads).transpose(0, 2, 1, 3).reshape(1, 500, 4), atol=1e-12)
 
 
-def test_a_plan_takes_either_form(post: Post) -> None:
-    """What the reply would be is the same, and is told in JSON."""
+def test_a_plan_of_a_safetensors_body_is_the_same_json(post: Post) -> None:
     members = {"layer": "cross", "outputs": OUTPUTS}
     binary = post(packed(CROSS, members), accept=JSON, path="/attend/plan")
     text = post(json.dumps({**members, **nested(CROSS)}).encode(), accept=JSON, media=JSON, path="/attend/plan")
@@ -483,22 +479,20 @@ def test_a_plan_takes_either_form(post: Post) -> None:
         (f"text/html, {SAFETENSORS};q=0.1", SAFETENSORS),
     ],
 )
-def test_the_form_of_the_reply_is_negotiated(post: Post, accept: str, form: str) -> None:
-    """Whatever form the request had."""
+def test_accept_chooses_the_media_type_of_the_reply(post: Post, accept: str, form: str) -> None:
+    """Whatever the type of the request."""
     for body, media in ((packed(CROSS, {"layer": "cross"}), SAFETENSORS), (json.dumps({"layer": "cross", **nested(CROSS)}).encode(), JSON)):
         answer = post(body, accept=accept, media=media)
         assert answer.status_code == 200
         assert answer.headers["content-type"] == form
 
 
-def test_a_reply_in_no_form_that_exists_is_refused(post: Post) -> None:
-    """406; and an unknown type of body is 415."""
+def test_an_unsupported_accept_is_406_and_an_unsupported_body_415(post: Post) -> None:
     refused(post(packed(CROSS, {"layer": "cross"}), accept="text/html"), 406)
     refused(post(packed(CROSS, {"layer": "cross"}), media="application/octet-stream"), 415)
 
 
-def test_safetensors_have_the_headers_of_any_reply(post: Post) -> None:
-    """The request's id, and how long each phase took."""
+def test_safetensors_replies_have_request_id_and_server_timing(post: Post) -> None:
     answer = post(packed(CROSS, {"layer": "cross"}), X_Request_Id="abc-1")
     assert answer.headers["x-request-id"] == "abc-1"
     assert [part.split(";")[0].strip() for part in answer.headers["server-timing"].split(",")] == ["decode", "queue", "compute", "encode"]
@@ -513,7 +507,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "x-gzip":
 @pytest.mark.parametrize("media", [JSON, SAFETENSORS])
 @pytest.mark.parametrize("coding", PACKERS)
 def test_bodies_may_be_compressed(post: Post, coding: str, media: str) -> None:
-    """Either form under either coding is the same request."""
+    """JSON and safetensors, gzip and deflate."""
     body = packed(CROSS, {"layer": "cross"}) if media == SAFETENSORS else json.dumps({"layer": "cross", **nested(CROSS)}).encode()
     wanted, _ = unpacked(post(body, media=media))
     for sent in (PACKERS[coding](body), gzip.compress(body[:50]) + gzip.compress(body[50:])):
@@ -525,15 +519,14 @@ def test_bodies_may_be_compressed(post: Post, coding: str, media: str) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_bomb_is_refused(post: Post, answers_well: Callable[[], None], coding: str) -> None:
-    """A hundred megabytes of spaces in a hundred kilobytes, against a bound of four: 413, and the limit has a name."""
+def test_a_decompression_bomb_is_refused(post: Post, answers_well: Callable[[], None], coding: str) -> None:
+    """A hundred megabytes of spaces in a hundred kilobytes, with a limit of four: 413 with the setting."""
     bomb = PACKERS[coding](b" " * 100_000_000)
     assert "max_body_bytes" in refused(post(bomb, media=JSON, Content_Encoding=coding), 413)
     answers_well()
 
 
-def test_broken_compression_is_refused(post: Post) -> None:
-    """400 for bytes that are not what they are said to be, 415 for a coding that is not read here."""
+def test_invalid_compressed_bodies_are_400_and_unknown_codings_415(post: Post) -> None:
     body = packed(CROSS, {"layer": "cross"})
     refused(post(gzip.compress(body)[:-3], Content_Encoding="gzip"), 400)
     refused(post(body, Content_Encoding="gzip"), 400)
@@ -580,10 +573,10 @@ def opened(answer: httpx.Response, came: bytes) -> bytes:
         ("gzip;q=1, deflate;q=0", "gzip"),
     ],
 )
-def test_replies_are_compressed_for_who_names_one_coding_alone(
+def test_replies_are_compressed_if_accept_encoding_names_one_coding(
     http: httpx.Client, layers: dict[str, Any], accept: str, accept_encoding: str | None, coding: str
 ) -> None:
-    """Every HTTP library names several without wanting the wait; who names one wants it."""
+    """HTTP libraries name several by default."""
     plain, came = raw_reply(http, None, accept)
     answer, other = raw_reply(http, accept_encoding, accept)
     assert answer.headers.get("content-encoding", "") == coding
@@ -593,7 +586,6 @@ def test_replies_are_compressed_for_who_names_one_coding_alone(
 
 
 def test_errors_are_not_compressed(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """A refusal is short, and must be readable with nothing at hand."""
     answer = http.post("/attend", json={"query": []}, headers={"Accept-Encoding": "gzip"})
     assert "content-encoding" not in answer.headers
     refused(answer, 422)
@@ -603,8 +595,8 @@ def test_errors_are_not_compressed(http: httpx.Client, layers: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("timeout", ["1e-9", "0.000000001"])
-def test_a_deadline_that_passes(post: Post, answers_well: Callable[[], None], timeout: str) -> None:
-    """Nobody can be that fast: 504, in words that name the header."""
+def test_a_passed_deadline_is_504(post: Post, answers_well: Callable[[], None], timeout: str) -> None:
+    """The detail names the header."""
     assert "X-Request-Timeout" in refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 504)
     assert "X-Request-Timeout" in refused(
         post(json.dumps({"layer": "cross", **nested(CROSS)}).encode(), media=JSON, X_Request_Timeout=timeout), 504
@@ -613,14 +605,13 @@ def test_a_deadline_that_passes(post: Post, answers_well: Callable[[], None], ti
 
 
 @pytest.mark.parametrize("timeout", ["60", "60.5", "1e3", "0.5e2", "+60"])
-def test_a_deadline_that_does_not_pass(post: Post, timeout: str) -> None:
-    """Seconds, as a number."""
+def test_a_request_within_its_deadline_is_answered(post: Post, timeout: str) -> None:
     unpacked(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout))
 
 
 @pytest.mark.parametrize("timeout", ["", "0", "-1", "-0.0", "soon", "10s", "nan", "inf", "-inf", "1e400", "1e9", "0x10", "1,5", "9" * 5000])
-def test_a_deadline_that_makes_no_sense(post: Post, timeout: str) -> None:
-    """422, and the header has a name; a long one is not echoed."""
+def test_an_invalid_deadline_is_422(post: Post, timeout: str) -> None:
+    """A long value is not echoed."""
     words = refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 422)
     assert "X-Request-Timeout of a positive number of seconds, less than 1e9" in words
     assert len(words) < 260
@@ -629,8 +620,8 @@ def test_a_deadline_that_makes_no_sense(post: Post, timeout: str) -> None:
 # A server of one's own
 
 
-def test_settings_of_replies(start_here: Callable[..., str]) -> None:
-    """`--compress-replies` compresses for all who accept it; `--request-timeout` is the deadline of those who set none."""
+def test_settings_compress_replies_and_set_a_default_deadline(start_here: Callable[..., str]) -> None:
+    """`--compress-replies` and `--request-timeout`."""
     with httpx.Client(base_url=start_here(compress_replies=True, request_timeout=1e-9), timeout=60) as client:
         patient = {"X-Request-Timeout": "60"}
         _, came = raw_reply(client, None, **patient)
@@ -656,8 +647,8 @@ def test_settings_of_replies(start_here: Callable[..., str]) -> None:
         assert client.get("/health/ready").status_code == 200
 
 
-def test_a_refusal_reaches_a_caller_who_is_still_sending(http: httpx.Client) -> None:
-    """A large body for a page that is not there, and one that its headers alone refuse: the answer comes, not a reset connection."""
+def test_a_client_that_is_still_sending_receives_the_refusal(http: httpx.Client) -> None:
+    """A large body to a missing page, and one refused by its headers: a reply, not a reset connection."""
     body = bytes(3_000_000)
 
     assert http.post("/nowhere", content=body).status_code == 404

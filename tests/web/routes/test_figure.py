@@ -1,4 +1,4 @@
-"""POST /attend/figure as callers meet it: what comes back, what it is of, and what is refused."""
+"""POST /attend/figure over HTTP: formats, values in the picture, and refusals."""
 
 import base64
 import json
@@ -39,10 +39,10 @@ def cells(root):
     return [[cell.get("style").partition("fill: ")[2][:7] for cell in panel] for panel in panels]
 
 
-def test_heads_in_a_grid(http, layers):
+def test_the_default_picture_is_a_grid_of_all_heads(http, layers):
     root, texts = parsed(picture(http, {"kind": "heads", "format": "svg"}))
 
-    assert texts["title"] == ["Attention weights by head"]
+    assert texts["title"] == ["Attention weights by head, layer same"]
     assert texts["heading"] == ["head 0", "head 1"]
     assert texts["row"] == WORDS
     assert texts["column"] == WORDS * 2
@@ -51,7 +51,38 @@ def test_heads_in_a_grid(http, layers):
     assert [len(colours) for colours in cells(root)] == [25, 25]
 
 
-def test_the_reply_says_where_it_comes_from(http, layers):
+@pytest.mark.parametrize(("omit", "kept"), [(["sat", "on"], [0, 1, 4]), ("special", [1, 2, 4])])
+def test_tokens_can_be_left_out(http, layers, omit, kept):
+    """Rows and columns go; the other cells stay as they are."""
+    words = [word if i in kept or omit != "special" else "[SEP]" for i, word in enumerate(WORDS)]
+    figure = {"kind": "heads", "format": "svg", "maximum": 1}
+    whole, _ = parsed(picture(http, figure))
+    part, texts = parsed(picture(http, figure, tokens={"query": words, "omit": omit}))
+
+    left_out = sorted({*words} - {words[i] for i in kept})
+    assert texts["row"] == [words[i] for i in kept] and texts["column"] == texts["row"] * 2
+    assert texts["note"][-1] == f"Left out: {', '.join(left_out)}."
+    for some, every in zip(cells(part), cells(whole), strict=True):
+        assert some == [every[5 * i + j] for i in kept for j in kept]
+
+
+def test_left_out_positions_are_in_no_kind_of_picture(http, layers):
+    """Outputs lose their rows; similarities are of the other pairs."""
+    tokens = {"query": WORDS, "omit": ["cat"]}
+    _, texts = parsed(picture(http, {"kind": "concatenation", "format": "svg"}, tokens=tokens))
+    assert texts["row"] == ["The", "sat", "on", "mats"] * 2
+    similar, all_alike = (picture(http, {"kind": "similarity", "format": "svg"}, tokens=t).content for t in (tokens, {"query": WORDS}))
+    assert similar != all_alike
+    _, texts = parsed(picture(http, {"kind": "mean", "format": "svg"}, key=[[0.1] * 4] * 2, tokens={"query": WORDS, "omit": ["cat"]}))
+    assert texts["row"] == ["The", "sat", "on", "mats"] and texts["column"] == ["0", "1"]
+
+
+def test_a_picture_of_nothing_is_refused(http, layers):
+    answer = http.post("/attend/figure", json={**BODY, "tokens": {"query": WORDS, "omit": WORDS}})
+    assert answer.status_code == 422 and answer.json()["errors"][0]["at"] == "/tokens/omit"
+
+
+def test_a_picture_has_layer_and_fingerprint_in_its_metadata(http, layers):
     answer = picture(http, {"format": "png", "title": "A picture"})
 
     assert answer.headers["content-type"] == "image/png"
@@ -74,14 +105,14 @@ def test_the_reply_says_where_it_comes_from(http, layers):
         ("text/html", "png", "image/png"),
     ],
 )
-def test_the_format_beats_accept(http, layers, accept, form, media):
+def test_figure_format_takes_precedence_over_accept(http, layers, accept, form, media):
     answer = http.post("/attend/figure", json={**BODY, "figure": {"format": form}}, headers={"Accept": accept})
 
     assert answer.status_code == 200
     assert answer.headers["content-type"].partition(";")[0] == media
 
 
-def test_nothing_acceptable_is_said(http, layers):
+def test_an_accept_without_a_picture_type_is_406(http, layers):
     answer = http.post("/attend/figure", json=BODY, headers={"Accept": "application/json"})
 
     assert answer.status_code == 406
@@ -105,7 +136,7 @@ def test_nothing_acceptable_is_said(http, layers):
         ({"width": 200, "values": True}, "/figure/values", None, None),
     ],
 )
-def test_what_is_refused_is_refused_with_its_place(http, layers, figure, at, expected, got):
+def test_refusals_have_a_pointer(http, layers, figure, at, expected, got):
     answer = http.post("/attend/figure", json={**BODY, "figure": figure})
 
     assert answer.status_code == 422
@@ -116,7 +147,7 @@ def test_what_is_refused_is_refused_with_its_place(http, layers, figure, at, exp
 
 
 @pytest.mark.parametrize("shape", [[0, 3, 64], [2, 0, 64], [0, 64]])
-def test_nothing_cannot_be_drawn(http, shape):
+def test_requests_without_queries_or_keys_are_refused(http, shape):
     answer = http.post("/attend/figure", json={"query": {"shape": shape, "datatype": "FP32", "data": []}})
 
     assert answer.status_code == 422
@@ -124,15 +155,15 @@ def test_nothing_cannot_be_drawn(http, shape):
     assert problem == {"at": "/query", "expected": "at least one query and one key to draw", "got": "none"}
 
 
-def test_a_figure_is_refused_where_none_is_drawn(http, layers):
+def test_the_field_figure_is_refused_on_other_endpoints(http, layers):
     answer = http.post("/attend", json={**BODY, "figure": {}})
 
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["at"] == "/figure"
 
 
-def test_the_pictures_values_are_the_weights(http, layers):
-    """In the cells of the SVG, rounded; and all three formats come from one picture."""
+def test_the_values_in_a_picture_are_the_weights(http, layers):
+    """In the cells of the SVG, rounded; all three formats are of one picture."""
     weights = http.post("/attend", json=BODY).json()["attention_weights"]
     _, texts = parsed(picture(http, {"format": "svg", "values": True}))
 
@@ -142,7 +173,7 @@ def test_the_pictures_values_are_the_weights(http, layers):
     assert json.loads(html.partition('id="data">')[2].partition("</script>")[0])["panels"][0]["rows"]["words"] == WORDS
 
 
-def test_a_png_is_as_large_as_asked(http, layers, tmp_path):
+def test_a_png_has_the_requested_size(http, layers, tmp_path):
     for width, dpi in ((400, 96), (400, 192), (1000, 48)):
         (tmp_path / "picture.png").write_bytes(picture(http, {"width": width, "dpi": dpi, "format": "png"}).content)
         assert imread(tmp_path / "picture.png").shape[1] == width * dpi // 96
@@ -190,7 +221,7 @@ def blocked_in(fields):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_kind_shows_the_numbers_of_attend(http, layers, mask):
-    """Cross-attention, the second item: weights, their mean, deviation and cosines, NaN where nothing may attend."""
+    """Cross-attention, the second item: weights, their mean, deviation and cosines; NaN in fully masked rows."""
     body = {**CROSS, **MASKS[mask]}
     weights = np.array(http.post("/attend", json={**body, "outputs": ["attention_weights"]}).json()["attention_weights"])[1]
     blocked = blocked_in(MASKS[mask])[1]
@@ -212,7 +243,7 @@ def test_every_kind_shows_the_numbers_of_attend(http, layers, mask):
             assert panels[0]["empty"] == np.flatnonzero(np.isnan(values[0]).all(1)).tolist()
 
 
-def test_outputs_of_heads_and_of_the_layer(http, layers):
+def test_the_kind_concatenation_shows_head_outputs_and_output(http, layers):
     body = {**CROSS, "head_scale": [1, 0.5]}
     reply = http.post("/attend", json={**body, "outputs": ["concatenated", "output"]}).json()
 
@@ -224,14 +255,14 @@ def test_outputs_of_heads_and_of_the_layer(http, layers):
         np.testing.assert_allclose(panel["values"], reply[name][0], rtol=0, atol=2e-6)
 
 
-def test_chosen_heads_come_in_the_order_asked(http, layers):
+def test_selected_heads_have_the_order_of_the_request(http, layers):
     both, turned = (shown(picture(http, {"format": "html", "heads": heads})) for heads in (None, [1, 0]))
 
     assert [panel["title"] for panel in turned] == ["head 1", "head 0"]
     np.testing.assert_array_equal(turned[0]["values"], both[1]["values"])
 
 
-def test_rows_without_keys_are_hatched_and_named(http, layers):
+def test_fully_masked_rows_are_hatched_and_labelled(http, layers):
     _, texts = parsed(picture(http, {"format": "svg"}, attend_mask=[[0] * 5 if i == 2 else [1, 1, 1, 1, 0] for i in range(5)]))
     assert texts["legend"] == ["may not attend", "no key to attend to"]
     root, texts = parsed(picture(http, {"format": "svg"}, causal=True))
@@ -244,8 +275,7 @@ def test_rows_without_keys_are_hatched_and_named(http, layers):
     assert answer.json()["errors"][0]["at"] == "/fully_masked"
 
 
-def test_what_attend_replies_is_no_matter_here(http, layers):
-    """One body for both: outputs, select and reply change nothing of the picture."""
+def test_outputs_select_and_reply_do_not_change_the_picture(http, layers):
     more = {"outputs": ["attention_weights"], "select": {"heads": [0]}, "reply": {"form": "base64"}}
 
     assert picture(http, {"format": "svg"}, **more).content == picture(http, {"format": "svg"}).content
@@ -262,8 +292,8 @@ def test_a_safetensors_body_gives_the_same_picture(http, layers):
 
 
 @pytest.mark.slow
-def test_a_long_sequence_is_pooled_and_says_so(start):
-    """2 x 8192 x 8192 weights would be 512 MB, as doubles twice that; the server's peak stays far below."""
+def test_a_long_sequence_is_pooled_and_labelled_so(start):
+    """2 x 8192 x 8192 weights would be 512 MB; the server's peak memory stays far below."""
     server = start("--d-model", "4", "--num-heads", "2")
     query = np.random.RandomState(1).standard_normal((8192, 4)).astype(np.float32)
     peak = lambda: int(Path(f"/proc/{server.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0])  # noqa: E731  # kB
@@ -291,21 +321,21 @@ def test_a_long_sequence_is_pooled_and_says_so(start):
         ({"layer": "no"}, 404),
     ],
 )
-def test_what_cannot_be_drawn(http, layers, fields, status):
+def test_values_that_cannot_be_drawn_are_refused(http, layers, fields, status):
     answer = http.post("/attend/figure", json={**BODY, "tokens": None, **fields})
 
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_png_beyond_the_bound_is_too_large(http, layers):
+def test_a_png_beyond_the_pixel_limit_is_refused(http, layers):
     answer = http.post("/attend/figure", json={**BODY, "figure": {"format": "png", "width": 4096, "dpi": 384}})
 
     assert answer.status_code == 413
     assert answer.json()["errors"][0]["at"] == "/figure/dpi"
 
 
-def test_more_heads_than_a_picture_holds(http, layers):
+def test_more_heads_than_the_limit_are_refused(http, layers):
     http.put("/layers/many", json={"spec": {"d_model": 257, "num_heads": 257}})
     body = {"layer": "many", "query": [[0.5] * 257] * 3}
     answers = {kind: http.post("/attend/figure", json={**body, "figure": {"kind": kind, "format": "svg"}}) for kind in ("heads", "mean")}
@@ -316,14 +346,14 @@ def test_more_heads_than_a_picture_holds(http, layers):
     assert answers["mean"].status_code == 200
 
 
-def test_a_deadline_that_cannot_be_met(http, layers):
+def test_a_passed_deadline_is_504(http, layers):
     answer = http.post("/attend/figure", json={**BODY, "figure": {"format": "png"}}, headers={"X-Request-Timeout": "0.0001"})
 
     assert answer.status_code == 504
 
 
 @pytest.mark.parametrize(("form", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
-def test_what_is_text_is_compressed_for_who_asks(http, layers, form, coding):
+def test_svg_and_html_are_compressed_if_accepted(http, layers, form, coding):
     asked = {**BODY, "figure": {"format": form}}
     answer = http.post("/attend/figure", json=asked, headers={"Accept-Encoding": "gzip"})
 
@@ -331,8 +361,8 @@ def test_what_is_text_is_compressed_for_who_asks(http, layers, form, coding):
     assert answer.content == picture(http, {"format": form}).content
 
 
-def test_many_pictures_at_once_are_those_drawn_alone(http, layers, server):
-    """While /attend is answered as ever."""
+def test_concurrent_pictures_equal_those_drawn_alone(http, layers, server):
+    """/attend is answered meanwhile."""
     asked = [
         {"kind": kind, "format": form, "theme": theme}
         for kind in ("heads", "mean", "concatenation")

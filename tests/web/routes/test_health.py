@@ -1,4 +1,4 @@
-"""Health, metrics, and HEAD of every page that GET answers."""
+"""Health, metrics, and HEAD for every GET."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ QUERY = np.random.default_rng(11).standard_normal((2, 3, 4)).round(3).tolist()
     "path", ["/", "/health/live", "/health/ready", "/health/startup", "/metrics", "/layers", "/layers/tiny", "/docs", "/openapi.json"]
 )
 def test_head_is_get_without_its_body(http: httpx.Client, server: Any, layers: dict[str, Any], path: str) -> None:
-    """The same status and type, no body, and the connection stays usable."""
+    """Same status and type, no body, and the connection can be reused."""
     with httpx.Client(base_url=server.url) as client:
         got = client.get(path)
         for _ in range(2):
@@ -22,8 +22,7 @@ def test_head_is_get_without_its_body(http: httpx.Client, server: Any, layers: d
         assert client.get("/health/live").json() == {"live": True}
 
 
-def test_health(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Three questions, three answers."""
+def test_health_endpoints(http: httpx.Client, layers: dict[str, Any]) -> None:
     assert http.get("/health/live").json() == {"live": True}
     assert http.get("/health/ready").json() == {"ready": True}
     assert http.get("/health/startup").json() == {"started": True}
@@ -37,8 +36,7 @@ def metric(text: str, name: str, **labels: str) -> float:
     return 0.0
 
 
-def test_metrics_count_what_happened(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Requests by endpoint and status, failures by reason, phases as histograms, layers as they are."""
+def test_metrics_count_requests_failures_phases_and_layers(http: httpx.Client, layers: dict[str, Any]) -> None:
     before = http.get("/metrics").text
 
     http.post("/attend", json={"layer": "tiny", "query": QUERY})

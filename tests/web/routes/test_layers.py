@@ -1,4 +1,4 @@
-"""Layers over HTTP: how they come and go and what they say of themselves; as safetensors, what PUT takes and GET gives back."""
+"""Layers over HTTP: creating, replacing and removing them, their documents, and safetensors files in and out."""
 
 import json
 import math
@@ -58,8 +58,8 @@ def problem(answer: httpx.Response, status: int) -> dict[str, str]:
     return found
 
 
-def test_a_layer_comes_and_goes(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """201 for a new one, 200 for a replaced one, 204 and then 404; PUT answers what GET answers."""
+def test_put_is_201_then_200_and_delete_is_204_then_404(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """PUT replies with the document of GET."""
     spec = {"d_model": 6, "num_heads": 2, "seed": 1}
     new = http.put("/layers/coming", json={"spec": spec})
     same = http.put("/layers/coming", json={"spec": spec})
@@ -75,8 +75,8 @@ def test_a_layer_comes_and_goes(http: httpx.Client, layers: dict[str, Any]) -> N
     assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
 
 
-def test_what_a_layer_tells(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Its spec with defaults filled in, its parameters, its fingerprint, where it lives."""
+def test_the_document_of_a_layer(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Spec with defaults filled in, parameters, fingerprint, device."""
     layer = http.get("/layers/cross").json()
 
     assert layer["name"] == "cross"
@@ -101,8 +101,8 @@ def test_what_a_layer_tells(http: httpx.Client, layers: dict[str, Any]) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", layer["fingerprint"])
 
 
-def test_what_the_fingerprint_depends_on(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Spelled-out defaults change nothing; another seed, width of a head or dtype does, and so does a scale."""
+def test_the_fingerprint_depends_on_spec_and_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """Not on whether defaults are written out. It changes with seed, head width, dtype and scale."""
     spec = {"d_model": 4, "num_heads": 2, "seed": 3}
 
     def fingerprint(**fields: Any) -> str:
@@ -126,8 +126,8 @@ def test_what_the_fingerprint_depends_on(http: httpx.Client, layers: dict[str, A
     assert http.delete("/layers/print").status_code == 204
 
 
-def test_a_replaced_layer_answers_with_its_own_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """The reply names the fingerprint that computed it."""
+def test_a_replaced_layer_computes_with_its_new_weights(http: httpx.Client, layers: dict[str, Any]) -> None:
+    """The reply names the fingerprint."""
     answers = []
     for seed in (1, 2, 1):
         made = http.put("/layers/turning", json={"spec": {"d_model": 4, "num_heads": 2, "seed": seed}}).json()
@@ -139,15 +139,15 @@ def test_a_replaced_layer_answers_with_its_own_weights(http: httpx.Client, layer
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c-D", "9", "x" * 64])
-def test_names_that_layers_may_have(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
-    """Letters, digits, point, underscore, hyphen; 64 at most."""
+def test_valid_layer_names(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
+    """Letters, digits, point, underscore, hyphen; at most 64."""
     assert http.put(f"/layers/{name}", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
     assert http.post("/attend", json={"layer": name, "query": QUERY}).status_code == 200
     assert http.delete(f"/layers/{name}").status_code == 204
 
 
-def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
-    """`default`: d_model 64, 8 heads, seed 0."""
+def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> None:
+    """d_model 64, 8 heads, seed 0."""
     spec = http.get("/layers/default").json()["spec"]
 
     assert (spec["d_model"], spec["num_heads"], spec["seed"], spec["dtype"]) == (64, 8, 0, "float32")
@@ -157,8 +157,8 @@ def test_the_layer_of_an_unconfigured_server(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}, {"output_gate": {"bias": True}}]
 )
-def test_what_get_gives_put_takes_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
-    """The same fingerprint, which hashes every bit; and the file again is the same but for how the weights came about."""
+def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
+    """Same fingerprint, which covers every bit. The file is equal except for `init` and `seed`."""
     spec = {"d_model": 6, "num_heads": 3, "seed": 5, "dtype": dtype, **more}
     made = http.put("/layers/drawn", json={"spec": spec}).json()
     file = http.get("/layers/drawn/weights")
@@ -180,8 +180,8 @@ def test_what_get_gives_put_takes_back_bit_for_bit(http: httpx.Client, dtype: st
         assert http.delete(f"/layers/{name}").status_code == 204
 
 
-def test_one_layer_of_a_checkpoint(http: httpx.Client) -> None:
-    """It computes with the tensors of the layer that the prefix names: the same as given one by one."""
+def test_one_layer_is_read_from_a_checkpoint_by_its_prefix(http: httpx.Client) -> None:
+    """It equals the layer whose tensors are given one by one."""
     tensors = bert(2)
     spec = {"d_model": 6, "num_heads": 2}
     taken = put(http, packed(tensors, {"format": "pt"}), prefix="encoder.layer.1", spec='{"num_heads": 2}')
@@ -199,8 +199,7 @@ def test_one_layer_of_a_checkpoint(http: httpx.Client) -> None:
         http.delete(f"/layers/{name}")
 
 
-def test_weights_of_nobody_are_a_404(http: httpx.Client) -> None:
-    """By the name that was asked for."""
+def test_weights_of_an_unknown_layer_are_404(http: httpx.Client) -> None:
     assert "nobody" in problem(http.get("/layers/nobody/weights"), 404)["got"]
 
 
@@ -237,8 +236,8 @@ REFUSALS: dict[str, tuple[bytes, dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_file_that_is_no_layer_is_refused_by_name(http: httpx.Client, case: str) -> None:
-    """422, at the tensor or the field, and no layer afterwards."""
+def test_files_that_are_not_layers_are_refused_with_the_tensor_or_field(http: httpx.Client, case: str) -> None:
+    """422, and no layer afterwards."""
     body, query, at, expected = REFUSALS[case]
     found = problem(put(http, body, **query), 422)
     assert found["at"] == at
@@ -278,16 +277,16 @@ FOREIGN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_file_of_another_kind_is_told_what_it_is(http: httpx.Client, kind: str) -> None:
-    """Its first bytes are no length, so there is no talk of one that would be too large."""
+def test_the_format_of_a_file_that_is_not_safetensors_is_recognised(http: httpx.Client, kind: str) -> None:
+    """Its first bytes are not reported as a header length."""
     found = problem(put(http, FOREIGN[kind], spec=HEADS), 400)
     assert "safetensors" in found["expected"]
     assert kind in found["got"]
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused(http: httpx.Client, case: str) -> None:
-    """Each on its own rung; the server goes on, and holds no new layer."""
+def test_hostile_files_are_refused(http: httpx.Client, case: str) -> None:
+    """No layer is added, and the server goes on."""
     body, status = HOSTILE[case]
     problem(put(http, body), status)
     assert http.get("/health/ready").status_code == 200
@@ -383,15 +382,13 @@ def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Clien
     http.delete("/layers/gained")
 
 
-def test_the_query_belongs_to_a_checkpoint(http: httpx.Client) -> None:
-    """Beside a JSON body it would be ignored, so it is refused."""
+def test_query_parameters_with_a_json_body_are_refused(http: httpx.Client) -> None:
     answer = http.put("/layers/filed", params={"layout": "bert"}, json={"spec": {"d_model": 4, "num_heads": 2}})
     assert problem(answer, 422)["at"] == "/layout"
 
 
 @pytest.mark.parametrize("body", [packed(ONE), b'{"spec": {"d_model": 4, "num_heads": 2}}'])
-def test_what_is_no_parameter_of_the_query_is_refused(http: httpx.Client, body: bytes) -> None:
-    """By name, like an unknown field; and one of ours that stands twice."""
+def test_unknown_and_repeated_query_parameters_are_refused(http: httpx.Client, body: bytes) -> None:
     headers = {"Content-Type": SAFETENSORS if body == packed(ONE) else "application/json"}
     answer = http.put("/layers/filed", params={"dry/run": "1"}, content=body, headers=headers)
     assert problem(answer, 422)["at"] == "/dry~1run" and "prefix" in problem(answer, 422)["expected"]
@@ -409,15 +406,15 @@ def test_what_is_no_parameter_of_the_query_is_refused(http: httpx.Client, body: 
         ('{"num_heads": 2, "num_heads": 2}', 400, "/num_heads"),
     ],
 )
-def test_a_spec_that_is_no_object_is_pointed_at(http: httpx.Client, spec: str, status: int, at: str) -> None:
-    """In the query, and in the file."""
+def test_a_spec_that_is_not_an_object_is_refused_with_a_pointer(http: httpx.Client, spec: str, status: int, at: str) -> None:
+    """In the query and in the file."""
     assert problem(put(http, packed(ONE), spec=spec), status)["at"] == f"/spec{at}"
     assert problem(put(http, packed(PLAIN, {"spec": spec})), status)["at"] == f"/__metadata__/spec{at}"
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_an_init_of_null_is_the_default_where_no_weights_are(http: httpx.Client, seed: int | None) -> None:
-    """As generated clients write what was left out."""
+def test_an_init_of_null_without_weights_is_the_default(http: httpx.Client, seed: int | None) -> None:
+    """Generated clients send null for fields that are left out."""
     spec = {"d_model": 4, "num_heads": 2, "seed": seed}
     given = http.put("/layers/drawn", json={"spec": {**spec, "init": None}, "weights": None})
     assert given.is_success and given.json()["spec"]["init"] == "xavier_uniform"
@@ -425,8 +422,8 @@ def test_an_init_of_null_is_the_default_where_no_weights_are(http: httpx.Client,
     http.delete("/layers/drawn")
 
 
-def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
-    """As /docs says; the layer's spec shows that its weights were not drawn."""
+def test_a_seed_with_given_weights_is_ignored(http: httpx.Client) -> None:
+    """The layer's spec has null for `init` and `seed`."""
     spec, weights = {"d_model": 2, "num_heads": 1, "bias": False}, {name: tensor.tolist() for name, tensor in PLAIN.items()}
     seeded = http.put("/layers/filed", json={"spec": {**spec, "seed": 7, "init": "numpy_normal"}, "weights": weights}).json()
     plain = http.put("/layers/filed", json={"spec": spec, "weights": weights}).json()
@@ -434,8 +431,8 @@ def test_a_seed_beside_weights_says_nothing(http: httpx.Client) -> None:
     assert seeded == plain and plain["spec"]["seed"] is None and plain["spec"]["init"] is None
 
 
-def test_a_file_may_be_larger_than_a_request(start_here: Callable[..., str]) -> None:
-    """max_layer_bytes bounds it, max_body_bytes all else; the refusal names the one it ran into."""
+def test_max_layer_bytes_applies_to_safetensors_of_put_only(start_here: Callable[..., str]) -> None:
+    """max_body_bytes applies to all other bodies; the refusal names the exceeded setting."""
     with httpx.Client(base_url=start_here(max_body_bytes=1024, max_layer_bytes=4000)) as http:
         assert put(http, packed(ONE), spec=HEADS).status_code == 201
         assert "max_layer_bytes" in problem(put(http, packed(bert(4)), spec=HEADS), 413)["expected"]

@@ -1,4 +1,4 @@
-"""GET / and the page's files over HTTP, and /words, which the page asks for vectors. What people do with it is tested in a browser."""
+"""GET / and the page's files over HTTP, and /words. What people do with the page is tested in a browser."""
 
 import base64
 import re
@@ -40,15 +40,14 @@ def test_a_browser_gets_the_page(http: httpx.Client, accept: str) -> None:
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html, application/json", "text/html;q=0", "image/png"])
-def test_everyone_else_gets_the_index(http: httpx.Client, accept: str) -> None:
+def test_clients_that_are_not_browsers_get_the_index(http: httpx.Client, accept: str) -> None:
     reply = http.get("/", headers={"Accept": accept})
 
     assert reply.headers["Content-Type"] == "application/json" and reply.headers["Vary"] == "Accept"
     assert reply.json()["name"] == "attend" and "default" in reply.json()["layers"]
 
 
-def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """Version, contract, threads, limits and layers for anything that is no browser."""
+def test_the_index_has_version_limits_and_layers(http: httpx.Client, layers: dict[str, Any]) -> None:
     index = http.get("/", headers={"accept": "application/json"}).json()
 
     assert {"version", "contract", "threads", "limits", "layers"} <= set(index)
@@ -59,8 +58,8 @@ def test_the_index_as_json(http: httpx.Client, layers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_the_page(http: httpx.Client, name: str) -> None:
-    """Its type, the policy it is under, and that nothing is sent twice."""
+def test_the_pages_files_have_type_policy_and_etag(http: httpx.Client, name: str) -> None:
+    """An unchanged file is not sent twice."""
     reply = http.get(f"/page/{name}")
     assert reply.status_code == 200 and reply.headers["Content-Type"].split(";")[0] == TYPES[Path(name).suffix]
     assert reply.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self';")
@@ -75,8 +74,8 @@ def test_a_file_of_the_page(http: httpx.Client, name: str) -> None:
     assert http.get(f"/page/{name}", headers={"If-None-Match": '"other"'}).status_code == 200
 
 
-def test_the_page_names_only_files_that_there_are(http: httpx.Client) -> None:
-    """Relative, so that the page works below any path; nothing of it comes from elsewhere."""
+def test_the_page_refers_only_to_existing_relative_files(http: httpx.Client) -> None:
+    """So it works below any path and loads nothing from other servers."""
     page = http.get("/", headers={"Accept": BROWSER}).text
     named = re.findall(r'(?:src|href)="(page/[^"]+)"', page)
     for name in FILES:
@@ -88,19 +87,19 @@ def test_the_page_names_only_files_that_there_are(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/page/none.js", "/page/..%2Fapp.py", "/page/"])
-def test_there_is_no_other_file(http: httpx.Client, path: str) -> None:
+def test_other_paths_below_page_are_404(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 404
 
 
-def test_a_file_is_only_read(http: httpx.Client) -> None:
+def test_the_pages_files_accept_only_get_and_head(http: httpx.Client) -> None:
     reply = http.post("/page/page.js")
 
     assert reply.status_code == 405 and reply.headers["Allow"] == "GET, HEAD"
     assert reply.json()["detail"] == "expected GET or HEAD, got POST"
 
 
-def test_words_become_vectors_that_the_layer_takes(http: httpx.Client) -> None:
-    """The hash vectors that `attend demo` documents, in a form that goes into /attend as it is."""
+def test_words_gives_vectors_that_attend_accepts(http: httpx.Client) -> None:
+    """The hashed vectors that `attend demo` documents."""
     reply = http.post("/words", json={"text": SENTENCE})
 
     assert reply.json()["tokens"] == SENTENCE.split()
@@ -110,7 +109,7 @@ def test_words_become_vectors_that_the_layer_takes(http: httpx.Client) -> None:
     assert asked.status_code == 200 and asked.json()["layer"] == reply.json()["layer"]
 
 
-def test_words_are_as_wide_as_what_they_are_to_be(http: httpx.Client, layers: dict[str, Any]) -> None:
+def test_vectors_have_the_width_of_the_requested_part(http: httpx.Client, layers: dict[str, Any]) -> None:
     """The layer `cross` has queries of 4, keys of 3 and values of 5."""
     for part, width in (("query", 4), ("key", 3), ("value", 5)):
         found = vectors(http.post("/words", json={"text": SENTENCE, "layer": "cross", "part": part}))
@@ -130,7 +129,7 @@ def test_words_are_as_wide_as_what_they_are_to_be(http: httpx.Client, layers: di
         ({"text": "cat", "words": 1}, 422, "/words", "no field of that name"),
     ],
 )
-def test_text_that_cannot_be_read(http: httpx.Client, body: dict[str, Any], status: int, at: str, expected: str) -> None:
+def test_empty_and_too_long_texts_are_refused(http: httpx.Client, body: dict[str, Any], status: int, at: str, expected: str) -> None:
     reply = http.post("/words", json=body)
 
     assert reply.status_code == status and reply.headers["Content-Type"] == "application/problem+json"
@@ -149,7 +148,7 @@ def test_a_server_without_the_model_says_what_to_install(monkeypatch: pytest.Mon
 
 @several_workers
 def test_several_workers_offer_no_layers_of_the_model(start: Any) -> None:
-    """A layer that one of them made would be unknown to the others."""
+    """A layer loaded by one worker would be unknown to the others."""
     server = start("--workers", "2")
     with httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.get("/words").json()["layers"] == []
@@ -157,14 +156,16 @@ def test_several_workers_offer_no_layers_of_the_model(start: Any) -> None:
 
 
 @pytest.mark.checkpoint
-def test_the_models_layers_are_made_when_they_are_named(start: Any) -> None:
-    """And answer with the weights that the reference gives for the same words; a layer of that name that is another is read by hash."""
+def test_the_models_layers_are_loaded_on_first_use(start: Any) -> None:
+    """Their weights equal the reference's. A layer of such a name with other weights gets hashed vectors."""
     server = start()
     with httpx.Client(base_url=server.url, timeout=60) as client:
         names = client.get("/words").json()["layers"]
         assert len(names) == 6 and [layer["name"] for layer in client.get("/layers").json()["layers"]] == ["default"]
 
         reply = client.post("/words", json={"text": SENTENCE, "layer": names[3]})
+        spec = client.get(f"/layers/{names[3]}").json()["spec"]
+        assert (spec["init"], spec["seed"]) == (None, None)  # its weights are those of the model
         assert reply.json()["meaningful"] is True and reply.json()["tokens"] == ["[CLS]", *SENTENCE.lower().split(), "[SEP]"]
         assert names[3] in [layer["name"] for layer in client.get("/layers").json()["layers"]]
         answer = client.post("/attend", json={"layer": names[3], "query": reply.json()["vectors"]}).json()

@@ -1,4 +1,5 @@
-"""What metadata and configuration announce is what infer takes and gives, to the letter: names, datatypes, shapes, the largest batch."""
+"""Inputs and outputs announced by metadata and configuration are those that infer accepts and returns: names, datatypes, shapes, largest
+batch."""
 
 import json
 from collections.abc import Callable
@@ -29,14 +30,14 @@ def inputs_of(v2: httpx.Client) -> dict[str, np.ndarray[Any, Any]]:
     return {tensor["name"]: announced(tensor) for tensor in v2.get("/v2/models/tiny").json()["inputs"]}
 
 
-def test_these_are_all(v2: httpx.Client) -> None:
+def test_metadata_lists_exactly_these_inputs(v2: httpx.Client) -> None:
     assert set(inputs_of(v2)) == set(LENGTHS)
 
 
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name not in ("query", "value")])
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
-def test_an_input_of_the_announced_shape_means_what_it_says(v2: httpx.Client, name: str, binary: bool) -> None:
-    """The same as natively, with causal on where an offset is given."""
+def test_an_input_of_the_announced_shape_has_the_meaning_of_the_field(v2: httpx.Client, name: str, binary: bool) -> None:
+    """The result equals POST /attend; causal is set if an offset is given."""
     every = inputs_of(v2)
     tensors = {one: every[one] for one in ("query", "key", "value", name)}
     parameters = {"causal": name == "query_offset"}
@@ -52,8 +53,8 @@ def test_an_input_of_the_announced_shape_means_what_it_says(v2: httpx.Client, na
         np.testing.assert_allclose(reply.arrays[output], want[output], rtol=0, atol=2e-6)
 
 
-def test_a_number_for_each_item_may_come_in_its_other_forms_too(v2: httpx.Client) -> None:
-    """[b], [b, 1] and, of lengths, [b, q], of offsets, a single one: the same answer. Nothing else is taken for one of them."""
+def test_numbers_per_item_may_have_other_shapes(v2: httpx.Client) -> None:
+    """[b], [b, 1], for lengths [b, q], for offsets a single number. Other shapes are refused."""
     query = RNG.standard_normal((B, Q, 6)).astype(np.float32)
     lengths = np.array([1, 3])
     forms = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
@@ -83,8 +84,8 @@ def test_a_number_for_each_item_may_come_in_its_other_forms_too(v2: httpx.Client
         assert f" in {name}, at /inputs/1" in refused(v2.post(INFER, json=lone))
 
 
-def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Client) -> None:
-    """Where keys are of another width than queries, a request needs them."""
+def test_inputs_without_a_default_are_not_optional(v2: httpx.Client) -> None:
+    """If keys have another width than queries, a request needs them."""
     for widths, want in (({"key_dim": 4}, ["query", "key"]), ({"key_dim": 4, "value_dim": 2}, ["query", "key", "value"]), ({}, ["query"])):
         spec = json.dumps({"d_model": 6, "num_heads": 3, **({"value_dim": 4} if widths == {"key_dim": 4} else {}), **widths})
         assert v2.post("/v2/repository/models/wide/load", json={"parameters": {"config": spec}}).status_code == 200
@@ -109,8 +110,8 @@ def test_an_input_that_nothing_stands_for_is_not_called_optional(v2: httpx.Clien
         ("max_reply_bytes", 20000, None),
     ],
 )
-def test_the_largest_batch_is_taken_and_one_more_is_not(start_here: Callable[..., str], setting: str, limit: int, most: int | None) -> None:
-    """Of one query and one key each, whichever limit is the narrowest."""
+def test_max_batch_size_is_the_largest_admitted_batch(start_here: Callable[..., str], setting: str, limit: int, most: int | None) -> None:
+    """Of one query and one key, whichever limit applies."""
     with httpx.Client(base_url=start_here(**{setting: limit}), timeout=60) as http:
         largest = http.get("/v2/models/default/config").json()["max_batch_size"]
         assert most is None or largest == most

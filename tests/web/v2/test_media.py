@@ -1,4 +1,4 @@
-"""Content-Type and Accept say nothing under /v2, as in Triton, whose clients send none, or any: the same answer, and refusals in JSON."""
+"""Under /v2, Content-Type and Accept are ignored, as in Triton, whose clients send any or none; refusals are JSON."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def ask(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> http
 
 @pytest.mark.parametrize("media", MEDIA)
 @pytest.mark.parametrize(("method", "path", "body"), ANSWERED, ids=str)
-def test_the_answer_is_the_same(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> None:
+def test_content_type_and_accept_do_not_change_the_reply(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> None:
     want, got = ask(v2, method, path, body, "application/json"), ask(v2, method, path, body, media)
 
     assert got.status_code == want.status_code == 200, got.text
@@ -53,12 +53,12 @@ def test_the_answer_is_the_same(v2: httpx.Client, method: str, path: str, body: 
 
 @pytest.mark.parametrize("media", MEDIA)
 @pytest.mark.parametrize(("method", "path", "body", "status"), REFUSED, ids=str)
-def test_a_refusal_is_the_protocols(v2: httpx.Client, method: str, path: str, body: Any, status: int, media: str) -> None:
+def test_refusals_have_the_form_of_the_protocol(v2: httpx.Client, method: str, path: str, body: Any, status: int, media: str) -> None:
     assert refused(ask(v2, method, path, body, media), status) == refused(ask(v2, method, path, body, "application/json"), status)
 
 
-def test_a_foreign_page_is_refused_in_json_too(v2: httpx.Client) -> None:
-    """At the door, before any route is looked for."""
+def test_a_page_of_another_origin_is_refused_in_json(v2: httpx.Client) -> None:
+    """Before any route is looked up."""
     for path in (INFER, "/v2/models/tiny", "/v2/nothing"):
         answer = v2.request("POST" if path == INFER else "GET", path, headers={"Host": "elsewhere.example", "Accept": "text/xml"})
         refused(answer, 403)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP, by hand: every path, every datatype both ways, parameters, and what is refused."""
+"""The Open Inference Protocol over HTTP: every path, every datatype in both forms, parameters and refusals."""
 
 import gzip
 import json
@@ -43,8 +43,7 @@ def close(got: Array, want: Any) -> None:
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_the_server_describes_itself(v2: httpx.Client, slash: str) -> None:
-    """The specification writes the path with and without a slash at its end."""
+def test_server_metadata_with_and_without_a_trailing_slash(v2: httpx.Client, slash: str) -> None:
     answer = v2.get(f"/v2{slash}").json()
 
     assert set(answer) == {"name", "version", "extensions"}
@@ -72,15 +71,15 @@ def test_infer_exists_with_and_without_version_and_slash(v2: httpx.Client, versi
 
 
 @pytest.mark.parametrize("which", ["live", "ready"])
-def test_health_suits_every_client(v2: httpx.Client, which: str) -> None:
-    """By status for Triton's, by JSON for KServe's."""
+def test_health_has_a_status_and_members_for_all_clients(v2: httpx.Client, which: str) -> None:
+    """Triton's clients read the status, KServe's the JSON."""
     answer = v2.get(f"/v2/health/{which}")
 
     assert (answer.status_code, answer.json()) == (200, {"live": True, "ready": True})
 
 
 def test_a_server_without_models_is_not_ready(start_here: Callable[..., str]) -> None:
-    """It lives, and becomes ready with its first model. Elsewhere that has promoted broken releases."""
+    """It is live, and becomes ready with its first model."""
     with httpx.Client(base_url=start_here()) as client:
         assert client.post("/v2/repository/models/default/unload").status_code == 200
         assert client.get("/v2/health/live").status_code == 200
@@ -92,7 +91,7 @@ def test_a_server_without_models_is_not_ready(start_here: Callable[..., str]) ->
 
 
 def test_metadata_and_replies_agree(v2: httpx.Client) -> None:
-    """Every output that is announced can be asked for, and has the datatype and the shape announced."""
+    """Every announced output can be requested and has the announced datatype and shape."""
     metadata = v2.get("/v2/models/tiny").json()
     names = [output["name"] for output in metadata["outputs"]]
 
@@ -105,7 +104,7 @@ def test_metadata_and_replies_agree(v2: httpx.Client) -> None:
         assert all(want in (-1, got) for want, got in zip(announced["shape"], output["shape"], strict=True))
 
 
-def test_announced_inputs_are_taken_and_the_config_says_which_may_be_left_out(v2: httpx.Client) -> None:
+def test_announced_inputs_are_accepted_and_optional_ones_may_be_left_out(v2: httpx.Client) -> None:
     metadata, config = v2.get("/v2/models/tiny").json(), v2.get("/v2/models/tiny/config").json()
 
     assert [tensor["name"] for tensor in metadata["inputs"]] == [tensor["name"] for tensor in config["input"]]
@@ -132,7 +131,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
 @pytest.mark.parametrize("case", MASKS)
-def test_every_field_means_what_it_means_elsewhere(v2: httpx.Client, case: str, binary: bool) -> None:
+def test_every_field_has_the_same_meaning_as_in_attend(v2: httpx.Client, case: str, binary: bool) -> None:
     tensors = {"query": QUERY, "key": KEY, **{name: value for name, value in MASKS[case].items() if isinstance(value, np.ndarray)}}
     parameters = {name: value for name, value in MASKS[case].items() if not isinstance(value, np.ndarray)}
 
@@ -152,8 +151,8 @@ def test_every_field_means_what_it_means_elsewhere(v2: httpx.Client, case: str, 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name != "BOOL"])
-def test_every_datatype_holds_the_numbers(v2: httpx.Client, datatype: str, binary: bool) -> None:
-    """Numbers that all of them have: the answers are the same, but for where their bytes lie in memory."""
+def test_every_datatype_gives_the_same_result(v2: httpx.Client, datatype: str, binary: bool) -> None:
+    """Numbers that all datatypes can represent. The alignment of the bytes may change the last bits."""
     whole = np.random.default_rng(3).integers(0, 9, (B, Q, 6))
     want = read(v2.post(INFER, json={"inputs": in_json(query=whole.astype(np.float64))})).arrays
 
@@ -167,7 +166,7 @@ def test_every_datatype_holds_the_numbers(v2: httpx.Client, datatype: str, binar
 
 @pytest.mark.parametrize("layer", ["brain", "half", "exact"])
 def test_replies_have_the_layers_datatype_in_both_forms(v2: httpx.Client, layer: str) -> None:
-    """BF16 and FP16 in JSON too: every one of their numbers is a number there, and comes back as it was."""
+    """BF16 and FP16 in JSON too: every number is read back as it was."""
     datatype = {"brain": "BF16", "half": "FP16", "exact": "FP64"}[layer]
     query = QUERY.astype(DTYPES[datatype])
     body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=query)
@@ -194,7 +193,7 @@ def test_inputs_may_be_mixed_and_lists_nested(v2: httpx.Client) -> None:
 
 @pytest.mark.parametrize("overall", [None, False, True])
 @pytest.mark.parametrize("own", [None, False, True])
-def test_an_outputs_own_wish_beats_the_overall_one(v2: httpx.Client, overall: bool | None, own: bool | None) -> None:
+def test_binary_data_of_an_output_overrides_binary_data_output(v2: httpx.Client, overall: bool | None, own: bool | None) -> None:
     parameters = {} if overall is None else {"parameters": {"binary_data_output": overall}}
     wish = {} if own is None else {"parameters": {"binary_data": own}}
 
@@ -210,8 +209,8 @@ def test_an_outputs_own_wish_beats_the_overall_one(v2: httpx.Client, overall: bo
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_no_queries_is_an_answer(v2: httpx.Client, binary: bool) -> None:
-    """A tensor without elements has a shape, and no bytes."""
+def test_a_request_without_queries_is_answered(v2: httpx.Client, binary: bool) -> None:
+    """A tensor without elements has a shape and no bytes."""
     empty = np.zeros((B, 0, 6), np.float32)
     members = {"parameters": {"binary_data_output": binary}}
     body, headers = in_bytes(members, query=empty, key=KEY)
@@ -223,15 +222,15 @@ def test_no_queries_is_an_answer(v2: httpx.Client, binary: bool) -> None:
     assert arrays["attention_weights"].shape == (B, 3, 0, K)
 
 
-def test_shapes_are_never_changed(v2: httpx.Client) -> None:
-    """Without a batch axis in, none comes out; an axis of 1 stays."""
+def test_reply_shapes_follow_the_request_shapes(v2: httpx.Client) -> None:
+    """Without a batch axis in the request there is none in the reply; an axis of 1 stays."""
     reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY[0, :1]), "outputs": [{"name": "log_sum_exp"}, {"name": "output"}]}))
 
     assert {name: array.shape for name, array in reply.arrays.items()} == {"log_sum_exp": (3, 1), "output": (1, 6)}
 
 
-def test_infinities_are_kept_and_policy_is_the_callers(v2: httpx.Client) -> None:
-    """Scores of blocked keys are -inf: a word in JSON, itself in bytes, never a bare token."""
+def test_minus_infinity_and_the_policy_for_nonfinite_numbers(v2: httpx.Client) -> None:
+    """Scores of blocked keys are "-inf" in JSON and -inf in bytes, never a bare token."""
     members = {"inputs": in_json(query=QUERY, block_keys=np.array([[0, 1, 1], [0, 0, 0]])), "outputs": [{"name": "scores"}]}
 
     answer = v2.post(INFER, json=members)
@@ -245,7 +244,7 @@ def test_infinities_are_kept_and_policy_is_the_callers(v2: httpx.Client) -> None
 # Parameters
 
 
-def test_options_are_parameters(v2: httpx.Client) -> None:
+def test_fields_that_are_not_tensors_are_parameters(v2: httpx.Client) -> None:
     """Plain ones as they are, nested ones as JSON text."""
     options: dict[str, Any] = {"scale": 0.7, "softcap": 3, "fully_masked": "uniform", "query_offset": "end", "reproducible": True}
     nested: dict[str, Any] = {"window": {"left": 1, "right": 0}, "dropout": {"p": 0.3, "seed": 5}, "select": {"heads": [2, 0]}}
@@ -258,8 +257,8 @@ def test_options_are_parameters(v2: httpx.Client) -> None:
     close(reply.arrays["attention_weights"], want["attention_weights"])
 
 
-def test_a_reproducible_answer_does_not_depend_on_where_its_bytes_lie(v2: httpx.Client) -> None:
-    """A header of another length moves the tensors in memory; arithmetic must not notice."""
+def test_a_reproducible_reply_does_not_depend_on_alignment(v2: httpx.Client) -> None:
+    """A header of another length moves the tensors in memory."""
     query = RNG.standard_normal((1, 7, 64)).astype(np.float32)
     answers = set()
     for i in range(16):
@@ -280,7 +279,7 @@ def test_a_reproducible_answer_does_not_depend_on_where_its_bytes_lie(v2: httpx.
     assert len(answers) == 1
 
 
-def test_the_largest_weights_are_two_outputs(v2: httpx.Client) -> None:
+def test_top_k_is_two_outputs(v2: httpx.Client) -> None:
     parameters = {"select": '{"top_k": 2}', "reply": '{"datatype": "FP64"}'}
     outputs = [{"name": "attention_weights", "parameters": {"binary_data": True}}]
 
@@ -292,8 +291,8 @@ def test_the_largest_weights_are_two_outputs(v2: httpx.Client) -> None:
     assert reply.arrays["attention_weights.values"].dtype == np.float64
 
 
-def test_what_clients_add_of_their_own_accord_is_ignored(v2: httpx.Client) -> None:
-    """MLServer's codecs say of a tensor and of a request how to make objects of it."""
+def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> None:
+    """MLServer's codecs send `content_type` for tensors and requests."""
     codec = {"parameters": {"content_type": "np"}}
     [query] = one()["inputs"]
 
@@ -303,8 +302,8 @@ def test_what_clients_add_of_their_own_accord_is_ignored(v2: httpx.Client) -> No
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_null_is_what_is_left_out(v2: httpx.Client, binary: bool) -> None:
-    """As clients write it that are generated from a document."""
+def test_null_is_the_same_as_left_out(v2: httpx.Client, binary: bool) -> None:
+    """Generated clients send null."""
     nothing = {"id": None, "parameters": None, "model_name": None, "model_version": None}
     [query] = one()["inputs"]
     if binary:
@@ -319,22 +318,22 @@ def test_null_is_what_is_left_out(v2: httpx.Client, binary: bool) -> None:
     assert v2.post(INFER, json={**one(), "outputs": None}).json() == v2.post(INFER, json=one()).json()
 
 
-def test_an_id_comes_back_and_none_is_made_up(v2: httpx.Client) -> None:
+def test_the_id_is_returned_and_never_generated(v2: httpx.Client) -> None:
     inputs = in_json(query=QUERY)
 
     assert read(v2.post(INFER, json={"id": "größer/1", "inputs": inputs})).document["id"] == "größer/1"
     assert "id" not in read(v2.post(INFER, json={"inputs": inputs})).document
 
 
-def test_a_model_may_be_named_again(v2: httpx.Client) -> None:
+def test_the_body_may_repeat_model_name_and_version(v2: httpx.Client) -> None:
     """As KServe's client does."""
     reply = read(v2.post(INFER, json={"id": "1", "model_name": "tiny", "model_version": "1", "inputs": in_json(query=QUERY)}))
 
     assert reply.document["id"] == "1"
 
 
-def test_a_timeout_is_kept(v2: httpx.Client) -> None:
-    """Microseconds; 0 is none. One that has passed before there could be an answer is a 504."""
+def test_the_parameter_timeout_is_a_deadline(v2: httpx.Client) -> None:
+    """In microseconds; 0 is none. A passed one is 504."""
     body = {"inputs": in_json(query=QUERY)}
 
     assert "deadline" in refused(v2.post(INFER, json={**body, "parameters": {"timeout": 1}}), 504)
@@ -352,7 +351,7 @@ def test_a_timeout_is_kept(v2: httpx.Client) -> None:
     "content_type", ["", "application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain"]
 )
 def test_content_type_and_accept_do_not_matter(v2: httpx.Client, content_type: str) -> None:
-    """Clients of this protocol send none, or any: the length of the JSON says what the body is."""
+    """The length of the JSON determines what the body is."""
     body, headers = in_bytes(None, query=QUERY)
     headers |= {"Content-Type": content_type, "Accept": "text/html"}
 
@@ -364,7 +363,7 @@ def test_content_type_and_accept_do_not_matter(v2: httpx.Client, content_type: s
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 def test_bodies_and_replies_may_be_compressed(v2: httpx.Client, coding: str) -> None:
-    """The length of the JSON is that before compression, both ways."""
+    """Inference-Header-Content-Length is the length before compression."""
     body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=QUERY)
     want = read(v2.post(INFER, content=body, headers=headers)).arrays
     packed = gzip.compress(body) if coding == "gzip" else zlib.compress(body)
@@ -376,7 +375,7 @@ def test_bodies_and_replies_may_be_compressed(v2: httpx.Client, coding: str) -> 
         np.testing.assert_array_equal(array, want[name])
 
 
-def test_what_a_body_unpacks_to_is_bounded(v2: httpx.Client) -> None:
+def test_the_size_of_a_decompressed_body_is_limited(v2: httpx.Client) -> None:
     bomb = gzip.compress(b"\0" * (64 << 20))
     assert "unpacks" in refused(v2.post(INFER, content=bomb, headers={"Content-Encoding": "gzip"}), 413)
     assert "body" in refused(v2.post("/v2/repository/index", content=bomb, headers={"Content-Encoding": "gzip"}), 413)
@@ -384,8 +383,8 @@ def test_what_a_body_unpacks_to_is_bounded(v2: httpx.Client) -> None:
     assert "gzip or deflate" in refused(v2.post(INFER, content=b"{}", headers={"Content-Encoding": "br"}), 415)
 
 
-def test_bodies_of_the_repository_are_small(v2: httpx.Client) -> None:
-    """A spec has some hundreds of bytes: more than 64 KiB are refused by their Content-Length, and when they are unpacked."""
+def test_bodies_of_the_repository_are_limited_to_64_kib(v2: httpx.Client) -> None:
+    """By Content-Length, and after decompression."""
     for path in ("/v2/repository/index", "/v2/repository/models/tiny/load", "/v2/repository/models/tiny/unload"):
         assert "at most 65536 bytes" in refused(v2.post(path, content=b" " * 65537), 413)
         packed = gzip.compress(b" " * 65537)
@@ -481,8 +480,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_request_is_a_400_that_says_why(v2: httpx.Client, case: str) -> None:
-    """Also where Triton answers 500, and where it answers with other numbers than were asked for."""
+def test_invalid_requests_are_400_with_the_reason(v2: httpx.Client, case: str) -> None:
+    """Also where Triton replies 500, or replies with other numbers than requested."""
     body, words = REFUSED[case]
 
     error = refused(v2.post(INFER, content=json.dumps(body)), 413 if "2^48" in words else 400)
@@ -505,7 +504,7 @@ def test_a_wrong_request_is_a_400_that_says_why(v2: httpx.Client, case: str) -> 
         (b"\xff\xfe", "UTF-8"),
     ],
 )
-def test_bytes_that_are_no_request(v2: httpx.Client, body: bytes, words: str) -> None:
+def test_malformed_bodies_are_refused(v2: httpx.Client, body: bytes, words: str) -> None:
     assert words.lower() in refused(v2.post(INFER, content=body), 413 if words == "deep" else 400).lower()
 
 
@@ -527,7 +526,7 @@ def test_bytes_that_are_no_request(v2: httpx.Client, body: bytes, words: str) ->
         ("DELETE", "/v2/models/tiny", 405),
     ],
 )
-def test_what_is_not_here_is_refused_in_the_protocols_words(v2: httpx.Client, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_models_are_refused_in_the_protocols_form(v2: httpx.Client, method: str, path: str, status: int) -> None:
     answer = v2.request(method, path)
 
     refused(answer, status)
@@ -546,8 +545,8 @@ def made(v2: httpx.Client) -> Iterator[str]:
     v2.delete("/layers/made")
 
 
-def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
-    """Batch items answered, whatever the way; what was refused before it reached the model is no failure of it."""
+def test_statistics_count_answered_items_and_failed_calls(v2: httpx.Client, made: str) -> None:
+    """Requests refused before the model was called are not failures of the model."""
     query = np.ones((B, Q, 4), np.float32)
     before = v2.get(f"/v2/models/{made}/stats").json()["model_stats"][0]
     for _ in range(3):
@@ -575,8 +574,8 @@ def test_statistics_count_what_was_asked(v2: httpx.Client, made: str) -> None:
     assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
 
 
-def test_statistics_tell_executions_by_the_items_they_had() -> None:
-    """Calls of one item and of two in one batch: one execution of three, whose time stands there once."""
+def test_statistics_count_executions_by_batch_size() -> None:
+    """A call of one item and one of two in one batch: one execution of size three, whose time is counted once."""
     query = np.ones((2, 1, 64), np.float32)
     with collecting_server(64) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(2) as threads:
 
@@ -598,8 +597,10 @@ def test_statistics_tell_executions_by_the_items_they_had() -> None:
 
 
 @pytest.mark.parametrize(("width", "heads", "reproducible"), [(30, 5, False), (30, 5, True), (64, 8, False), (255, 5, False)])
-def test_requests_of_different_lengths_get_what_each_gets_alone(width: int, heads: int, reproducible: bool, v2: httpx.Client) -> None:
-    """In their own shapes, and each is an execution: a CPU computes no batches. With `reproducible`, to the last bit."""
+def test_concurrent_requests_of_different_lengths_get_their_own_results(
+    width: int, heads: int, reproducible: bool, v2: httpx.Client
+) -> None:
+    """Each is one execution, since a CPU computes no batches. With `reproducible`, bit for bit."""
     rng = np.random.default_rng(7)
     lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
     queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
@@ -628,7 +629,7 @@ def test_requests_of_different_lengths_get_what_each_gets_alone(width: int, head
 
 
 def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
-    """As PUT and DELETE do it, seen by both."""
+    """As with PUT and DELETE of /layers."""
     layer = v2.get(f"/layers/{made}").json()
     assert (layer["spec"]["d_model"], layer["spec"]["seed"]) == (4, 1)
     index = v2.post("/v2/repository/index").json()
@@ -664,8 +665,8 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> N
     refused(v2.post(f"/v2/repository/models/{made}/load"), 404)
 
 
-def test_weights_that_were_given_come_back_too(v2: httpx.Client, made: str) -> None:
-    """Where no folder keeps layers, those whose weights nothing can draw again are kept in memory."""
+def test_an_unloaded_layer_with_given_weights_can_be_loaded_again(v2: httpx.Client, made: str) -> None:
+    """Without --layers-dir its weights stay in memory."""
     weights = v2.get(f"/layers/{made}/weights").content
     put = v2.put("/layers/given", content=weights, headers={"Content-Type": "application/vnd.safetensors"})
     try:
@@ -695,12 +696,12 @@ def test_weights_that_were_given_come_back_too(v2: httpx.Client, made: str) -> N
         ("-x", {"parameters": {"config": '{"d_model": 4, "num_heads": 2}'}}, "name"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(v2: httpx.Client, name: str, body: Any, words: str) -> None:
+def test_invalid_loads_are_refused(v2: httpx.Client, name: str, body: Any, words: str) -> None:
     assert words in refused(v2.post(f"/v2/repository/models/{name}/load", json=body))
 
 
 def test_extensions_that_do_not_work_are_not_announced() -> None:
-    """Where every process would count and hold for itself, neither statistics nor loading are offered; nor is loading to a network."""
+    """Without shared storage, several workers offer neither statistics nor loading; a public address without keys offers no loading."""
     several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
     assert not {"statistics", "model_repository"} & set(several.get("/v2").json()["extensions"])
     refused(several.get("/v2/models/stats"), 409)

@@ -1,4 +1,4 @@
-"""Statistics where several workers serve: each counts, and whichever is asked tells of all."""
+"""Statistics with several workers: each counts its calls, and any worker reports the sum."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def totals(url: str) -> tuple[int, int, int, int]:
 
 
 @several_workers
-def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
+def test_any_worker_reports_the_sum_including_ended_workers(tmp_path: Path) -> None:
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -69,8 +69,8 @@ def test_they_add_up_whoever_is_asked_and_whoever_dies(tmp_path: Path) -> None:
 
 
 @several_workers
-def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
-    """Also where a worker that had counted is dead, and where the one that is asked to unload has not counted."""
+def test_statistics_restart_after_a_model_is_unloaded(tmp_path: Path) -> None:
+    """Also if a worker that had counted is dead, and if the worker that unloads has not counted."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -94,8 +94,8 @@ def test_a_model_of_the_same_name_begins_anew(tmp_path: Path) -> None:
 
 
 @several_workers
-def test_the_index_is_everyones(tmp_path: Path) -> None:
-    """What one worker loaded, every one lists as ready, and what it unloaded, as unavailable; what it removed, none."""
+def test_all_workers_list_the_same_models(tmp_path: Path) -> None:
+    """Loaded by one, READY on all; unloaded, UNAVAILABLE; removed, absent."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -117,7 +117,7 @@ def test_the_index_is_everyones(tmp_path: Path) -> None:
 
 
 def test_workers_without_a_shared_folder_have_no_statistics() -> None:
-    """An application that somebody else runs in several processes: no number rather than a wrong one."""
+    """Under another process manager there is no folder: statistics are refused instead of wrong."""
     several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
 
     assert "statistics" not in several.get("/v2").json()["extensions"]

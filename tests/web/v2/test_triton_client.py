@@ -1,4 +1,4 @@
-"""Triton's own HTTP client against a real server: what a user of it does, and reads when it goes wrong."""
+"""Triton's HTTP client against a real server."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def want(v2: httpx.Client) -> dict[str, Array]:
     return read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
 
 
-def test_its_questions_about_server_and_model_are_answered(client: Any) -> None:
+def test_server_and_model_metadata(client: Any) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready("tiny") and client.is_model_ready("tiny", "1")
     assert not client.is_model_ready("none") and not client.is_model_ready("tiny", "2")
@@ -49,7 +49,7 @@ def test_its_questions_about_server_and_model_are_answered(client: Any) -> None:
     assert client.get_model_config("tiny")["max_batch_size"] > 0
 
 
-def test_its_defaults_work(client: Any, want: dict[str, Array]) -> None:
+def test_default_options(client: Any, want: dict[str, Array]) -> None:
     """Inputs and outputs as bytes, no Content-Type."""
     reply = client.infer("tiny", [tensor("query", QUERY), tensor("key", KEY)])
 
@@ -59,7 +59,7 @@ def test_its_defaults_work(client: Any, want: dict[str, Array]) -> None:
 
 @pytest.mark.parametrize("inputs", [(True, True), (False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("outputs", [None, (True, True), (False, False), (True, False), (False, True)])
-def test_every_mixture_of_bytes_and_json(
+def test_inputs_and_outputs_in_bytes_and_json_can_be_mixed(
     client: Any, want: dict[str, Array], inputs: tuple[bool, ...], outputs: tuple[bool, ...] | None
 ) -> None:
     asked = outputs and [triton.InferRequestedOutput(name, binary_data=binary) for name, binary in zip(want, outputs, strict=True)]
@@ -82,7 +82,7 @@ def test_compression(client: Any, want: dict[str, Array], request_coding: str | 
 
 
 def test_bfloat16(client: Any, v2: httpx.Client) -> None:
-    """As numpy has it by way of ml_dtypes."""
+    """As ml_dtypes provides it to numpy."""
     query = QUERY.astype(ml_dtypes.bfloat16)
 
     reply = client.infer("brain", [tensor("query", query, "BF16")])
@@ -103,7 +103,7 @@ def test_other_datatypes(client: Any, layer: str, dtype: Any, datatype: str) -> 
     assert not weights[0, :, :, 0].any() and not weights[1, :, :, 1].any()
 
 
-def test_no_elements(client: Any) -> None:
+def test_tensors_without_elements(client: Any) -> None:
     reply = client.infer("tiny", [tensor("query", QUERY[:, :0]), tensor("key", KEY)])
 
     assert reply.as_numpy("output").shape == (2, 0, 6)
@@ -120,8 +120,8 @@ def test_parameters_id_priority_and_timeout(client: Any, v2: httpx.Client) -> No
         client.infer("tiny", [tensor("query", QUERY)], timeout=1)
 
 
-def test_many_at_once(v2_server: Server, want: dict[str, Array]) -> None:
-    """Its asynchronous calls, and clients in threads of their own, each with requests of its own length."""
+def test_concurrent_requests(v2_server: Server, want: dict[str, Array]) -> None:
+    """Asynchronous calls, and clients in several threads, with requests of different lengths."""
     failures: list[BaseException] = []
 
     def call(keys: int) -> None:
@@ -144,7 +144,7 @@ def test_many_at_once(v2_server: Server, want: dict[str, Array]) -> None:
     assert not failures, failures
 
 
-def test_its_asyncio_client(v2_server: Server, want: dict[str, Array]) -> None:
+def test_the_asyncio_client(v2_server: Server, want: dict[str, Array]) -> None:
     async def test() -> None:
         async with triton_aio.InferenceServerClient(v2_server.url.removeprefix("http://")) as client:
             inputs = [tensor("query", QUERY), tensor("key", KEY)]
@@ -175,7 +175,7 @@ def test_its_asyncio_client(v2_server: Server, want: dict[str, Array]) -> None:
         (lambda c: c.unload_model("none"), "none"),
     ],
 )
-def test_its_errors_can_be_read(client: Any, call: Any, words: str) -> None:
+def test_errors_have_status_and_message(client: Any, call: Any, words: str) -> None:
     with pytest.raises(InferenceServerException, match=words) as caught:
         call(client)
     assert caught.value.status() in ("400", "404")

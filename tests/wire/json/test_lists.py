@@ -1,4 +1,4 @@
-"""Numbers that are read from the text in pieces, beside the strict reader: the same arrays, or the same refusal."""
+"""Lists of numbers that are read from the text in pieces, against the strict parser: the same arrays or the same refusal."""
 
 import base64
 import json
@@ -24,9 +24,9 @@ LIMITS = WireLimits()
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that small bodies have many."""
-    monkeypatch.setattr(json_lists, "PIECE", 31)
-    monkeypatch.setattr(json_reader, "PIECE", 31)
-    monkeypatch.setattr(json_reader, "LONG", 17)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 31)
+    monkeypatch.setattr(json_reader, "PIECE_BYTES", 31)
+    monkeypatch.setattr(json_reader, "MAX_UNCUT_BYTES", 17)
 
 
 def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any:
@@ -36,7 +36,7 @@ def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any
         if strict is None:
             return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensors)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(json_reader, "STRICT", strict)
+            patch.setattr(json_reader, "MAX_STRICT_BYTES", strict)
             return json_reader.parse(body, AttendRequest.tensors, limits)
     except AttendError as error:
         return type(error), [(problem.at, problem.expected, problem.got) for problem in error.problems]
@@ -83,14 +83,14 @@ def document(rng: random.Random) -> str:
 
 
 @given(st.integers(0, 2**32))
-def test_both_readers_read_the_same(seed: int) -> None:
-    """Whatever the shapes, the white space, and the strings between."""
+def test_both_readers_give_the_same_arrays(seed: int) -> None:
+    """For random shapes, white space, and strings in between."""
     assert_same(document(random.Random(seed)).encode())
 
 
 @given(st.integers(0, 2**32))
-def test_both_readers_refuse_a_damaged_body(seed: int) -> None:
-    """A byte or two changed, left out, doubled, or moved: refused for the same fault at the same place."""
+def test_both_readers_refuse_a_damaged_body_alike(seed: int) -> None:
+    """A byte or two changed, removed, repeated or moved: the same fault at the same place."""
     rng = random.Random(seed)
     body = bytearray(document(rng).encode())
     for _ in range(rng.randint(1, 2)):
@@ -138,12 +138,12 @@ ROW = "[1,2,3,4,5,6,7,8,9,10]"
         '"' * 3,
     ],
 )
-def test_both_readers_read_or_refuse(text: str) -> None:
+def test_both_readers_agree_on_random_documents(text: str) -> None:
     assert_same(text.encode())
 
 
-def test_lists_of_numbers_and_long_base64_are_cut_out() -> None:
-    """Wherever they are values of members. The rest is what is around them, and the place of each of its bytes is known."""
+def test_lists_of_numbers_and_long_base64_strings_are_cut_out() -> None:
+    """If they are values of members. The place of every byte of the rest is known."""
     form = f'{{"shape":[2,10],"data":[{ROW},{ROW}]}}'
     binary = '{"shape":[4],"datatype":"FP64","base64":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}'
     text = f'{{"query": [{ROW},\n{ROW}], "key":{form} ,"value":{binary},"tokens":{{"x":["NaN, [1]"]}},"layer":"a",}}'
@@ -158,14 +158,14 @@ def test_lists_of_numbers_and_long_base64_are_cut_out() -> None:
 
 
 @pytest.mark.parametrize("outside", ['"layer":"\\\\",', '"layer":"\\"[",', '"layer":"\\\\\\"",', ""])
-def test_escapes_do_not_hide_where_a_string_ends(outside: str) -> None:
-    """Escaped quotation marks are part of a string, and escaped backslashes before one are not."""
+def test_escapes_in_strings_are_skipped(outside: str) -> None:
+    """Escaped quotation marks belong to a string; those after an escaped backslash end it."""
     assert assert_same(f'{{{outside}"query":[{ROW},{ROW}],"key":[{ROW}]}}'.encode())["query"].shape == (2, 10)
 
 
 @pytest.mark.parametrize("escape", [("/", "\\/"), ("+", "\\u002B"), ("+", "\\u002b")])
 def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) -> None:
-    """As PHP and .NET write it."""
+    """PHP and .NET escape slashes and plus signs."""
     array = np.random.default_rng(3).integers(0, 256, 333).astype(np.uint8)
     text = base64.b64encode(array.tobytes()).decode().replace(*escape)
     body = f'{{"query":{{"shape":[333],"datatype":"UINT8","base64":"{text}"}}}}'
@@ -174,8 +174,8 @@ def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) 
         assert isinstance(assert_same(wrong.encode()), tuple)
 
 
-def test_other_values_among_numbers_are_read_in_pieces() -> None:
-    """Those that a bias or a mask may have. They are read as numbers, and must neither be taken for these nor become part of others."""
+def test_minus_infinity_and_booleans_among_numbers_are_read_in_pieces() -> None:
+    """In a bias and a mask."""
     lowest = -1e308  # the number as which "-inf" is read
     rows = [[0, "-inf", 1.5, lowest, "-inf"]] * 20
     bias = assert_same(json.dumps({"bias": rows}).encode())["bias"]
@@ -221,14 +221,13 @@ def test_other_values_among_numbers_are_read_in_pieces() -> None:
     ],
 )
 def test_the_place_of_a_fault_in_a_large_body(body: str, refusal: Any) -> None:
-    """One that the strict reader does not parse as a whole."""
+    """In a body too large for the strict parser."""
     found = outcome(body.encode(), -1)
     assert isinstance(found, tuple)
     assert found[1] == [refusal]
 
 
-def test_integers_are_read_in_pieces_as_they_were_sent() -> None:
-    """Those that no float64 holds."""
+def test_integers_beyond_float64_precision_are_read_exactly_in_pieces() -> None:
     numbers = [2**53 + 1 + i for i in range(40)]
     body = {"query": {"shape": [40], "datatype": "INT64", "data": numbers}}
     assert assert_same(json.dumps(body).encode())["query"].tolist() == numbers
@@ -236,7 +235,7 @@ def test_integers_are_read_in_pieces_as_they_were_sent() -> None:
 
 @pytest.mark.parametrize("field", ["query", "bias"])
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(field: str) -> None:
-    """The fast parser refuses them; the slow one is given a piece."""
+    """The compiled reader refuses them; the strict parser reads the piece."""
     rows: list[Any] = [[0.5, 1, -2.5] for _ in range(9)]
     rows[4][1] = -(2**80)
     members = outcome(json.dumps({"query": [[1.0]], field: rows}).encode(), -1)
@@ -254,27 +253,27 @@ PLAIN = {
 @pytest.mark.parametrize("body", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("strict", [-1, 1 << 20])
 def test_plain_values_are_counted(body: Any, strict: int) -> None:
-    """All values that are not numbers of a tensor, in bodies of any size."""
+    """All values outside of tensors, in bodies of any size."""
     assert isinstance(outcome(json.dumps(body).encode(), strict, WireLimits(values=25)), dict)
     kind, ((_, expected, _),) = outcome(json.dumps(body).encode(), strict, WireLimits(values=15))
     assert (kind, expected) == (TooLarge, "at most 15 values outside of tensors in one body")
 
 
-def test_lists_and_the_rest_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_reader, "REST", 200)
+def test_lists_and_the_rest_are_limited_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_reader, "MAX_REST_BYTES", 200)
     kind, ((at, expected, _),) = outcome(json.dumps({"query": [[1]] * 40}).encode(), -1, WireLimits(lists=10))
     assert (kind, at, expected) == (TooLarge, "/query", "at most 10 lists in one tensor")
     monkeypatch.setattr(json_reader, "parse_strictly", None)
     assert outcome(f'{{"tokens":["{"a" * 15}"{", 1" * 80}]}}'.encode(), -1)[0] is TooLarge
 
 
-def test_a_first_row_longer_than_all_others_takes_no_memory_for_each() -> None:
+def test_a_long_first_row_does_not_determine_the_memory() -> None:
     """An array as wide as the first row would be far larger than the body."""
     kind, ((at, *_),) = outcome(json.dumps({"query": [[1] * 3000, *[[1]] * 3000]}).encode(), -1)
     assert (kind, at) == (InvalidRequest, "/query/1")
 
 
-def test_lists_are_counted_as_they_are_found() -> None:
+def test_lists_are_counted_while_they_are_cut_out() -> None:
     """Before the rest is parsed: finding them costs more than their bytes."""
     body = "{" + '"a":[1],' * 20 + '"b":1}'
     assert outcome(body.encode(), -1)[0] is MalformedBody
@@ -288,7 +287,7 @@ def test_lists_are_counted_as_they_are_found() -> None:
     ids=["large", "-large", "huge", "-longest"],
 )
 def test_integers_near_the_limit_of_float64(number: str, finite: bool, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lists, "PIECE", 1 << 17)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 1 << 17)
     members = assert_same(f'{{"{field}":[1,2,{number},3]}}'.encode())
     if finite:
         assert list(members[field]) == [1, 2, float(number), 3]

@@ -1,4 +1,4 @@
-"""The JSON decoder against Python's own: whatever is regular decodes to the same numbers, whatever is not is refused where it is not."""
+"""The JSON decoder against Python's json: regular tensors give the same numbers, anything else is refused with its place."""
 
 import base64
 import json
@@ -106,7 +106,7 @@ STRINGS = st.dictionaries(TRICKY.filter(lambda key: key not in KINDS), TRICKY, m
 
 @given(tensors(), SPACES)
 def test_regular_tensors_decode_as_python_decodes_them(tensor: tuple[list[int], Nested], space: str) -> None:
-    """Rank 1 to 4, every number to the last bit, negative zeros and subnormals and integers of any size."""
+    """Rank 1 to 4, bit for bit, with negative zeros, subnormals and integers of any size."""
     shape, nested = tensor
 
     array = parse(body(nested, space=space), KINDS, LIMITS)["x"]
@@ -118,10 +118,10 @@ def test_regular_tensors_decode_as_python_decodes_them(tensor: tuple[list[int], 
 
 @given(tensors(), STRINGS, st.booleans(), SPACES)
 @example(([1, 1], [["1"]]), {"a": "[[", "[": "\\", "]": "\u005b"}, True, "")
-def test_strings_beside_a_tensor_change_nothing(
+def test_strings_beside_a_tensor_do_not_affect_it(
     tensor: tuple[list[int], Nested], strings: dict[str, str], ascii_only: bool, space: str
 ) -> None:
-    """Brackets, quotes and backslashes in keys and values, escaped or not."""
+    """Brackets, quotation marks and backslashes in keys and values, escaped or not."""
     members = parse(body(tensor[1], strings, ascii_only, space), KINDS, LIMITS)
 
     assert bits(members.pop("x")) == bits(python(write(tensor[1])))
@@ -129,10 +129,10 @@ def test_strings_beside_a_tensor_change_nothing(
 
 
 @given(st.data(), tensors(WIDE), STRINGS, st.booleans())
-def test_a_short_or_long_row_is_refused_where_it_is(
+def test_a_short_or_long_row_is_refused_with_its_place(
     data: st.DataObject, tensor: tuple[list[int], Nested], strings: dict[str, str], longer: bool
 ) -> None:
-    """At every depth, one item more or one less than the rows before; whatever stands beside."""
+    """At every depth, one item more or less than in the rows before."""
     shape, nested = tensor
     path = data.draw(paths(shape, data.draw(st.integers(1, len(shape) - 1))))
 
@@ -149,7 +149,7 @@ def test_a_short_or_long_row_is_refused_where_it_is(
 def test_ragged_rows_that_keep_the_count_are_refused(
     data: st.DataObject, tensor: tuple[list[int], Nested], strings: dict[str, str]
 ) -> None:
-    """An item moved from one row to the next leaves as many numbers and as many brackets as there should be."""
+    """An item moved from one row to the next does not change the number of numbers and brackets."""
     shape, nested = tensor
     row = data.draw(paths(shape, len(shape) - 1))
     assume(row[-1] + 1 < shape[len(shape) - 2])
@@ -166,10 +166,10 @@ def test_ragged_rows_that_keep_the_count_are_refused(
 
 
 @given(st.data(), tensors(WIDE), STRINGS, st.booleans(), st.integers(1, 3))
-def test_a_list_among_numbers_is_refused_where_it_is(
+def test_a_list_among_numbers_is_refused_with_its_place(
     data: st.DataObject, tensor: tuple[list[int], Nested], strings: dict[str, str], ascii_only: bool, depth: int
 ) -> None:
-    """Extra nesting keeps the count of numbers, and is found all the same; strings full of brackets hide nothing."""
+    """It does not change the count of numbers. Strings full of brackets do not hide it."""
     shape, nested = tensor
     path = data.draw(paths(shape, len(shape)))
 
@@ -186,10 +186,10 @@ def test_a_list_among_numbers_is_refused_where_it_is(
 
 
 @given(st.data(), tensors(WIDE), STRINGS)
-def test_a_row_too_deep_or_too_flat_is_refused_where_it_is(
+def test_a_row_too_deep_or_too_flat_is_refused_with_its_place(
     data: st.DataObject, tensor: tuple[list[int], Nested], strings: dict[str, str]
 ) -> None:
-    """A row in a list of its own, and a number where a row should stand."""
+    """A row inside another list, and a number in place of a row."""
     shape, nested = tensor
     path = data.draw(paths(shape, data.draw(st.integers(1, len(shape) - 1))))
     place = "/x" + "".join(f"/{i}" for i in path)
@@ -201,10 +201,10 @@ def test_a_row_too_deep_or_too_flat_is_refused_where_it_is(
 
 
 @given(st.data(), tensors(), st.sampled_from(["true", "false", "null", '""', '"1"', '"-inf"', '"nan"', "{}", '{"a":1}', "[]"]), STRINGS)
-def test_anything_but_a_number_is_refused_where_it_is(
+def test_values_other_than_numbers_are_refused_with_their_place(
     data: st.DataObject, tensor: tuple[list[int], Nested], word: str, strings: dict[str, str]
 ) -> None:
-    """Booleans, nulls, strings, objects and empty lists among numbers, at any place."""
+    """Booleans, nulls, strings, objects and empty lists, anywhere."""
     shape, nested = tensor
     path = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     assume(word != "[]" or any(path))
@@ -217,8 +217,8 @@ def test_anything_but_a_number_is_refused_where_it_is(
 
 
 @given(st.data(), tensors(), st.sampled_from(["NaN", "Infinity", "-Infinity"]))
-def test_tokens_that_json_has_not_are_named_with_their_place(data: st.DataObject, tensor: tuple[list[int], Nested], token: str) -> None:
-    """NaN and Infinity, which other writers emit, are no JSON: MalformedBody, at the very number."""
+def test_nan_and_infinity_are_malformed_with_their_place(data: st.DataObject, tensor: tuple[list[int], Nested], token: str) -> None:
+    """Other writers emit them, but JSON does not have them."""
     shape, nested = tensor
     path = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
 
@@ -229,8 +229,7 @@ def test_tokens_that_json_has_not_are_named_with_their_place(data: st.DataObject
 
 
 @given(st.data(), tensors(), st.sampled_from(["1e999", "-1e309", "1.8e308"]))
-def test_numbers_beyond_a_float64_are_named_with_their_place(data: st.DataObject, tensor: tuple[list[int], Nested], number: str) -> None:
-    """JSON has them, a float64 does not."""
+def test_numbers_beyond_float64_are_refused_with_their_place(data: st.DataObject, tensor: tuple[list[int], Nested], number: str) -> None:
     shape, nested = tensor
     path = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
 
@@ -242,7 +241,7 @@ def test_numbers_beyond_a_float64_are_named_with_their_place(data: st.DataObject
 
 @given(tensors(), STRINGS, st.booleans())
 def test_every_prefix_of_a_body_is_refused(tensor: tuple[list[int], Nested], strings: dict[str, str], ascii_only: bool) -> None:
-    """Wherever the bytes stop, even inside a character, that is what is said; and the parser is none the worse for it."""
+    """Wherever it ends, even inside a character. The next body is read correctly."""
     whole = body(tensor[1], strings, ascii_only)
 
     for end in range(len(whole)):
@@ -251,8 +250,8 @@ def test_every_prefix_of_a_body_is_refused(tensor: tuple[list[int], Nested], str
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    """Nothing but a refusal ever comes out of bytes that are no document."""
+def test_random_bytes_are_read_or_refused(data: bytes) -> None:
+    """Only RequestErrors are raised."""
     try:
         parse(data, KINDS, LIMITS)
     except RequestError as error:
@@ -270,8 +269,8 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["x", "bias", "mask", "lens", "weights", "other"]), JSON))
-def test_any_document_is_read_or_refused(document: dict[str, Any]) -> None:
-    """Any JSON under the names of tensors: arrays of the right numbers, or a refusal with a place below a member."""
+def test_random_documents_are_read_or_refused(document: dict[str, Any]) -> None:
+    """Any JSON under the names of tensors: arrays of the right numbers, or a refusal with a pointer."""
     try:
         members = parse(json.dumps(document).encode(), KINDS, LIMITS)
     except RequestError as error:
@@ -285,8 +284,8 @@ def test_any_document_is_read_or_refused(document: dict[str, Any]) -> None:
 
 
 @given(st.dictionaries(TRICKY, st.integers(), min_size=1), st.data(), st.booleans())
-def test_a_key_that_stands_twice_is_named(members: dict[str, int], data: st.DataObject, nested: bool) -> None:
-    """However it is escaped, at the top or further down."""
+def test_a_repeated_key_is_refused_with_its_name(members: dict[str, int], data: st.DataObject, nested: bool) -> None:
+    """However it is escaped, at any depth."""
     twice = data.draw(st.sampled_from(sorted(members)))
     assume(twice not in KINDS)
     pairs = [(json.dumps(key, ensure_ascii=data.draw(st.booleans())), value) for key, value in [*members.items(), (twice, 1)]]
@@ -300,8 +299,7 @@ def test_a_key_that_stands_twice_is_named(members: dict[str, int], data: st.Data
 
 
 @pytest.mark.parametrize("key", [r"\u0000", r"x\u0000", r"a\u0000b"])
-def test_a_key_with_a_null_character_is_a_key_of_its_own(key: str) -> None:
-    """It names no other member, and no field."""
+def test_a_key_with_a_null_character_is_an_unknown_key(key: str) -> None:
     for text in (f'{{"a": 1, "{key}": 2}}', f'{{"reply": {{"x": 1, "{key}": 3}}}}'):
         assert parse(text.encode(), KINDS, LIMITS) == json.loads(text)
     with pytest.raises(InvalidRequest, match="no field of that name"):
@@ -309,8 +307,7 @@ def test_a_key_with_a_null_character_is_a_key_of_its_own(key: str) -> None:
 
 
 @given(tensors(), st.sampled_from(["flat", "nested", "base64"]), STRINGS)
-def test_the_forms_with_a_shape_decode_alike(tensor: tuple[list[int], Nested], form: str, strings: dict[str, str]) -> None:
-    """Flat data, nested data and base64 hold what nested lists hold."""
+def test_flat_nested_and_base64_data_are_equivalent(tensor: tuple[list[int], Nested], form: str, strings: dict[str, str]) -> None:
     shape, nested = tensor
     array = python(write(nested))
     content = {
@@ -328,8 +325,8 @@ def test_the_forms_with_a_shape_decode_alike(tensor: tuple[list[int], Nested], f
 
 @pytest.mark.parametrize("datatype", DATATYPES)
 @given(data=st.data(), shape=st.lists(st.integers(0, 4), min_size=0, max_size=4))
-def test_base64_gives_the_very_bytes(datatype: str, data: st.DataObject, shape: list[int]) -> None:
-    """Every datatype of the table, zero-length axes and scalars too; one byte more or less is refused."""
+def test_base64_gives_the_exact_bytes(datatype: str, data: st.DataObject, shape: list[int]) -> None:
+    """Every datatype, zero-length axes and scalars. One byte more or less is refused."""
     row = DATATYPES[datatype]
     count = int(np.prod(shape)) * row.size
     content = (
@@ -351,7 +348,7 @@ def test_base64_gives_the_very_bytes(datatype: str, data: st.DataObject, shape: 
 
 @given(tensors(WIDE))
 def test_many_tensors_in_one_body(tensor: tuple[list[int], Nested]) -> None:
-    """One tensor's extra bracket is not made up for by another one's missing."""
+    """An extra bracket in one tensor is not balanced by a missing one in another."""
     shape, nested = tensor
     last = tuple(n - 1 for n in shape)
     good, bad = write(nested), write(changed(nested, last, lambda item: [item]))
@@ -366,16 +363,15 @@ def test_many_tensors_in_one_body(tensor: tuple[list[int], Nested]) -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from(["0", "1", "true", "false"]), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_masks_in_numbers_and_words(rows: list[list[str]]) -> None:
-    """0, 1, true and false, mixed as they come."""
+def test_masks_may_mix_numbers_and_booleans(rows: list[list[str]]) -> None:
     mask = parse(f'{{"mask":{write(rows)}}}'.encode(), KINDS, LIMITS)["mask"]
 
     np.testing.assert_array_equal(mask != 0, [[word in ("1", "true") for word in row] for row in rows])
 
 
 @given(st.lists(st.lists(st.one_of(NUMBERS, st.just('"-inf"')), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_a_bias_may_hold_minus_infinity(rows: list[list[str]]) -> None:
-    """As a word; all else to the last bit."""
+def test_a_bias_may_contain_minus_infinity(rows: list[list[str]]) -> None:
+    """As the string "-inf"."""
     bias = parse(f'{{"bias":{write(rows)}}}'.encode(), KINDS, LIMITS)["bias"]
 
     assert bits(bias) == bits([[-np.inf if word == '"-inf"' else float(python(f"[{word}]")[0]) for word in row] for row in rows])
@@ -386,8 +382,8 @@ def test_a_bias_may_hold_minus_infinity(rows: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     "place", ['{"x": %s}', '{"other": %s}', '{"x": {"shape": %s}}', '{"x": {"shape": [1], "data": %s}}', '{"x": [1, %s]}', "%s"]
 )
-def test_deep_nesting_is_refused_and_never_recursed_into(place: str, inside: str, depth: int) -> None:
-    """As deep as it likes and wrong at the bottom besides: an answer, from the table's classes, and the next body is read."""
+def test_deep_nesting_is_refused_without_recursion(place: str, inside: str, depth: int) -> None:
+    """Whatever is wrong inside. The next body is read."""
     text = "[" * depth + inside + "]" * depth
 
     error = None
@@ -402,8 +398,7 @@ def test_deep_nesting_is_refused_and_never_recursed_into(place: str, inside: str
     assert parse(b'{"x": [1]}', KINDS, LIMITS)["x"].tolist() == [1]
 
 
-def test_a_body_of_another_thread_of_the_parser_stays_whole() -> None:
-    """What was decoded is the caller's: later bodies of the same parser do not write over it."""
+def test_decoded_arrays_are_not_overwritten_by_later_bodies() -> None:
     first = parse(b'{"x": [[1, 2], [3, 4]], "other": ["kept"]}', KINDS, LIMITS)
     for i in range(50):
         parse(json.dumps({"x": [[9.5] * 50] * 50, "other": [str(i)] * 100}).encode(), KINDS, LIMITS)
@@ -413,7 +408,7 @@ def test_a_body_of_another_thread_of_the_parser_stays_whole() -> None:
 
 
 def test_large_bodies_are_read_and_refused_alike() -> None:
-    """Above the size for which a parser is kept: the same numbers, and the same place for a fault in the last one."""
+    """The same numbers, and the same place for a fault in the last one."""
     rows = np.random.default_rng(0).standard_normal((70_000, 4))
     text = json.dumps(rows.tolist())
     assert len(text) > 4 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Replies in JSON, written and read back: every form and datatype, and the words for what JSON has no number for."""
+"""Replies in JSON, written and read back: every form and datatype, and the values for numbers that JSON does not have."""
 
 import base64
 import json
@@ -60,8 +60,8 @@ def same(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", ["FP32", "FP64"])
 @given(data=st.data())
-def test_numbers_survive_the_way(datatype: str, form: str, data: st.DataObject) -> None:
-    """Any finite number of the datatype, subnormals and negative zeros too, comes back to the last bit."""
+def test_finite_numbers_are_read_back_bit_for_bit(datatype: str, form: str, data: st.DataObject) -> None:
+    """Including subnormals and negative zeros."""
     array = data.draw(finite(DTYPES[datatype]))
 
     tensor = write({"output": array}, datatype, form=form)["output"]
@@ -74,8 +74,8 @@ def test_numbers_survive_the_way(datatype: str, form: str, data: st.DataObject) 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
 @given(array=finite(np.float32))
-def test_every_datatype_holds_the_rounded_number(datatype: str, form: str, array: Any) -> None:
-    """What the cast gives, in each form; an overflow, which only narrow datatypes have, is refused."""
+def test_every_datatype_has_the_rounded_number(datatype: str, form: str, array: Any) -> None:
+    """In each form. Overflow, which only narrow datatypes have, is refused."""
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[datatype])
     if not np.isfinite(cast).all():
@@ -94,8 +94,8 @@ def test_every_datatype_holds_the_rounded_number(datatype: str, form: str, array
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
 @given(array=finite(np.float16), keys=hnp.arrays(np.int64, SHAPES))
-def test_the_clients_inverse_is_the_inverse(datatype: str, form: str, array: Any, keys: Any) -> None:
-    """`decode_reply` gives the arrays that were written, and the two parts of a selection."""
+def test_decode_reply_inverts_encode_json(datatype: str, form: str, array: Any, keys: Any) -> None:
+    """Also for the two parts of a selection."""
     cast = array.astype(DTYPES[datatype])
     if not np.isfinite(cast).all():
         return
@@ -118,8 +118,8 @@ def test_the_clients_inverse_is_the_inverse(datatype: str, form: str, array: Any
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 0, 3), (1, 2, 0, 0)])
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
-def test_no_elements_still_have_a_shape(datatype: str, form: str, shape: tuple[int, ...]) -> None:
-    """A zero-length axis is answered in a form that has `shape`, whichever was asked for."""
+def test_tensors_without_elements_are_written_with_a_shape(datatype: str, form: str, shape: tuple[int, ...]) -> None:
+    """Whatever form was requested."""
     tensor = write({"output": np.zeros(shape, np.float32)}, datatype, form=form)["output"]
 
     assert (tensor["shape"], tensor["datatype"]) == (list(shape), datatype)
@@ -132,8 +132,8 @@ def test_no_elements_still_have_a_shape(datatype: str, form: str, shape: tuple[i
     st.sampled_from(["FP32", "FP64", "FP16", "BF16"]),
     st.sampled_from([None, 0, 3]),
 )
-def test_words_stand_where_their_numbers_stood(array: Any, form: str, datatype: str, decimals: int | None) -> None:
-    """NaN and both infinities, any number of them in any order, each in its place between the numbers; or null for all."""
+def test_nonfinite_numbers_are_replaced_in_place(array: Any, form: str, datatype: str, decimals: int | None) -> None:
+    """NaN and both infinities, any number of them in any order; as strings or as null."""
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[datatype]).astype(np.float64)
     expected = [{np.inf: "inf", -np.inf: "-inf"}.get(x, "nan" if np.isnan(x) else "number") for x in cast.ravel().tolist()]
@@ -151,8 +151,8 @@ def test_words_stand_where_their_numbers_stood(array: Any, form: str, datatype: 
 @pytest.mark.parametrize("name", ["scores", "log_sum_exp"])
 @pytest.mark.parametrize("nonfinite", ["error", "null", "string"])
 @given(array=hnp.arrays(np.float32, SHAPES, elements=st.one_of(st.floats(-1e3, 1e3, width=32), st.just(-np.inf))))
-def test_minus_infinity_is_a_value_there(name: str, nonfinite: str, array: Any) -> None:
-    """In scores and log_sum_exp it is written whatever `nonfinite` says, and read back as itself in every form."""
+def test_minus_infinity_is_allowed_in_scores_and_log_sum_exp(name: str, nonfinite: str, array: Any) -> None:
+    """Whatever `nonfinite` is, in every form."""
     nested = write({name: array}, nonfinite=nonfinite)[name]
     same(np.array(nested, np.float64).astype(np.float32), array)
     assert json.dumps(nested).count('"-inf"') == int(np.isneginf(array).sum())
@@ -174,8 +174,8 @@ def test_minus_infinity_is_a_value_there(name: str, nonfinite: str, array: Any) 
         ("output", 3.4e38, "BF16", "inf"),
     ],
 )
-def test_an_error_names_output_and_index(name: str, odd: float, datatype: str, word: str, form: str) -> None:
-    """By default a number that is not finite, or no longer, is refused with its place, in binary too."""
+def test_the_error_for_a_nonfinite_number_names_output_and_index(name: str, odd: float, datatype: str, word: str, form: str) -> None:
+    """In binary forms too."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     array[1, 2, 1] = array[1, 2, 3] = odd
     if name == "scores":
@@ -192,7 +192,7 @@ def test_an_error_names_output_and_index(name: str, odd: float, datatype: str, w
 
 @given(finite(np.float32), st.integers(0, 17), st.sampled_from(["nested", "flat"]), st.sampled_from(["FP32", "FP64"]))
 def test_decimals_round_and_never_overflow(array: Any, decimals: int, form: str, datatype: str) -> None:
-    """Every number, however large, is within half a unit of the last decimal, or of its own last bit."""
+    """Every number is within half a unit of the last decimal, or of its own last bit."""
     tensor = write({"output": array}, datatype, form=form, decimals=decimals)["output"]
 
     numbers = np.array(tensor if form == "nested" else read(tensor), np.float64)
@@ -201,8 +201,8 @@ def test_decimals_round_and_never_overflow(array: Any, decimals: int, form: str,
 
 
 @given(hnp.arrays(np.int64, SHAPES))
-def test_keys_are_whole_numbers(keys: Any) -> None:
-    """The keys of a selection are INT64 in every form, whatever datatype the values have."""
+def test_top_k_keys_are_int64_in_every_form(keys: Any) -> None:
+    """Whatever the datatype of the values."""
     tensors = {"attention_weights": {"keys": keys, "values": np.zeros(keys.shape, np.float32)}}
 
     assert write(tensors, decimals=0)["attention_weights"]["keys"] == keys.tolist()
@@ -214,8 +214,8 @@ def test_keys_are_whole_numbers(keys: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
-def test_strided_and_foreign_arrays_are_written_in_their_order(form: str) -> None:
-    """Transposed, sliced, broadcast and big-endian arrays come out row-major and little-endian."""
+def test_strided_and_big_endian_arrays_are_written_row_major_and_little_endian(form: str) -> None:
+    """Also transposed and broadcast ones."""
     whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for array in (whole.transpose(2, 0, 1), whole[:, ::-1, ::2], np.broadcast_to(whole[:1], (2, 3, 4)), whole.astype(">f4")):
         tensor = write({"output": array}, form=form)["output"]
@@ -235,8 +235,8 @@ SHAPES_OF_PIECES = [(1, 2, 3, 40), (200,), (1, 1, 1, 200), (7, 31), (50, 1, 2), 
 @pytest.mark.parametrize("shape", SHAPES_OF_PIECES)
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("more", [{}, {"decimals": 2}, {"nonfinite": "string"}, {"nonfinite": "null"}])
-def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very same bytes, and no piece has more than its numbers."""
+def test_a_reply_in_pieces_has_the_same_bytes(shape: tuple[int, ...], form: str, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece has more than NUMBERS_PER_PIECE numbers."""
     if form == "base64":
         more = {}
     array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
@@ -255,8 +255,8 @@ def test_a_reply_in_pieces_is_the_whole(shape: tuple[int, ...], form: str, more:
     assert len(pieces) > 3 * array.nbytes // (15 * 8) or form == "base64"
 
 
-def test_metrics_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not defined stays null."""
+def test_metrics_in_pieces_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undefined numbers are null."""
     indices = np.arange(-10, 190).reshape(2, 100)
     metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)

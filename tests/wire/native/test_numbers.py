@@ -1,4 +1,4 @@
-"""The compiled reader and writer of numbers, in each variant that this processor can run, beside float(), json, orjson and NumPy."""
+"""The compiled reader and writer of numbers, in each variant that this processor can run, against float(), json, orjson and NumPy."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def decimal(rng: random.Random) -> str:
 
 
 def test_numbers_of_any_form_are_read() -> None:
-    """Alone and in long rows, where all have one form or one of them has another."""
+    """Alone and in long rows, in which one number may have another form."""
     rng = random.Random(1)
     for _ in range(300):
         assert_read([[decimal(rng) for _ in range(rng.choice([1, 3, 64, 65, 130]))]])
@@ -79,7 +79,7 @@ def test_numbers_of_any_form_are_read() -> None:
 
 
 def test_numbers_between_two_floats_are_rounded_to_even() -> None:
-    """Halfway between neighbours, as far as 19 digits can tell, and a digit beside it."""
+    """Halfway between neighbours, up to 19 digits, and with one more digit."""
     rng, context = random.Random(2), Context(prec=19)
     rows = []
     for exponent in range(-1074, 971):
@@ -116,8 +116,8 @@ WRONG = """01 -01 00 +1 .5 -.5 1. -1. 1e 1e+ 1.e5 - -- --1 1-1 1.2.3 1e5.2 1e5e5
 
 
 @pytest.mark.parametrize("wrong", [*WRONG.split(), "", "1 2", "1. 5", "- 1", "1 e5", "\v1", "\u00a01"])
-def test_anything_but_numbers_is_refused(wrong: str) -> None:
-    """In any place of a row of any length."""
+def test_values_other_than_numbers_are_refused(wrong: str) -> None:
+    """Anywhere in rows of any length."""
     for length, form in ((1, "%.9g"), (3, "%.9g"), (70, "%.9g"), (70, "%.17g"), (70, "%.8e"), (70, "%d")):
         for place in {0, length // 2, length - 1}:
             row = [form % value for value in RNG.standard_normal(length).tolist()]
@@ -159,8 +159,7 @@ def regular(value: Any) -> bool:
     return 0 < array.ndim <= 4 and array.size > 0 and bool(np.isfinite(array).all())
 
 
-def test_what_json_refuses_is_refused() -> None:
-    """Valid lists with a few bytes changed are read as json reads them, or not at all."""
+def test_lists_with_changed_bytes_are_read_as_json_reads_them_or_refused() -> None:
     rng = random.Random(3)
     read_ones = 0
     for _ in range(4000):
@@ -184,7 +183,7 @@ def test_what_json_refuses_is_refused() -> None:
     assert read_ones > 1000
 
 
-def test_only_the_part_that_was_named_is_read() -> None:
+def test_only_the_given_range_is_read() -> None:
     text = b"[[1,2],[3,4]] , [5]"
     found = numbers.read(text, 0, 13, 3)
     assert found is not None and found[0].tolist() == [[1, 2], [3, 4]]
@@ -219,7 +218,7 @@ def any_floats(count: int) -> np.ndarray[Any, Any]:
 
 
 def test_the_fewest_digits_that_read_back_are_written() -> None:
-    """Those that NumPy's own algorithm finds."""
+    """The same digits as NumPy's algorithm."""
     array = any_floats(5000)
     written = numbers.write(array)
     assert written is not None
@@ -233,7 +232,7 @@ def test_the_fewest_digits_that_read_back_are_written() -> None:
 
 @pytest.mark.parametrize("decimals", range(18))
 def test_decimals_limit_the_digits_after_the_point(decimals: int) -> None:
-    """The number is the one that NumPy rounds to; where float32 has fewer decimals than that, its own."""
+    """The number is the one that NumPy rounds to; if float32 has fewer decimals than that, its own."""
     array = any_floats(3000)
     written = numbers.write(array, decimals)
     with np.errstate(over="ignore"):
@@ -241,7 +240,7 @@ def test_decimals_limit_the_digits_after_the_point(decimals: int) -> None:
     assert written == numbers.write(expected)
 
 
-def test_what_is_not_finite_is_null() -> None:
+def test_nonfinite_numbers_are_null() -> None:
     array = np.array([[1, np.nan, -np.inf] * 40, [np.inf, 0, -0.0] * 40], np.float32)
     written = numbers.write(array)
     assert written == orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -258,7 +257,7 @@ def test_other_arrays_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("work", ["read", "write"])
-def test_other_threads_run_meanwhile(work: str) -> None:
+def test_other_threads_run_while_numbers_are_read(work: str) -> None:
     """The interpreter switches threads only when one releases the lock, since the interval is longer than the test may take."""
     array = RNG.standard_normal(100_000).astype(np.float32)
     text = numbers.write(array) or b""
@@ -277,8 +276,7 @@ def test_other_threads_run_meanwhile(work: str) -> None:
     thread.join()
 
 
-def test_a_variant_that_computes_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor that nobody has tried."""
+def test_a_variant_that_fails_the_self_test_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     works = numbers._numbers
     for broken in ({"read": lambda *_: None}, {"write": lambda *_: b"[[1.0]]"}, {"write": lambda array, _: works.write(array + 1, -1)}):
         functions = {name: getattr(works, name) for name in ("read", "write", "use", "variants")}

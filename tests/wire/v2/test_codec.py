@@ -1,7 +1,7 @@
-"""Bodies that somebody broke, on purpose or not: a refusal in the protocol's form, never a 5xx, never another number, never growth.
+"""Broken V2 bodies: refused in the protocol's form, never a 5xx, wrong numbers or a memory leak.
 
-Most go straight through the form, thousands in a second; a sample of each kind goes over HTTP and gRPC, to a server that is asked
-afterwards whether it is still well.
+Most go directly through the codec, thousands per second; a sample of each kind goes over HTTP and gRPC to a server that must then answer a
+valid request.
 """
 
 import json
@@ -57,8 +57,8 @@ def test_every_prefix_of_a_valid_body_is_refused() -> None:
             parsed(BODY[:cut], "")
 
 
-def test_bodies_that_tell_the_same_keep_numbers_of_their_own() -> None:
-    """What the JSON part means is kept for the next request that has the same; nothing else is."""
+def test_bodies_with_equal_headers_have_their_own_numbers() -> None:
+    """The parsed header is cached; the numbers are not."""
     told = {"parameters": {"select": '{"heads": [1]}'}}
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def test_bodies_that_tell_the_same_keep_numbers_of_their_own() -> None:
             parsed(body + b"\0", size)
 
 
-def test_every_other_length_of_the_header_is_refused() -> None:
+def test_every_wrong_header_length_is_refused() -> None:
     for length in range(len(BODY) + 3):
         if length != SIZE:
             with pytest.raises(RequestError):
@@ -84,7 +84,7 @@ def test_every_other_length_of_the_header_is_refused() -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "+5", " ", "0x10", "1e2", "1.0", "NaN", "٣", "9" * 30, "1_0", str(2**63), "abc", "-0"])
-def test_lengths_that_are_no_number_are_refused(v2: httpx.Client, length: str) -> None:
+def test_header_lengths_that_are_not_numbers_are_refused(v2: httpx.Client, length: str) -> None:
     with pytest.raises(RequestError):
         parsed(BODY, length)
     if length.isascii() and length.strip():
@@ -92,8 +92,8 @@ def test_lengths_that_are_no_number_are_refused(v2: httpx.Client, length: str) -
 
 
 @given(st.integers(0, len(BODY) - 1), st.integers(0, 255))
-def test_a_byte_that_changed_is_refused_or_was_not_part_of_the_meaning(place: int, byte: int) -> None:
-    """In the JSON another byte makes another option, or no request; in the tensors another number, and that number only."""
+def test_a_changed_byte_is_refused_or_changes_only_what_it_encodes(place: int, byte: int) -> None:
+    """In the JSON another option or no valid request; in the tensors that number only."""
     body = BODY[:place] + bytes([byte]) + BODY[place + 1 :]
     try:
         request = parsed(body, str(SIZE))
@@ -138,8 +138,8 @@ def with_value(place: tuple[Any, ...], value: Any) -> bytes:
 
 
 @given(st.sampled_from(PLACES), JSON_VALUES)
-def test_any_value_anywhere_is_taken_or_refused(place: tuple[Any, ...], value: Any) -> None:
-    """By the form, with and without the `data` that sends it through the other parser."""
+def test_random_values_anywhere_are_accepted_or_refused(place: tuple[Any, ...], value: Any) -> None:
+    """Directly by the codec, with and without `data`, which another parser reads."""
     body = with_value(place, value)
     for text in (body, json.dumps({**json.loads(body), "inputs": value if place == ("inputs",) else []}).encode()):
         try:
@@ -149,7 +149,7 @@ def test_any_value_anywhere_is_taken_or_refused(place: tuple[Any, ...], value: A
 
 
 @given(st.sampled_from(PLACES), JSON_VALUES)
-def test_a_server_answers_or_refuses_it(v2: httpx.Client, place: tuple[Any, ...], value: Any) -> None:
+def test_a_server_answers_or_refuses_random_values(v2: httpx.Client, place: tuple[Any, ...], value: Any) -> None:
     answer = v2.post(INFER, content=with_value(place, value))
 
     if answer.status_code == 200:
@@ -184,7 +184,7 @@ TOO_LARGE = [2**31 - 1] * 3, [65536] * 3
     ids=str,
 )
 @pytest.mark.parametrize("binary", [False, True])
-def test_shapes_that_overflow_or_lie_are_refused(v2: httpx.Client, shape: Any, binary: bool) -> None:
+def test_shapes_that_overflow_or_do_not_fit_the_data_are_refused(v2: httpx.Client, shape: Any, binary: bool) -> None:
     tensor: dict[str, Any] = {"name": "query", "shape": shape, "datatype": "FP32"}
     rest = QUERY.tobytes() if binary else b""
     tensor |= {"parameters": {"binary_data_size": QUERY.nbytes}} if binary else {"data": QUERY.ravel().tolist()}
@@ -204,7 +204,7 @@ def test_shapes_that_overflow_or_lie_are_refused(v2: httpx.Client, shape: Any, b
         '{"name": "query", "shape": [1], "datatype": "FP32", "data": [1], "da\\u0074a": [1]}',
     ],
 )
-def test_names_that_stand_twice_are_refused(v2: httpx.Client, text: str) -> None:
+def test_repeated_names_are_refused(v2: httpx.Client, text: str) -> None:
     head = f'{{"inputs": [{text}]}}'.encode()
 
     assert "twice" in refused(v2.post(INFER, content=head + bytes(4), headers={"Inference-Header-Content-Length": str(len(head))}))
@@ -228,8 +228,8 @@ def test_bytes_of_bool_that_are_neither_0_nor_1_are_refused(v2: httpx.Client, li
     assert "BOOL" in refused(answer) if lies else read(answer)
 
 
-def test_sampled_prefixes_and_messages_over_the_network_and_nothing_grows(v2: httpx.Client, v2_server: Server) -> None:
-    """HTTP and gRPC; then the server holds no more memory than after the first hundred, and answers as before."""
+def test_malformed_bodies_over_http_and_grpc_do_not_leak_memory(v2: httpx.Client, v2_server: Server) -> None:
+    """After the first hundred, memory does not grow, and the server answers as before."""
     address = next(str(event["address"]) for event in v2_server.events if event["event"] == "listening for gRPC")
     want = read(v2.post(INFER, content=BODY, headers=HEADERS)).arrays["output"]
     big, big_headers = in_bytes(None, query=np.zeros((40, 64, 64), np.float32))
@@ -260,8 +260,8 @@ def test_sampled_prefixes_and_messages_over_the_network_and_nothing_grows(v2: ht
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32 + 5, 2**63, 10**30])
-def test_a_length_beyond_32_bits_is_too_large_and_no_negative_number(v2_server: Server, size: int) -> None:
-    """Refused by its header, before a byte of it comes."""
+def test_a_length_beyond_32_bits_is_too_large(v2_server: Server, size: int) -> None:
+    """It is refused by its header, before a byte of the body is read."""
     host, port = v2_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as reader:
         head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"

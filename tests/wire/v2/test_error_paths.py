@@ -1,4 +1,4 @@
-"""What refusals say: where in the very body that was sent, and which value, over HTTP and gRPC."""
+"""Pointers and values in refusals: places in the V2 body that was sent, over HTTP and gRPC."""
 
 import json
 import re
@@ -47,8 +47,8 @@ def with_nan(array: Array, *index: int) -> Array:
 
 @pytest.mark.parametrize("member", ["id", "output", "wish", "parameter", "input"])
 @pytest.mark.parametrize("inline", [True, False])
-def test_half_a_surrogate_pair_is_refused_wherever_it_stands(v2: httpx.Client, member: str, inline: bool) -> None:
-    """With numbers in the JSON and without them: two parsers."""
+def test_a_lone_surrogate_is_refused_anywhere(v2: httpx.Client, member: str, inline: bool) -> None:
+    """With numbers in the JSON and without them, which two parsers read."""
     half = "\ud800"
     numbers = {"data": QUERY.ravel().tolist()} if inline else {"parameters": {"binary_data_size": QUERY.nbytes}}
     tensor = described("query", QUERY, **numbers)
@@ -70,8 +70,8 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(v2: httpx.Client, m
 
 
 @pytest.mark.parametrize("text", ['{"\\ud800": 1}', '{"\\ud800": NaN}'])
-def test_half_a_surrogate_pair_in_an_options_text_reaches_a_caller_over_grpc(stub: Any, text: str) -> None:
-    """gRPC's own strings cannot hold one; what JSON text says can, and comes back in the pointer."""
+def test_a_lone_surrogate_in_json_text_is_escaped_over_grpc(stub: Any, text: str) -> None:
+    """gRPC strings cannot contain one. The JSON text of an option can, and the pointer repeats it."""
     tensor = service_pb2.ModelInferRequest.InferInputTensor(
         name="query", shape=[1, 1, 6], datatype="FP32", contents=service_pb2.InferTensorContents(fp32_contents=[1] * 6)
     )
@@ -95,7 +95,7 @@ def test_half_a_surrogate_pair_in_an_options_text_reaches_a_caller_over_grpc(stu
         ({"query_offset": "x"}, "/parameters/query_offset"),
     ],
 )
-def test_an_options_place_is_among_the_parameters(v2: httpx.Client, stub: Any, parameters: dict[str, Any], at: str) -> None:
+def test_pointers_to_options_are_below_parameters(v2: httpx.Client, stub: Any, parameters: dict[str, Any], at: str) -> None:
     assert refused(v2.post(INFER, json={"inputs": in_json(query=QUERY), "parameters": parameters})).endswith(f", at {at}")
 
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="query", shape=QUERY.shape, datatype="FP32")
@@ -104,8 +104,8 @@ def test_an_options_place_is_among_the_parameters(v2: httpx.Client, stub: Any, p
     assert refused_by(stub, message).endswith(f", at {at}")
 
 
-def test_an_elements_place_is_where_its_number_stands(v2: httpx.Client, stub: Any) -> None:
-    """Flat as flat, nested as nested; bytes have no place of their own, so the index is in the words. A column that stands for [b], too."""
+def test_pointers_to_elements_follow_the_form_of_the_data(v2: httpx.Client, stub: Any) -> None:
+    """Flat or nested. Bytes have no pointer, so the index is in the text. A column may stand for [b]."""
     flags = np.zeros((2, 3), np.int64)
     flags[1, 2] = 2
     sent = described("query", QUERY)
@@ -132,8 +132,8 @@ def test_an_elements_place_is_where_its_number_stands(v2: httpx.Client, stub: An
     assert refused_by(stub, typed).endswith("got nan in query, at /inputs/0/contents/fp32_contents/22")
 
 
-def test_what_the_body_itself_lacks_is_not_taken_for_an_option(v2: httpx.Client) -> None:
-    """A member called as a field of ours stays where it stands; a missing query is missed among the inputs."""
+def test_pointers_to_unknown_members_and_missing_inputs(v2: httpx.Client) -> None:
+    """A member with the name of a field is not below parameters; a missing query is reported at the inputs."""
     assert refused(v2.post(INFER, json={"query": 1, "inputs": in_json(query=QUERY)})).endswith("at /query")
     error = refused(v2.post(INFER, json={"inputs": in_json(key=QUERY)}))
     assert error == "expected an input called query, got key, at /inputs"
@@ -152,11 +152,11 @@ def test_what_the_body_itself_lacks_is_not_taken_for_an_option(v2: httpx.Client)
         ("POST", "/v2/repository/models/none/unload"),
     ],
 )
-def test_a_model_that_is_not_there_blames_no_place_in_a_body_that_has_none(v2: httpx.Client, method: str, path: str) -> None:
+def test_an_unknown_model_in_the_path_has_no_pointer(v2: httpx.Client, method: str, path: str) -> None:
     assert refused(v2.request(method, path), 404).endswith('got "none"')
 
 
-def test_over_grpc_it_blames_the_name_in_the_message(stub: Any) -> None:
+def test_an_unknown_model_over_grpc_points_to_model_name(stub: Any) -> None:
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="query", shape=QUERY.shape, datatype="FP32")
     message = service_pb2.ModelInferRequest(model_name="none", inputs=[tensor], raw_input_contents=[QUERY.tobytes()])
     assert refused_by(stub, message, grpc.StatusCode.NOT_FOUND).endswith('got "none", at /model_name')
@@ -172,7 +172,7 @@ def test_over_grpc_it_blames_the_name_in_the_message(stub: Any) -> None:
         ("outputs", "expected one of attend_keys, attend_mask"),
     ],
 )
-def test_an_input_that_is_none_is_told_which_there_are(v2: httpx.Client, stub: Any, name: str, words: str) -> None:
+def test_an_unknown_input_is_refused_with_the_known_names(v2: httpx.Client, stub: Any, name: str, words: str) -> None:
     datatype = {"tokens": "BYTES", "causal": "BOOL"}.get(name, "FP32")
     inputs = [*in_json(query=QUERY), number(datatype, [1], name, [1])]
     errors = [refused(v2.post(INFER, json={"inputs": inputs}))]
@@ -191,7 +191,7 @@ def test_an_input_that_is_none_is_told_which_there_are(v2: httpx.Client, stub: A
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_flag_that_is_none_is_named(v2: httpx.Client, nested: bool) -> None:
+def test_mask_values_other_than_0_and_1_are_refused_with_their_place(v2: httpx.Client, nested: bool) -> None:
     keys: list[Any] = [1, True, 0, 2, False, 1]
     mask = number("BOOL", [keys] if nested else keys, "attend_keys", (1, 6))
     error = refused(v2.post(INFER, json={"inputs": [number("FP32", [0.5] * 6), mask]}))
@@ -199,22 +199,22 @@ def test_a_flag_that_is_none_is_named(v2: httpx.Client, nested: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["query", "bias", "valid_lens", "output_gradient"])
-def test_numbers_are_no_flags(v2: httpx.Client, name: str) -> None:
-    """Whatever the data are: the datatype is what is wrong."""
+def test_the_datatype_bool_is_refused_for_tensors_of_numbers(v2: httpx.Client, name: str) -> None:
+    """The datatype is wrong, whatever the data."""
     for data in ([1] * 6, [True] * 6, [2] * 6):
         error = refused(v2.post(INFER, json={"inputs": [number("BOOL", data, name)]}))
         assert error.endswith('FP64, got "BOOL", at /inputs/0/datatype'), error
 
 
 @pytest.mark.parametrize(("member", "words"), [("datatype", "got nothing"), ("shape", "a list of lengths, got nothing")])
-def test_what_was_left_out_is_not_called_null(v2: httpx.Client, member: str, words: str) -> None:
+def test_a_missing_member_is_reported_as_nothing_not_as_null(v2: httpx.Client, member: str, words: str) -> None:
     entry = number("FP32", [0.5] * 6)
     del entry[member]
     assert f"{words}, at /inputs/0/{member}" in refused(v2.post(INFER, json={"inputs": [entry]}))
     assert f"got null, at /inputs/0/{member}" in refused(v2.post(INFER, json={"inputs": [{**entry, member: None}]}))
 
 
-def test_a_key_that_stands_twice_is_named(v2: httpx.Client) -> None:
+def test_a_repeated_key_is_refused_with_its_name(v2: httpx.Client) -> None:
     entry = json.dumps(number("FP32", [0.5] * 6))
     for text, at in (
         (f'{{"inputs": [{entry}], "inputs": []}}', "/inputs"),
@@ -226,7 +226,7 @@ def test_a_key_that_stands_twice_is_named(v2: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("given", "back"), [({}, False), ({"id": ""}, True), ({"id": "é"}, True)])
-def test_an_id_that_is_given_comes_back(v2: httpx.Client, given: dict[str, Any], back: bool) -> None:
+def test_a_given_id_is_returned(v2: httpx.Client, given: dict[str, Any], back: bool) -> None:
     reply = v2.post(INFER, json={**given, "inputs": [number("FP32", [0.5] * 6)]}).json()
     assert reply.get("id") == given.get("id")
     assert ("id" in reply) == back
@@ -248,7 +248,9 @@ def test_an_id_that_is_given_comes_back(v2: httpx.Client, given: dict[str, Any],
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_number_that_its_datatype_does_not_hold_is_named(v2: httpx.Client, datatype: str, value: Any, words: str, nested: bool) -> None:
+def test_a_number_outside_of_its_datatype_is_refused_with_its_place(
+    v2: httpx.Client, datatype: str, value: Any, words: str, nested: bool
+) -> None:
     data: list[Any] = [1, 1, 1, value, 1, 1]
 
     error = refused(v2.post(INFER, json={"inputs": [number(datatype, [[data]] if nested else data)]}))
@@ -258,14 +260,14 @@ def test_a_number_that_its_datatype_does_not_hold_is_named(v2: httpx.Client, dat
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, -(2**63) + 1])
 @pytest.mark.parametrize("name", ["valid_lens", "query_offset"])
-def test_integers_of_64_bits_are_what_was_sent(v2: httpx.Client, name: str, value: int) -> None:
+def test_integers_of_64_bits_are_read_exactly(v2: httpx.Client, name: str, value: int) -> None:
     """float64 would round them."""
     inputs = [*in_json(query=QUERY), number("INT64", [1, value], name, [2])]
 
     assert str(value) in refused(v2.post(INFER, json={"inputs": inputs}))
 
 
-def test_a_bias_may_be_minus_infinity_in_any_datatype_of_floats(v2: httpx.Client) -> None:
+def test_a_bias_may_be_minus_infinity_in_any_float_datatype(v2: httpx.Client) -> None:
     bias = number("FP16", ["-inf", 0, 0] * 3, "bias", [3, 3])
     assert v2.post(INFER, json={"inputs": [*in_json(query=QUERY), bias]}).status_code == 200
     for datatype in ("INT8", "INT64"):
@@ -273,7 +275,7 @@ def test_a_bias_may_be_minus_infinity_in_any_datatype_of_floats(v2: httpx.Client
         assert "-inf" in error and error.endswith("at /inputs/1/data/0")
 
 
-def test_typed_contents_and_bytes_name_the_value_too(v2: httpx.Client, stub: Any) -> None:
+def test_refusals_of_typed_contents_and_bytes_have_the_value(v2: httpx.Client, stub: Any) -> None:
     contents = service_pb2.InferTensorContents(int_contents=[1, 1, 1, 1, 300, 1])
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="query", shape=[1, 1, 6], datatype="INT8", contents=contents)
     message = service_pb2.ModelInferRequest(model_name="tiny", inputs=[tensor])
@@ -284,7 +286,7 @@ def test_typed_contents_and_bytes_name_the_value_too(v2: httpx.Client, stub: Any
 
 
 @pytest.mark.parametrize("value", [10**30, -5, 0.5, "1s"])
-def test_a_timeout_out_of_bounds_is_told_the_bounds(v2: httpx.Client, value: Any) -> None:
+def test_a_timeout_out_of_bounds_is_refused_with_the_bounds(v2: httpx.Client, value: Any) -> None:
     error = refused(v2.post(INFER, json={"inputs": in_json(query=QUERY), "parameters": {"timeout": value}}))
 
     assert "a whole number of microseconds from 0 to 18446744073709551615" in error and error.endswith("at /parameters/timeout")
@@ -293,8 +295,8 @@ def test_a_timeout_out_of_bounds_is_told_the_bounds(v2: httpx.Client, value: Any
 # Headers and lists of names
 
 
-def test_lengths_of_the_header_that_differ_are_refused(v2: httpx.Client) -> None:
-    """Whoever stands between may have gone by the other one."""
+def test_different_header_lengths_are_refused(v2: httpx.Client) -> None:
+    """A proxy may have used the other one."""
     body, headers = in_bytes(None, query=QUERY)
     length = headers["Inference-Header-Content-Length"]
     for first, second in ((length, str(int(length) - 1)), (str(int(length) - 1), length), ("", length), (length, "")):
@@ -304,7 +306,7 @@ def test_lengths_of_the_header_that_differ_are_refused(v2: httpx.Client) -> None
     assert v2.post(INFER, content=body, headers=same).status_code == 200
 
 
-def test_a_long_list_of_models_says_how_many_more_there_are(start_here: Callable[..., str]) -> None:
+def test_the_list_of_model_names_in_a_refusal_is_shortened(start_here: Callable[..., str]) -> None:
     with httpx.Client(base_url=start_here()) as http:
         spec = {"parameters": {"config": json.dumps({"d_model": 4, "num_heads": 2})}}
         for i in range(7):

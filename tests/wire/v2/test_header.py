@@ -1,4 +1,4 @@
-"""Numbers in the JSON of a request: who finds their lists first reads what the reader of the whole text reads, or leaves it to that one."""
+"""V2 requests with numbers in the JSON: the codec that cuts out lists against a parser of the whole text."""
 
 import json
 import math
@@ -65,10 +65,10 @@ def agree(body: bytes, length: str = "") -> Any:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lists, "PIECE", 11)
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 11)
 
 
-def test_what_is_sent_is_read() -> None:
+def test_valid_requests_are_read() -> None:
     got = agree(json.dumps(GOOD).encode())
     assert got["query"] == ("<f4", (2, 3, 5), QUERY.tobytes())
     assert got["key"] == ("<f8", (2, 3, 5), QUERY.astype(np.float64).tobytes())
@@ -78,10 +78,10 @@ def test_what_is_sent_is_read() -> None:
     assert got["tokens"] == {"query": [["[", "]", '"data":[2]']]}
 
 
-def test_its_lists_are_found() -> None:
-    """Or the tests here would hold of nothing."""
+def test_lists_of_these_requests_are_cut_out() -> None:
+    """Otherwise the tests here would not test that."""
     body = json.dumps(GOOD).encode()
-    parts = cut_values(body, WireLimits(), codec.DATA)
+    parts = cut_values(body, WireLimits(), codec.BEFORE_DATA)
     assert [json.loads(body[value.start : value.stop]) for value in parts.cut] == [entry["data"] for entry in GOOD["inputs"]]
     kept = json.loads(parts.rest, parse_constant=lambda name: name)
     assert [entry.pop("data") for entry in kept["inputs"]] == ["NaN"] * 5
@@ -89,7 +89,7 @@ def test_its_lists_are_found() -> None:
 
 
 @pytest.mark.parametrize("limits", [WireLimits(), WireLimits(values=4, depth=2)])
-def test_a_parsed_header_is_kept_for_the_next_request_with_the_same_limits(limits: WireLimits) -> None:
+def test_a_parsed_header_is_cached_per_limits(limits: WireLimits) -> None:
     codec.parse_template.cache_clear()
     hits = []
     for number in (1, 2.5, 2.5):
@@ -110,7 +110,7 @@ def spaced(document: Any, draw: Any) -> str:
 
 
 @given(st.data())
-def test_spaces_and_the_order_of_members_change_nothing(data: st.DataObject) -> None:
+def test_white_space_and_order_of_members_do_not_matter(data: st.DataObject) -> None:
     shuffled = {**GOOD, "inputs": [dict(data.draw(st.permutations(list(entry.items())))) for entry in GOOD["inputs"]]}
     assert agree(spaced(shuffled, data.draw).encode()) == outcome(json.dumps(GOOD).encode())
 
@@ -133,7 +133,7 @@ BITS += ['"data":', '"data":[1]', '"d\\u0061ta":[1,2,3,4]']
 @example([(SMALL.index('"data": [1'), 0, '"data": [9, 9, 9, 9], ')])
 @example([(SMALL.index('data": [1'), 1, "d\\u0061")])
 @example([(SMALL.index('"data": [1'), 1, '"a\\"')])
-def test_whatever_is_changed_both_ways_agree(changes: list[tuple[int, int, str]]) -> None:
+def test_both_parsers_agree_on_changed_requests(changes: list[tuple[int, int, str]]) -> None:
     text = SMALL
     for place, left_out, put in changes:
         text = text[:place] + put + text[place + left_out :]
@@ -141,7 +141,7 @@ def test_whatever_is_changed_both_ways_agree(changes: list[tuple[int, int, str]]
 
 
 @pytest.mark.parametrize("commas", ["{},", ",{}", "{},,1", "{} ,"])
-def test_a_comma_too_many_is_refused_wherever_the_pieces_end(commas: str) -> None:
+def test_an_extra_comma_is_refused_wherever_pieces_end(commas: str) -> None:
     for digits in range(1, 40):
         numbers = "1" * digits
         body = f'{{"inputs":[{{"name":"query","shape":[1,1],"datatype":"FP64","data":[{commas.format(numbers)}]}}]}}'
@@ -156,7 +156,7 @@ def test_a_comma_too_many_is_refused_wherever_the_pieces_end(commas: str) -> Non
 @example([0.5] * 9, "FP32", 0)
 @example([0.5] * 9, "FP32", 1)
 @example([0.5] * 9, "FP32", -1)
-def test_numbers_are_those_of_the_text_and_as_many(numbers: list[float], datatype: str, more: int) -> None:
+def test_numbers_are_read_exactly(numbers: list[float], datatype: str, more: int) -> None:
     entry = {"name": "query", "shape": [len(numbers) + more], "datatype": datatype, "data": numbers}
     got = agree(json.dumps({"inputs": [entry]}).encode())
     if more or datatype == "INT8":
@@ -167,7 +167,7 @@ def test_numbers_are_those_of_the_text_and_as_many(numbers: list[float], datatyp
 
 @pytest.mark.parametrize("odd", ["[2]", "[2, 3]", "[[2]]", "null", "true", "-", "1e400", "2 3"])
 @pytest.mark.parametrize("place", [0, 4, 8])
-def test_something_else_among_numbers_is_seen_wherever_the_pieces_end(odd: str, place: int) -> None:
+def test_other_values_among_numbers_are_refused_wherever_pieces_end(odd: str, place: int) -> None:
     numbers = ["1.5"] * 9
     numbers[place] = odd
     body = f'{{"inputs":[{{"name":"query","shape":[9],"datatype":"FP64","data":[{", ".join(numbers)}]}}]}}'
@@ -176,7 +176,7 @@ def test_something_else_among_numbers_is_seen_wherever_the_pieces_end(odd: str, 
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.5, -1])
 @pytest.mark.parametrize("datatype", ["INT64", "UINT64"])
-def test_integers_of_64_bits_stay_what_they_are(number: Any, datatype: str) -> None:
+def test_integers_of_64_bits_are_read_exactly(number: Any, datatype: str) -> None:
     entry = {"name": "valid_lens", "shape": [9], "datatype": datatype, "data": [*range(8), number]}
     got = agree(json.dumps({"inputs": [{**entry, "name": "query"}, entry]}).encode())
     if isinstance(got, dict):
@@ -189,9 +189,9 @@ EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 
 @pytest.mark.parametrize("place", [0, 4, 8])
 @pytest.mark.parametrize("nested", [False, True])
 def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fast parser refuses them; the slow one is given a piece."""
-    monkeypatch.setattr(json_lists, "PIECE", 40)
-    monkeypatch.setattr(codec, "STRICT", 0)
+    """The compiled reader refuses them; the strict parser reads the piece."""
+    monkeypatch.setattr(json_lists, "PIECE_BYTES", 40)
+    monkeypatch.setattr(codec, "MAX_STRICT_BYTES", 0)
     numbers: list[float] = [1.5] * 9
     numbers[place] = 2**80
     data = [[numbers]] if nested else numbers
@@ -204,19 +204,19 @@ def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int
 
 @pytest.mark.parametrize("data", EMPTY)
 @pytest.mark.parametrize("shape", [[0], [0, 5], [1], [1, 1], [2, 0], [2**20, 2**20], [2**31 - 1]])
-def test_empty_lists_and_those_of_another_size(data: str, shape: list[int]) -> None:
+def test_empty_lists_and_lists_of_a_wrong_length(data: str, shape: list[int]) -> None:
     got = agree(f'{{"inputs":[{{"name":"query","shape":{shape},"datatype":"FP32","data":{data}}}]}}'.encode())
     assert isinstance(got, dict) == (math.prod(shape) == 0 and bool(re.fullmatch(r"\[ *\]", data))) or "[[" in data
 
 
 @pytest.mark.parametrize("scale", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + "0" * 400, "1e-400", "0.1"])
 @pytest.mark.parametrize("inside", ["{}", '{{"x": {}}}', "[{}]"])
-def test_numbers_elsewhere_are_of_json_and_finite(scale: str, inside: str) -> None:
+def test_both_parsers_agree_on_numbers_outside_of_data(scale: str, inside: str) -> None:
     numbers = '{"name":"query","shape":[1,1],"datatype":"FP64","data":[1]}'
     agree(f'{{"inputs":[{numbers}],"parameters":{{"scale":{inside.format(scale)}}}}}'.encode())
 
 
-def test_some_numbers_in_the_text_and_some_behind_it() -> None:
+def test_inputs_in_json_and_in_bytes_can_be_mixed() -> None:
     body, headers = in_bytes(query=QUERY)
     size = int(headers["Inference-Header-Content-Length"])
     document = json.loads(body[:size])
@@ -228,15 +228,15 @@ def test_some_numbers_in_the_text_and_some_behind_it() -> None:
     assert agree(head + body[size:] + b"\0", str(len(head)))[0] is MalformedBody
 
 
-def test_a_header_that_is_long_without_its_numbers_is_not_kept() -> None:
+def test_a_long_header_template_is_not_cached() -> None:
     codec.parse_template.cache_clear()
     assert agree(json.dumps({**GOOD, "id": "x" * MAX_CACHED_HEADER}).encode()) == outcome(json.dumps(GOOD).encode())
     assert codec.parse_template.cache_info().currsize == 1
 
 
-def test_a_text_full_of_beginnings_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each search begins where the last one ended; otherwise this would take longer than a test may."""
-    monkeypatch.setattr("service.wire.json.reader.REST", 1 << 20)
+def test_searching_for_lists_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search begins where the last one ended."""
+    monkeypatch.setattr("service.wire.json.reader.MAX_REST_BYTES", 1 << 20)
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
         with pytest.raises(TooLarge):
-            cut_values(text * (1 << 18), WireLimits(), codec.DATA)
+            cut_values(text * (1 << 18), WireLimits(), codec.BEFORE_DATA)

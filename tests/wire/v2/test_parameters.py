@@ -1,4 +1,4 @@
-"""Which outputs can be asked for by name, where their numbers are rounded, and how an option that is JSON text is refused."""
+"""Outputs requested by name, rounding, and refusals of options given as JSON text."""
 
 import json
 import re
@@ -38,10 +38,10 @@ def want(v2: httpx.Client) -> dict[str, Any]:
     [(KEYS,), (VALUES,), (VALUES, KEYS), (VALUES, "output", KEYS), ((KEYS, True), (VALUES, False)), ((VALUES, True), KEYS)],
     ids=str,
 )
-def test_the_largest_weights_and_their_keys_can_be_asked_for_apart(
+def test_top_k_keys_and_values_can_be_requested_separately(
     v2: httpx.Client, want: dict[str, Any], outputs: tuple[Any, ...], overall: bool
 ) -> None:
-    """In the order asked for, each as bytes or not."""
+    """In the requested order, each in JSON or in bytes."""
     reply = read(v2.post(INFER, json=body(*outputs, select={"top_k": 2}, binary_data_output=overall)))
 
     wishes = dict(one if isinstance(one, tuple) else (one, overall) for one in outputs)
@@ -69,16 +69,14 @@ def test_the_largest_weights_and_their_keys_can_be_asked_for_apart(
     ],
     ids=str,
 )
-def test_outputs_that_are_not_there_are_refused_where_they_stand(
-    v2: httpx.Client, outputs: tuple[str, ...], select: Any, words: str
-) -> None:
+def test_unknown_outputs_are_refused_with_a_pointer(v2: httpx.Client, outputs: tuple[str, ...], select: Any, words: str) -> None:
     error = refused(v2.post(INFER, json=body(*outputs, **({} if select is None else {"select": select}))))
 
     assert re.search(words, error), error
 
 
-def test_what_needs_more_than_a_name_is_not_announced(v2: httpx.Client) -> None:
-    """Load generators ask for all that metadata has."""
+def test_outputs_that_need_parameters_are_not_in_the_metadata(v2: httpx.Client) -> None:
+    """Load generators request all outputs of the metadata."""
     names = {tensor["name"] for tensor in v2.get("/v2/models/tiny").json()["outputs"]}
     assert "attention_weights" in names and not {KEYS, VALUES, "query_gradient", "key_gradient", "value_gradient"} & names
 
@@ -87,7 +85,7 @@ def address_of(server: Server) -> str:
     return str(next(event["address"] for event in server.events if event["event"] == "listening for gRPC"))
 
 
-def test_the_same_over_grpc(v2_server: Server, want: dict[str, Any]) -> None:
+def test_outputs_and_options_over_grpc(v2_server: Server, want: dict[str, Any]) -> None:
     query = triton.InferInput("query", QUERY.shape, "FP32")
     query.set_data_from_numpy(QUERY)
     with triton.InferenceServerClient(address_of(v2_server)) as client:
@@ -115,8 +113,8 @@ def test_the_same_over_grpc(v2_server: Server, want: dict[str, Any]) -> None:
     [(), ("output", "attention_weights"), ("output", ("attention_weights", True)), (("output", False), ("log_sum_exp", True))],
     ids=str,
 )
-def test_decimals_round_what_goes_in_text(v2: httpx.Client, outputs: tuple[Any, ...]) -> None:
-    """Bytes hold the numbers as they are, as natively in safetensors."""
+def test_decimals_round_outputs_in_json_but_not_in_bytes(v2: httpx.Client, outputs: tuple[Any, ...]) -> None:
+    """As with safetensors."""
     exact = read(v2.post(INFER, json=body(*outputs)))
     reply = read(v2.post(INFER, json=body(*outputs, reply={"decimals": 2})))
 
@@ -135,7 +133,7 @@ def test_decimals_round_what_goes_in_text(v2: httpx.Client, outputs: tuple[Any, 
     ],
     ids=str,
 )
-def test_decimals_are_not_passed_over_where_nothing_is_rounded(v2: httpx.Client, outputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+def test_decimals_without_an_output_in_json_are_refused(v2: httpx.Client, outputs: tuple[Any, ...], options: dict[str, Any]) -> None:
     error = refused(v2.post(INFER, json=body(*outputs, **options, reply={"decimals": 2})))
 
     assert "text to round" in error and "/parameters/reply/decimals" in error
@@ -162,7 +160,9 @@ def test_decimals_are_not_passed_over_where_nothing_is_rounded(v2: httpx.Client,
         ("select", "3", ("an object", "/select")),
     ],
 )
-def test_an_option_that_is_no_json_is_refused_by_name_and_place(v2: httpx.Client, option: str, text: str, words: tuple[str, ...]) -> None:
+def test_an_option_with_malformed_json_is_refused_with_name_and_place(
+    v2: httpx.Client, option: str, text: str, words: tuple[str, ...]
+) -> None:
     answer = v2.post(INFER, content=json.dumps({"inputs": in_json(query=QUERY), "parameters": {option: text}}))
 
     error = refused(answer, 413 if "depth" in words else 400)
@@ -170,7 +170,7 @@ def test_an_option_that_is_no_json_is_refused_by_name_and_place(v2: httpx.Client
     assert "header" not in error
 
 
-def test_so_is_a_spec_to_load_and_a_body_of_the_repository(v2: httpx.Client) -> None:
+def test_malformed_json_in_repository_requests_is_refused_with_its_place(v2: httpx.Client) -> None:
     config = {"parameters": {"config": '{"d_model": 4 "num_heads": 2}'}}
     error = refused(v2.post("/v2/repository/models/x/load", json=config))
     assert "line 1 column 15" in error and "/parameters/config" in error
@@ -182,8 +182,8 @@ def test_so_is_a_spec_to_load_and_a_body_of_the_repository(v2: httpx.Client) -> 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
 @pytest.mark.parametrize("policy", ["error", "null", "string"])
-def test_what_overflows_is_the_callers_choice_and_never_a_bare_token(v2: httpx.Client, policy: str, binary: bool) -> None:
-    """Ones of a million as FP16. Bytes hold infinity as it is; by default its place is told instead."""
+def test_overflow_follows_nonfinite_and_is_never_a_bare_token(v2: httpx.Client, policy: str, binary: bool) -> None:
+    """Ones of a million as FP16. Bytes contain infinity; by default it is refused with output and index."""
     request = body(("value_projection", binary), reply={"datatype": "FP16", "nonfinite": policy})
     request["inputs"] = in_json(query=np.full((1, 1, 6), 1e6, np.float32))
     answer = v2.post(INFER, json=request)

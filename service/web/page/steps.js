@@ -1,0 +1,109 @@
+// How one attention weight is computed: query · key, scale, what is added, mask and softmax, with the numbers of the service.
+
+import { make, markCut } from "./dom.js";
+import { showProblems } from "./form.js";
+import { attend, Refusal } from "./wire.js";
+
+const OUTPUTS = ["query_projection", "key_projection", "scores", "log_sum_exp"];
+
+/**
+ * The numbers behind the weight of {item, head, q, k}: `tensors` are OUTPUTS of `request`, `spec` is the layer's. Without scale, softcap or
+ * masks in the request, the layer's hold.
+ */
+export function explain(tensors, request, spec, { item, head, q, k }) {
+  const group = spec.num_heads / spec.num_kv_heads;
+  const query = row(tensors.query_projection, item, head, q);
+  const key = row(tensors.key_projection, item, Math.floor(head / group), k);
+  const [scale, softcap] = [request.scale ?? spec.scale, request.softcap ?? spec.softcap];
+  const dot = query.reduce((sum, number, i) => sum + number * key[i], 0);
+  const scaled = dot * scale;
+  const capped = softcap ? softcap * Math.tanh(scaled / softcap) : scaled;
+  const scores = row(tensors.scores, item, head, q);
+  const total = row(tensors.log_sum_exp, item, head)[q]; // ln Σ exp(scores), with the layer's sink
+  const shares = scores.map((score) => Math.exp(score - total));
+  return { query, key, dot, scale, scaled, softcap, capped, scores, score: scores[k], total, shares, share: shares[k] };
+}
+
+/** The numbers of a tensor's last axis; a tensor without a batch axis has no `item`. */
+function row({ shape, data }, item, ...indices) {
+  const all = shape.length === indices.length + 2 ? [item, ...indices] : indices;
+  const start = all.reduce((sum, index, axis) => sum * shape[axis] + index, 0);
+  return data.subarray(start * shape.at(-1), (start + 1) * shape.at(-1));
+}
+
+export class Steps {
+  /** Calls `enlarge(head)` on clicks on a head. */
+  constructor(section, enlarge) {
+    Object.assign(this, { section, enlarge, title: section.querySelector("h2"), list: section.querySelector("ol") });
+    this.fetched = new WeakMap(); // request -> promise of its tensors
+  }
+
+  /**
+   * Shows the steps of a cell, or nothing for null. A cell is {item, head, q, k, weights, on, labels}: head may be "mean", weights are those of
+   * all heads, `on` the heads in the mean, labels the words of both axes.
+   */
+  async show(request, spec, cell) {
+    this.cell = cell;
+    this.section.hidden = !cell;
+    this.list.replaceChildren();
+    showProblems("steps", []);
+    if (!cell) return;
+    this.title.textContent = `Step by step: ${cell.labels.query[cell.q]} → ${cell.labels.key[cell.k]}`;
+    if (cell.head === "mean") return this.list.append(this.mean(cell));
+    try {
+      if (!this.fetched.has(request)) this.fetched.set(request, attend(request, OUTPUTS));
+      const { tensors } = await this.fetched.get(request);
+      if (this.cell === cell) this.list.replaceChildren(...steps(explain(tensors, request, spec, cell), request, cell));
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      this.fetched.delete(request);
+      if (this.cell === cell) showProblems("steps", error.problems);
+    }
+  }
+
+  mean({ weights, on }) {
+    const mean = on.reduce((sum, head) => sum + weights[head], 0) / (on.length || 1);
+    const button = (head) => make("button", { type: "button", className: "small", onclick: () => this.enlarge(head) }, `Head ${head}: ${number(weights[head])}`);
+    const text = `Mean of ${on.length} heads = ${number(mean)}. Choose a head for its steps.`;
+    return step("Mean", text, make("div", { className: "tools wrap" }, ...on.map(button)));
+  }
+}
+
+function steps(of, request, { head, q, k, weights, labels }) {
+  const { query, key, dot, scale, scaled, softcap, capped, scores, score, total, shares, share } = of;
+  const products = Array.from(query, (number, i) => [i, number, key[i], number * key[i]]);
+  const added = score - capped;
+  const isMasked = score === -Infinity;
+  const list = [step("Query · key", `q · k = ${number(dot)}`, table(`All ${query.length} products`, ["i", "q", "k", "q × k"], products))];
+  list.push(step("Scale", `${number(dot)} × ${number(scale)} = ${number(scaled)}`));
+  if (softcap) list.push(step("Soft cap", `${number(softcap)} × tanh(${number(scaled)} / ${number(softcap)}) = ${number(capped)}`));
+  if (!isMasked && Math.abs(added) > 1e-4 * (1 + Math.abs(capped))) {
+    list.push(step("Bias", `${number(capped)} + ${number(added)} = ${number(score)}, by bias or positions`));
+  }
+  list.push(step("Mask", isMasked ? "A mask keeps this query from this key: the score is −∞" : `No mask keeps this query from this key: ${number(score)}`));
+  const all = Array.from(scores, (other, i) => [labels.key[i], other, total === -Infinity ? weights[head] : shares[i]]);
+  const rest = table(`All keys of “${labels.query[q]}”`, ["Key", "Score", "Weight"], all, k);
+  if (total === -Infinity) return [...list, step("Softmax", `No key is left for this query: its weight is ${number(weights[head])} by the field fully_masked`, rest)];
+  const text = `exp(${number(score)}) / Σ exp(scores) = exp(${number(score)} − ${number(total)}) = ${number(share)}`;
+  list.push(step("Softmax", text, rest));
+  if (request.dropout) list.push(step("Dropout", weights[head] ? `${number(share)} / (1 − ${request.dropout.p}) = ${number(weights[head])}` : "Dropped: 0"));
+  return list;
+}
+
+const step = (title, text, ...more) => make("li", {}, make("strong", { textContent: title }), make("span", { textContent: text }), ...more);
+
+/** A table that can be opened; row `marked` is set off. */
+function table(title, columns, rows, marked) {
+  const line = (tag, cells) => make("tr", {}, ...cells.map((cell) => make(tag, { textContent: typeof cell === "number" ? number(cell) : cell })));
+  const body = rows.map((cells, i) => Object.assign(line("td", cells), { className: i === marked ? "marked" : "" }));
+  const scroller = make("div", { className: "wide tall", tabIndex: 0, role: "group", ariaLabel: title });
+  scroller.append(make("table", {}, make("thead", {}, line("th", columns)), make("tbody", {}, ...body)));
+  markCut(scroller);
+  return make("details", {}, make("summary", { textContent: title }), scroller);
+}
+
+/** Four significant digits, with a real minus sign. */
+function number(value) {
+  if (Math.abs(value) === Infinity) return value < 0 ? "−∞" : "∞";
+  return String(Number(value.toPrecision(4))).replace("-", "−");
+}

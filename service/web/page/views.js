@@ -1,0 +1,188 @@
+// The views of one reply: thumbnails of heads, heat map, words, statistics, steps and output. Each draws itself; this module connects them.
+
+import { Change } from "./change.js";
+import { $ } from "./dom.js";
+import { layerNames } from "./form.js";
+import { Heads } from "./heads.js";
+import { NOTHING } from "./heatmap.js";
+import { Matrix } from "./matrix.js";
+import { layersOfModel, Model } from "./model.js";
+import { Numbers } from "./numbers.js";
+import { Pattern, largest } from "./pattern.js";
+import { Pointing } from "./pointing.js";
+import { isSpecial } from "./request.js";
+import { Steps } from "./steps.js";
+import { Words } from "./words.js";
+
+export class Views {
+  /**
+   * Calls `block([q, k])` to block or unblock a cell, counted with special tokens, `changed()` after the user chose what is shown, and
+   * `open(layer, head)` for a head of another layer.
+   */
+  constructor(block, changed, open) {
+    this.changed = changed;
+    this.blocked = new Set(); // "q,k", counted with special tokens
+    this.shown = "mean"; // or the number of a head
+    this.matrix = new Matrix($("matrix"));
+    this.pointing = new Pointing(this.matrix, $("tip"), $("live"), ({ q, k }) => block([this.axes.query[q], this.axes.key[k]]), () => this.locked());
+    this.words = this.pointing.words = new Words($("words"), this.pointing);
+    const enlarge = (name) => this.enlarge(name);
+    this.heads = new Heads($("heads"), enlarge, () => this.switched());
+    this.numbers = new Numbers($("numbers"), enlarge);
+    this.steps = new Steps($("steps"), enlarge);
+    this.change = new Change($("change"));
+    this.model = new Model($("model"), (reply) => this.patternOf(reply), open);
+  }
+
+  /** The batch item that is shown. */
+  get item() {
+    return Number($("item").value);
+  }
+
+  /** The words of both axes, with special tokens. */
+  get labels() {
+    const [, , queries, keys] = this.reply.shape;
+    return this.composed.tokens(this.item, queries, keys);
+  }
+
+  /** Shows a reply; `wanted` is a state as `state` returns it, or has none of its names. */
+  renew(composed, reply, wanted) {
+    Object.assign(this, { composed, reply });
+    this.showItems(wanted.item);
+    this.numbers.wait();
+    this.model.offer(layersOfModel(reply.layer.name, layerNames()), reply.layer.name);
+    this.heads.build(reply.shape[1]);
+    if (wanted.off) this.heads.switchOff(wanted.off.split(" ").map(Number));
+    if (wanted.head) this.shown = Number(wanted.head);
+    this.show();
+    if (wanted.cell) {
+      const [q, k] = wanted.cell.split(",").map((index) => (index ? Number(index) : null));
+      this.pointing.lockAt({ q, k });
+    }
+  }
+
+  showItems(wanted) {
+    const [count] = this.reply.shape;
+    const item = Math.min(wanted ?? ($("item").value || 0), count - 1);
+    $("items").hidden = count === 1;
+    $("item").replaceChildren(...Array.from({ length: count }, (_, i) => new Option(String(i), String(i))));
+    $("item").value = String(item);
+  }
+
+  /** What the user chose to see, as texts; "" is the default. */
+  state() {
+    const { q, k } = this.pointing.locked;
+    return {
+      item: this.item ? String(this.item) : "",
+      head: this.shown === "mean" ? "" : String(this.shown),
+      off: this.heads.off.join(" "),
+      cell: q === null && k === null ? "" : `${q ?? ""},${k ?? ""}`,
+      model: this.model.details.open ? "1" : "",
+    };
+  }
+
+  /** Forgets what the user chose to see. */
+  reset() {
+    [this.shown, this.pointing.locked] = ["mean", NOTHING];
+    $("item").value = "0";
+    this.heads.switchOff([]);
+  }
+
+  /** Draws everything from the reply. */
+  show() {
+    const { labels } = this;
+    $("special-field").hidden = ![...labels.query, ...labels.key].some(isSpecial);
+    this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
+    this.pattern = this.patternOf(this.reply);
+    const wording = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
+    if (JSON.stringify(wording) !== JSON.stringify(this.wording)) this.wording = wording;
+    if (!this.pattern.squares[this.shown]) this.shown = "mean";
+    this.showBlocked(this.blocked);
+    this.redraw();
+    this.showChange();
+  }
+
+  /** What is shown of the weights of a reply to the same words. */
+  patternOf({ weights, shape }) {
+    return new Pattern(weights, shape, this.item, this.axes.query, this.axes.key);
+  }
+
+  showBlocked(blocked) {
+    this.blocked = blocked;
+    const place = ([q, k]) => `${this.axes.query.indexOf(q)},${this.axes.key.indexOf(k)}`;
+    this.matrix.blocked = new Set(this.axes ? [...blocked].map((cell) => place(cell.split(",").map(Number))) : []);
+    this.matrix.draw();
+  }
+
+  redraw() {
+    if (!this.pattern) return;
+    const scale = $("scale").value;
+    this.mean = this.pattern.mean(this.heads.chosen);
+    this.heads.show(this.pattern, this.mean, scale);
+    $("all").hidden = !this.heads.off.length;
+    this.model.redraw(scale);
+    Matrix.ramp($("ramp"));
+    this.drawShown();
+  }
+
+  drawShown() {
+    const { pattern, shown, wording, heads } = this;
+    const scale = $("scale").value;
+    const square = shown === "mean" ? this.mean : pattern.squares[shown];
+    const name = shown === "mean" ? `Mean of ${heads.chosen.length} heads` : `Head ${shown}`;
+    heads.mark(shown);
+    this.matrix.show(square, wording, scale);
+    this.words.show(square, wording, scale);
+    this.pointing.show(square, wording, name);
+    $("matrix-title").textContent = name;
+    $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
+    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(square.data, 0, square.data.length).toFixed(3);
+    this.numbers.mark(shown);
+    this.showSteps();
+  }
+
+  /** How the weight of the locked cell is computed, if one is locked. */
+  showSteps() {
+    const { q, k } = this.pointing.locked;
+    const { composed, reply, axes, labels } = this;
+    if (q === null || k === null) return this.steps.show(composed.request, reply.spec, null);
+    const weights = this.pattern.squares.map((square) => square.at(q, k));
+    const place = { item: this.item, head: this.shown, q: axes.query[q], k: axes.key[k] };
+    this.steps.show(composed.request, reply.spec, { ...place, weights, on: this.heads.chosen, labels });
+  }
+
+  /** How the output changes by the heads that are off. */
+  showChange() {
+    const words = this.axes.query.map((index, i) => [index, this.wording.query[i]]);
+    this.change.show(this.composed.request, this.heads.off, this.pattern.heads, this.item, words);
+  }
+
+  enlarge(name) {
+    this.shown = name;
+    this.drawShown();
+    this.changed();
+  }
+
+  switched() {
+    this.redraw();
+    this.showChange();
+    this.changed();
+  }
+
+  switchAllOn() {
+    this.heads.switchOff([]);
+    this.switched();
+  }
+
+  locked() {
+    this.showSteps();
+    this.changed();
+  }
+}
+
+/** Indices of the words to show: all, or those that are not special. */
+function visible(labels) {
+  const all = labels.map((_, i) => i);
+  const plain = all.filter((i) => !isSpecial(labels[i]));
+  return $("special").checked && plain.length ? plain : all;
+}
