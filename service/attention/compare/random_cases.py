@@ -45,6 +45,8 @@ LAYER_FEATURES = (
     "weights",  # explicit ones, even if they could be seeded
     "output_gate",
     "latent",
+    "chunk_size",
+    "query_scale",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -243,6 +245,10 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
         ranks = {"query_rank": 11 if rng.random() < 0.5 else None, "key_value_rank": 13}
         fields["latent"] = ranks | {"rope_key_dim": int(rng.integers(1, sizes.head_dim)), "bias": bool(rng.random() < 0.5)}
         fields["latent"]["eps"] = rng.choice([1e-6, 0.1]).item()
+    if "chunk_size" in drawn:
+        fields["chunk_size"] = int(rng.integers(1, 6))
+    if "query_scale" in drawn:
+        fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
     return LayerSpec.model_validate(fields)
 
 

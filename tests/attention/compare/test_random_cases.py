@@ -83,6 +83,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {(spec.latent.query_rank, spec.latent.bias) for spec in specs if spec.latent} == {
         (n, bias) for n in (None, 11) for bias in (0, 1)
     }
+    assert any(spec.chunk_size and spec.query_scale for spec in specs)
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
