@@ -43,9 +43,11 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     """(name -> view of the body, metadata). Raises MalformedBody, InvalidRequest or TooLarge with the name of the tensor."""
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
-    if len(body) > 8 and body[8] != OPENING:
-        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", _format_of(bytes(body[:8])))
     size = int.from_bytes(body[:8], "little")
+    if size > MAX_HEADER_BYTES and (other := _format_of(bytes(body[:8]))):
+        raise MalformedBody.where("", "safetensors", other)
+    if len(body) > 8 and body[8] != OPENING:
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", "something else")
     if size > MAX_HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
@@ -57,8 +59,8 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
 
 
 def _format_of(start: bytes) -> str:
-    """The format of a file that begins with these bytes."""
-    return next((kind for magic, kind in OTHER_FORMATS.items() if start.startswith(magic)), "something else")
+    """The other format of a file that begins with these bytes, "" if it is unknown."""
+    return next((kind for magic, kind in OTHER_FORMATS.items() if start.startswith(magic)), "")
 
 
 @dataclass(frozen=True, slots=True)

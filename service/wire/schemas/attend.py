@@ -3,6 +3,7 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -44,6 +45,10 @@ WEIGHTS_DESCRIPTION = (
 )
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
+SPECIAL = re.compile(
+    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
+)
+
 Output = Literal[
     "output",
     "attention_weights",
@@ -83,6 +88,12 @@ def _tokens(value: Any) -> Any:
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
                 raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+    return value
+
+
+def _omitted(value: Any) -> Any:
+    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
+        raise disagreement("", '"special" or a list of tokens', describe_value(value))
     return value
 
 
@@ -163,6 +174,20 @@ class Tokens(Document):
 
     query: TokenLists | None = Field(default=None, description="A token for each query.")
     key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
+        default=None,
+        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
+        "other marks of a sequence. Weights stay as they are.",
+    )
+
+    def omits(self, token: str) -> bool:
+        """Whether `omit` leaves this token out."""
+        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+
+
+def is_special(token: str) -> bool:
+    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
+    return SPECIAL.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
@@ -215,6 +240,12 @@ class AttendRequest(Document):
     @property
     def batched(self) -> bool:
         return self.query.ndim == 3
+
+    def words(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+        """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
+        if self.tokens is None:
+            return []
+        return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
 class PutLayer(Document):
