@@ -47,7 +47,8 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     if size > MAX_HEADER_BYTES and (other := _format_of(bytes(body[:8]))):
         raise MalformedBody.where("", "safetensors", other)
     if len(body) > 8 and body[8] != OPENING:
-        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", "something else")
+        got = _format_of(bytes(body[:8])) or "something else"
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", got)
     if size > MAX_HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
