@@ -571,6 +571,22 @@ def test_the_address_has_the_state(visit: Visitor, layers: None) -> None:
         asked = other.asking(lambda: other.page.reload())
 
 
+def test_the_address_has_a_pasted_request_and_the_masks_over_it(visit: Visitor) -> None:
+    """Masks that the controls cannot show stay as they are in the request; one that the user emptied stays away."""
+    body = {"query": np.eye(4, 64).reshape(2, 2, 64).tolist(), "valid_lens": [1, 2], "causal": True, "window": {"left": 1, "right": 0}}
+    page = visit()
+    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    page.asking(lambda: page.page.uncheck("#causal"))
+    page.page.select_option("#item", "1")
+    page.page.uncheck("#heads input[aria-label='Head 1 on']")
+    asked = page.asking(lambda: page.page.reload())
+    assert asked["valid_lens"] == [1, 2] and asked["window"] == {"left": 1, "right": 0} and "causal" not in asked
+    assert page.page.input_value("#item") == "1" and page.page.inner_text("#matrix-title") == "Mean of 7 heads"
+    page.asking(lambda: page.page.goto(page.url + "/#layer=default"))
+    assert side(page, "q").all_inner_texts() == WORDS and page.page.is_enabled("#length")
+
+
 def test_an_address_with_nonsense_does_no_harm(visit: Visitor) -> None:
     page = visit()
     page.asking(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
@@ -616,11 +632,11 @@ def test_what_is_copied_gives_what_is_shown(browser: Any, visit: Visitor, http: 
         assert copied[kind] == page.page.input_value("#code")
     weights = weights_of(http, asked)
 
-    assert len(copied["curl"]) < 600
+    assert len(copied["curl"]) < 600 and len(copied["python"]) < 600
     np.testing.assert_array_equal(weights_of(http, json.loads(copied["json"])), weights)
     done = subprocess.run(["bash", "-c", copied["curl"]], capture_output=True, check=True)
     np.testing.assert_array_equal(np.array(json.loads(done.stdout)["attention_weights"]), weights)
-    program = copied["python"] + "print(result.attention_weights.tolist(), request['tokens'])"
+    program = copied["python"] + "print(result.attention_weights.tolist(), query.tokens)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
     shape, rest = done.stdout.split("\n", 1)
     assert shape == str(weights.shape) and rest.startswith(str(weights.astype(np.float32).tolist()))
@@ -689,14 +705,22 @@ def test_everything_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
 @pytest.mark.parametrize("state", ["shown", "refused"])
-def test_axe_finds_nothing(visit: Visitor, scheme: str, width: int, state: str) -> None:
-    """The accessibility rules of axe, in both colours, on a wide and a narrow screen, with and without a refusal."""
+def test_axe_finds_nothing(visit: Visitor, layers: None, scheme: str, width: int, state: str) -> None:
+    """The accessibility rules of axe, in both colours, on a wide and a narrow screen, with all that opens, and with a refusal."""
     from axe_playwright_python.sync_playwright import Axe
 
-    page = visit(color_scheme=scheme, viewport={"width": width, "height": 844})
+    page = visit("tiny-2", color_scheme=scheme, viewport={"width": width, "height": 844})
     assert page.page.get_attribute("html", "data-theme") == scheme
+    page.page.uncheck("#heads input[aria-label='Head 1 on']")
+    page.page.locator("#heads [data-head='0']").click()
     page.asking(lambda: page.page.check("#cross"))
-    side(page, "q").nth(1).click()
+    Grid(page, 10, 7).click(1, 2)
+    page.page.locator("#steps li", has_text="Softmax").wait_for()
+    for summary in page.page.locator("summary").all():
+        if summary.is_visible():
+            summary.click()
+    page.page.locator("#change tbody tr").first.wait_for()
+    page.page.locator("#model canvas[width='100']").nth(2).wait_for()
     page.page.click("[data-copy=curl]")
     if state == "refused":
         page.refusal(lambda: page.page.fill("#length", "99"))
