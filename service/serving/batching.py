@@ -136,6 +136,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
         tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in STACKED_MASKS),
         masks.left,
         masks.right,
+        masks.chunk,
         masks.aligned,
     )
 

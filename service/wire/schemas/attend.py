@@ -298,7 +298,7 @@ class AttendReply(Document):
     attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
     scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
     log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
-    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm and rotation.")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
     head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
