@@ -135,7 +135,9 @@ class LayerRegistry:
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # a view would keep the whole body in memory
+            tensors = {
+                key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()
+            }  # a view would keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
@@ -180,7 +182,7 @@ def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
     return float(variance.mean())
 
 
-def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     shapes = spec.weight_shapes()
     problems = [
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
