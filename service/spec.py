@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -204,6 +204,17 @@ class LayerSpec(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
+
+    instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
+        **dict.fromkeys(("embed_dim", "hidden_size", "num_hiddens"), "d_model"),
+        **dict.fromkeys(("n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads"),
+        **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "num_kv_heads"),
+        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), "bias"),
+        **dict.fromkeys(("causal", "dropout"), "no field of that name, which belongs to each call"),
+        "kdim": "key_dim",
+        "rope_theta": 'rope {"theta"}',
+        "vdim": "value_dim",
+    }
 
     d_model: Width = Field(description="Width of the queries.", examples=[64])
     num_heads: Width = Field(description="Number of query heads.", examples=[8])
