@@ -28,6 +28,7 @@ from service.client.responses import read_attend
 from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
 from service.settings import Settings
 from service.tensors import Array
+from service.wire.schemas.attend import is_special
 
 EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
 
@@ -35,7 +36,6 @@ attend demo --vectors hash --save . --json"""
 SENTENCE = "The cat sat on the mat because it was tired"
 PORT = 8000  # in the printed commands
 LINKS = 3  # shown per head
-SPECIAL = {"[CLS]", "[SEP]"}
 HASH_NOTE = """Each word's vector is drawn from a hash of the word, and the layer's weights from a seed. Nothing was trained:
 the heads mean nothing, and the links only show the form of a result."""
 MINILM_NOTE = """The vectors are the input of attention layer {} of all-MiniLM-L6-v2 (0 to 5) in that model, and the weights are
@@ -57,7 +57,8 @@ Kind = Annotated[
 ]
 Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Attention layer of all-MiniLM-L6-v2; default 0.", show_default=False)]
 Save = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Folder for the request; default: a new temporary folder.", show_default=False)
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder for the request and its layer; default: a new temporary folder.", show_default=False),
 ]
 
 
@@ -66,9 +67,10 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
     embedded, note = read_sentence(sentence, vectors, layer)
     try:
         folder = Path(tempfile.mkdtemp(prefix="attend-demo-")) if save is None else save.absolute()
-        files = _write_bodies(embedded, folder)
+        request = _write_request(embedded, folder)
         with report_errors("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
-            result, seconds = _send(client, embedded, files)
+            layer_file = _put_layer(client, embedded, folder)
+            result, seconds = _send(client, request)
     except NotStarted as error:
         fail("demo", str(error))
     except OSError as error:
@@ -86,7 +88,7 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
             ],
             "seconds": seconds,
             "timing": result.timing,
-            "again": _commands(embedded.layer, files),
+            "again": _commands(request, layer_file),
         }
         typer.echo(json.dumps(document))
         return
@@ -94,11 +96,12 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
     _show_exchange(console, embedded, result, seconds)
     console.print(links_table(result.attention_weights, embedded.tokens, links), soft_wrap=False)
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in (request, layer_file) if file)
     console.print(f"\nThe files in {folder} ({size / 1e6:.1f} MB) are not removed.", markup=False)
-    console.print("\n[bold]The same by hand[/bold]")
-    for line in _commands(embedded.layer, files):
-        console.print(f"  {line}", markup=False)
+    for title, lines in (("More of the same request", _more(request)), ("The same by hand", _commands(request, layer_file))):
+        console.print(f"\n[bold]{title}[/bold]")
+        for line in lines:
+            console.print(f"  {line}", markup=False)
 
 
 def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> tuple[Sentence, str]:
@@ -119,24 +122,28 @@ def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> 
         fail("demo", str(error), "Give another --sentence or --layer.", code=2)
 
 
-def _write_bodies(embedded: Sentence, folder: Path) -> list[Path]:
-    """The files of the bodies: the request, and before it the layer, unless its weights are drawn from a seed."""
+def _write_request(embedded: Sentence, folder: Path) -> Path:
+    """The file of the request."""
     folder.mkdir(parents=True, exist_ok=True)
     body = {"layer": embedded.layer, "query": embedded.vectors, "tokens": {"query": embedded.tokens}, "reply": {"decimals": 4}}
-    bodies = {folder / "request.json": orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)}
-    if embedded.weights:
-        layer = operations.put_layer(embedded.layer, embedded.spec, embedded.weights).body or b""
-        bodies = {folder / "layer.json": layer, **bodies}
-    for file, content in bodies.items():
-        file.write_bytes(content)
-    return list(bodies)
+    file = folder / "request.json"
+    file.write_bytes(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+    return file
 
 
-def _send(client: Client, embedded: Sentence, files: list[Path]) -> tuple[AttendResult, float]:
+def _put_layer(client: Client, embedded: Sentence, folder: Path) -> Path | None:
+    """The file of the layer, which commands read if a request beside it names the layer; None if the server has the layer already."""
+    if not embedded.weights:
+        return None
+    client.put_layer(embedded.layer, embedded.spec, embedded.weights)
+    file = folder / f"{embedded.layer}.safetensors"
+    file.write_bytes(client.layer_file(embedded.layer))
+    return file
+
+
+def _send(client: Client, request: Path) -> tuple[AttendResult, float]:
     """The result, and the seconds of a round trip over an open connection."""
-    if embedded.weights:
-        client.put_layer(embedded.layer, embedded.spec, embedded.weights)
-    operation = operations.post("/attend", files[-1].read_bytes())
+    operation = operations.post("/attend", request.read_bytes())
     client.perform(operation)
     started = time.perf_counter()
     response = client.perform(operation)
@@ -162,11 +169,16 @@ def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, s
     console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
 
 
-def _commands(layer: str, files: list[Path]) -> list[str]:
+def _more(request: Path) -> list[str]:
+    """Commands that need no server."""
+    return [f"attend {command} {shlex.quote(str(request))}" for command in ("heads", "figure")]
+
+
+def _commands(request: Path, layer: Path | None) -> list[str]:
     """Shell commands that repeat the request."""
     url = f"http://127.0.0.1:{PORT}"
-    puts = [f"curl -s -X PUT {url}/layers/{layer} --data-binary {shlex.quote(f'@{file}')}" for file in files[:-1]]
-    return [f"attend serve --port {PORT}", *puts, f"curl -s {url}/attend --data-binary {shlex.quote(f'@{files[-1]}')}"]
+    add = [] if layer is None else [f"attend layers add {layer.stem} {shlex.quote(str(layer))} --url {url}"]
+    return [f"attend serve --port {PORT}", *add, f"curl -s {url}/attend --data-binary {shlex.quote(f'@{request}')}"]
 
 
 def links_table(weights: Array, tokens: Sequence[str], links: Links) -> Table:
@@ -178,7 +190,7 @@ def links_table(weights: Array, tokens: Sequence[str], links: Links) -> Table:
         special = [] if words.all() else [f"{rows[words][:, ~words].sum(-1).mean():.2f}"]
         table.add_row(str(head), *shown, *[""] * (LINKS - len(shown)), *special)
     if not words.all():
-        table.caption = f"special: mean weight that words give to {' and '.join(sorted(SPECIAL & {*tokens}))}"
+        table.caption = f"special: mean weight that words give to {' and '.join(sorted({*filter(is_special, tokens)}))}"
     return table
 
 
@@ -193,7 +205,7 @@ def strongest_links(weights: Array, tokens: Sequence[str]) -> Links:
 
 
 def _is_word(tokens: Sequence[str]) -> Array:
-    return np.array([token not in SPECIAL for token in tokens])
+    return np.array([not is_special(token) for token in tokens])
 
 
 def unique_labels(tokens: Sequence[str]) -> list[str]:

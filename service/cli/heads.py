@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.clients import open_client
+from service.cli.clients import open_client_for
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import fail, read_file, report_errors
 from service.client.operations import post
 from service.client.responses import read_analysis
 from service.tensors import Array
 from service.wire.schemas.analysis import METRICS, SHAPES
+from service.wire.schemas.attend import is_special
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
 
@@ -27,6 +28,7 @@ attend heads request.json --metrics entropy,strongest_links,pruning_order
 attend heads request.json --url http://127.0.0.1:8000 --json"""
 File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend or /attend/analysis; - is standard input.")]
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
+Special = Annotated[bool, typer.Option("--special", help="Count special tokens ([CLS], [SEP], <s>, …) in the tables too.")]
 NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
 MAX_COLUMN = 12  # characters of a metric's name
 CELL = 6  # characters of a column for a head
@@ -36,17 +38,26 @@ MAX_ITEMS = 8  # of a batch
 
 @with_settings(*ENGINE_FIELDS)
 def heads(
-    file: File, metrics: Names = None, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any
+    file: File,
+    metrics: Names = None,
+    special: Special = False,
+    url: Url = None,
+    ca: Ca = None,
+    as_json: AsJson = False,
+    config: Config = None,
+    **flags: Any,
 ) -> None:
     """Show metrics of each head for one request.
 
     Without --metrics they are those in the file, or the cheap ones that it suffices for. Without --url the layers are those that
-    `attend serve` would have with the same flags, environment and file.
+    `attend serve` would have with the same flags, environment and file, and that in NAME.safetensors beside FILE, if the request is for
+    the layer NAME. The tables leave special tokens out, as queries and in links, unless `tokens` in the file has `omit`.
     """
     body = read_file("heads", file)
     if metrics is not None:
         body = _with_metrics(body, metrics)
-    with report_errors("heads"), open_client(url, ca, config, flags) as client:
+    whole, body = body, body if special or as_json else without_special(body)
+    with report_errors("heads"), open_client_for(file, body, url, ca, config, flags) as client:
         response = client.perform(post("/attend/analysis", body))
         result = None if as_json else read_analysis(response)
     if result is None:
@@ -54,6 +65,8 @@ def heads(
         return
     console = Console(highlight=False, markup=False)
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
+    if body != whole:
+        console.print("special tokens are left out; --special counts them")
     if result.fully_masked_rows:
         console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
     for table in metric_tables(result.metrics, console.width):
@@ -72,6 +85,21 @@ def _with_metrics(body: bytes, names: str) -> bytes:
     if not isinstance(document, dict):
         fail("heads", "expected a JSON object in the file, got something else")
     return orjson.dumps({**document, "metrics": wanted})
+
+
+def without_special(body: bytes) -> bytes:
+    """The body with "omit": "special" among its tokens. Unchanged if it has `omit`, no special tokens, or is no JSON object."""
+    try:
+        document = orjson.loads(body)
+    except ValueError:  # which the service reports
+        return body
+    tokens = document.get("tokens") if isinstance(document, dict) else None
+    if not isinstance(tokens, dict):
+        return body
+    rows = [row for side in ("query", "key") for row in tokens.get(side) or ()]
+    if not any(is_special(str(word)) for row in rows for word in (row if isinstance(row, list) else [row])):
+        return body
+    return orjson.dumps({**document, "tokens": {"omit": "special", **tokens}})
 
 
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:

@@ -7,7 +7,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from service.cli.clients import open_client
+from service.cli.clients import open_client_for
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import read_file, report_errors
 from service.client import AttendResult, TopWeights
@@ -28,10 +28,11 @@ MAX_NUMBERS = 512  # of a tensor that is printed in full
 def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """Compute one request and show the shapes and numbers of the reply.
 
-    Without --url the layers are those that `attend serve` would have with the same flags, environment and file.
+    Without --url the layers are those that `attend serve` would have with the same flags, environment and file, and that in
+    NAME.safetensors beside FILE, if the request is for the layer NAME.
     """
     body = read_file("infer", file)
-    with report_errors("infer"), open_client(url, ca, config, flags) as client:
+    with report_errors("infer"), open_client_for(file, body, url, ca, config, flags) as client:
         response = client.perform(post("/attend", body))
         result = None if as_json else read_attend(response)
     if result is None:

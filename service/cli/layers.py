@@ -31,6 +31,8 @@ attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000
 attend layers add encoder0 model.safetensors --prefix encoder.layer.0 --spec '{"num_heads": 12}' --url http://127.0.0.1:8000"""
 ADD_EPILOG = "Example: attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000"
 
+WIDEST = 200  # columns of a table
+
 Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=False)]
 Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
 Folder = Annotated[Path | None, typer.Option(help="A folder of layers, instead of a server.", show_default=False)]
@@ -57,7 +59,7 @@ def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config
     if as_json:
         typer.echo(Layers(layers=found).model_dump_json())
     else:
-        Console().print(_table(found))
+        _print_table(found)
 
 
 @group.command(epilog=ADD_EPILOG)
@@ -69,7 +71,9 @@ def add(
     number: Annotated[
         int | None, typer.Option("--layer", help="Number of the layer in a model's folder.", min=0, show_default=False)
     ] = None,
-    part: Annotated[str | None, typer.Option(help="encoder, decoder or cross, where a model has several.", show_default=False)] = None,
+    part: Annotated[
+        str | None, typer.Option(help="encoder, decoder, cross or vision, where a model has several.", show_default=False)
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,
@@ -90,7 +94,7 @@ def add(
     if as_json:
         typer.echo(layer.model_dump_json())
     else:
-        Console().print(_table([layer]))
+        _print_table([layer])
         if layer.assumed:
             typer.echo("assumed: " + ", ".join(f"{field} {json.dumps(value)}" for field, value in layer.assumed.items()))
 
@@ -157,15 +161,16 @@ def _object(text: str | None) -> Mapping[str, Any] | None:
     return value
 
 
-def _table(layers: Sequence[LayerDocument]) -> Table:
-    """The main fields, in 80 columns; long names are folded."""
+def _print_table(layers: Sequence[LayerDocument]) -> None:
+    """Prints the main fields, in 80 columns unless a name is long: names stay whole, to be copied."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("layer", overflow="fold")
-    for title in ("d_model", "heads", "dtype", "weights", "parameters", "fingerprint"):
+    for title in ("layer", "d_model", "heads", "dtype", "weights", "parameters", "fingerprint"):
         table.add_column(title, no_wrap=True, justify="right" if title in ("d_model", "heads", "parameters") else "left")
     for layer in layers:
         spec = layer.spec
         heads = str(spec.num_heads) if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
-        weights = "given" if spec.init is None else f"{spec.init} {spec.seed}"
+        weights = "given" if spec.init is None else f"{'seed' if spec.init == 'xavier_uniform' else spec.init} {spec.seed}"
         table.add_row(layer.name, str(spec.d_model), heads, spec.dtype, weights, f"{layer.parameters:,}", layer.fingerprint[:8])
-    return table
+    console = Console()
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum)
+    console.print(table)

@@ -39,13 +39,14 @@ WITHOUT_EXTENSION = (
 def serve_processes(settings: Settings, threads: int, listening: socket.socket) -> None:
     """Serves on the socket until a signal ends it. Raises typer.Exit(1) if the layers cannot be loaded."""
     configure_logs(settings.log_format, settings.log_level)
-    log.info("listening", url=_url(settings, listening), workers=settings.workers, threads=threads, json_numbers=numbers.variant())
+    url = _url(settings, listening)
+    log.info("listening", url=url, workers=settings.workers, threads=threads, json_numbers=numbers.variant())
     if numbers.variant() == numbers.PYTHON:
         log.warning(WITHOUT_EXTENSION)
     _warn_about_keys(settings)
     allow_many_connections()
     config = uvicorn.Config(
-        partial(application, settings, threads),
+        partial(application, settings, threads, _pages(url)),
         factory=True,
         workers=settings.workers,
         lifespan="on",
@@ -111,6 +112,14 @@ def _url(settings: Settings, listening: socket.socket) -> str:
         return f"unix:{settings.uds}"
     scheme, (address, port) = "https" if settings.tls_cert else "http", listening.getsockname()[:2]
     return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+
+
+def _pages(url: str) -> dict[str, str]:
+    """The addresses of the pages for people, on a server that a browser can reach."""
+    if url.startswith("unix:"):
+        return {}
+    url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # no browser opens the address of all interfaces
+    return {"page": f"{url}/", "docs": f"{url}/docs"}
 
 
 class Worker(Process):

@@ -160,8 +160,8 @@ def exit_with_supervisor(exit_timeout: float) -> None:
     threading.Thread(target=wait, name="supervisor", daemon=True).start()
 
 
-def application(settings: Settings, threads: int) -> FastAPI:
-    """Sets up this process (threads, memory, logs, signals) and returns its application."""
+def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> FastAPI:
+    """Sets up this process (threads, memory, logs, signals) and returns its application. Once it is ready, it logs the `pages`."""
     exit_with_supervisor(exit_timeout_of(settings))
     torch.set_num_threads(threads)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -169,6 +169,7 @@ def application(settings: Settings, threads: int) -> FastAPI:
     configure_logs(settings.log_format, settings.log_level)
     app = create_app(settings)
     service, inner = app.state.service, app.router.lifespan_context
+    service.logged_when_ready = pages
     Connection.timer = SlowPeerTimer(
         settings.client_timeout,
         service.metrics.failed,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,11 +105,27 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
         query_ids,
         key_ids,
         direction,
+        _kept(request, "key"),
     )
     return MetricsOperation(query)
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+    """bool [b|1, q]: the queries that are neither padding nor omitted; None: all."""
+    real, kept = _real_queries(request, call), _kept(request, "query")
+    return real if kept is None else kept if real is None else real & kept
+
+
+def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
+    """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
+    tokens, words = request.tokens, request.words(side)
+    if tokens is None or not tokens.omit or not words:
+        return None
+    rows: list[Any] = [words] if isinstance(words[0], str) else words
+    return torch.tensor([[not tokens.omits(word) for word in row] for row in rows])
+
+
+def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
@@ -198,11 +214,8 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
 
 def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
     """The query and key words of the strongest links; None for missing links."""
-    assert request.tokens is not None
-    query = request.tokens.query
-    key = query if request.tokens.key is None and request.key is None else request.tokens.key
-    named = (("query_words", query, parts["queries"]), ("key_words", key, parts["keys"]))
-    return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words is not None}
+    named = (("query_words", request.words("query"), parts["queries"]), ("key_words", request.words("key"), parts["keys"]))
+    return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
 
 
 def _words_at(words: Sequence[Any], indices: Array, batched: bool) -> Any:

@@ -80,7 +80,7 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
         raise ValueError("expected a sentence with at least one word")
     from safetensors import safe_open
 
-    spec = LayerSpec(d_model=config["hidden_size"], num_heads=config["num_attention_heads"])
+    spec = LayerSpec(d_model=config["hidden_size"], num_heads=config["num_attention_heads"], init=None)  # its weights are given
     with safe_open(str(folder / "model.safetensors"), framework="numpy") as checkpoint:
         bert = Bert(checkpoint.get_slice, spec, config["layer_norm_eps"])
         vectors = bert.hidden_states(encoding.ids, layer).astype(np.float32)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Literal
 
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
@@ -29,6 +30,7 @@ from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
+SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "service.attention.figures.plot"
 Check = Callable[[], None]
 Drawing = Callable[[Check], bytes]
@@ -81,14 +83,19 @@ def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
     options = request.figure
     key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(num_heads))
+    kept, tokens = {side: request.kept(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
+    labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
         kind=options.kind,
         item=options.item,
-        queries=request.query.shape[-2],
-        keys=key.shape[-2],
+        queries=len(labels["query"]) or request.query.shape[-2],
+        keys=len(labels["key"]) or key.shape[-2],
         heads=tuple(heads),
-        query_labels=request.item_tokens("query"),
-        key_labels=request.item_tokens("key"),
+        query_labels=labels["query"],
+        key_labels=labels["key"],
+        query_positions=kept["query"],
+        key_positions=kept["key"],
+        omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
         title=options.title,
         maximum=options.maximum,

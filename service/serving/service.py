@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,7 @@ class Service:
         self.retiring = False  # another process takes over: connections are closed, but the server as a whole stays ready
         self.compress = False  # whether replies are compressed for clients that accept it
         self.timeout: float | None = None  # seconds for requests that set no deadline
+        self.logged_when_ready: Mapping[str, str] = {}  # more fields of the event "ready"
         self._starting: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
@@ -96,7 +98,8 @@ class Service:
             self.failed = True
             log.error("not ready", error=str(error))
         else:
-            log.info("ready", layers=[layer.name for layer in self.registry.all()], device=self.device, threads=self.threads)
+            layers = [layer.name for layer in self.registry.all()]
+            log.info("ready", layers=layers, device=self.device, threads=self.threads, **self.logged_when_ready)
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:
         """Load and warm the configured layers, measure the device's speed, then be ready."""

@@ -31,14 +31,18 @@ def by_hand(shown: str) -> list[str]:
     return [line.strip() for line in shown.partition("The same by hand\n")[2].splitlines()]
 
 
+def more(shown: str) -> list[str]:
+    """The lines under "More of the same request"."""
+    return [line.strip() for line in shown.partition("More of the same request\n")[2].partition("\n\n")[0].splitlines()]
+
+
 def repeat(server, lines: list[str]) -> dict[str, object]:
     """Runs the lines as they stand, the port apart, and gives what the last one answers."""
-    serve, *curls = lines
+    serve, *others, curl = [line.replace("http://127.0.0.1:8000", server.url) for line in lines]
     assert serve == "attend serve --port 8000"
-    for line in curls:
-        line = line.replace("http://127.0.0.1:8000", server.url)
-        done = subprocess.run(line, shell=True, capture_output=True, check=True)
-    return json.loads(done.stdout)
+    for line in others:
+        assert run_attend(*shlex.split(line)[1:]).returncode == 0
+    return json.loads(subprocess.run(curl, shell=True, capture_output=True, check=True).stdout)
 
 
 def links(shown: str) -> list[list[tuple[str, str, float]]]:
@@ -106,6 +110,34 @@ def test_the_demo_with_a_deeper_layer(start, tmp_path):
     words = np.array(reply["attention_weights"])[:, 1:-1, 1:-1]
     np.testing.assert_allclose([row[0][2] for row in links(shown)], words.max((1, 2)), atol=0.0051)
     assert "it→because 1.00" not in shown  # as layer 0 has it
+
+
+@pytest.mark.checkpoint
+def test_every_next_command_takes_what_the_demo_leaves(tmp_path):
+    """In this process, which has no layer of that name; and `layers add` says which of the files it wants."""
+    shown = show("--layer", "3", "--save", str(tmp_path))
+    request, layer = tmp_path / "request.json", tmp_path / "minilm-layer-3.safetensors"
+
+    assert [shlex.split(line)[1] for line in more(shown)] == ["heads", "figure"]
+    for line in (*more(shown), f"attend infer {request}", f"attend layers add mine {layer} --layers-dir {tmp_path / 'kept'}"):
+        done = run_attend(*shlex.split(line)[1:])
+        assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "request.svg").read_text()
+    assert "Attention weights by head, layer minilm-layer-3" in drawn
+    refused = run_attend("layers", "add", "mine", str(request), "--layers-dir", str(tmp_path / "kept"))
+    assert refused.returncode == 1 and b"expected safetensors, got JSON" in refused.stderr
+
+
+@pytest.mark.checkpoint
+def test_tables_leave_special_tokens_out(tmp_path):
+    show("--save", str(tmp_path))
+    request = str(tmp_path / "request.json")
+    words, everything = (run_attend("heads", request, *flags).stdout.decode() for flags in ((), ("--special",)))
+    assert "special tokens are left out" in words and "[SEP]" not in words and "[CLS]" not in words
+    assert "[SEP](11)" in everything and "are left out" not in everything
+    assert run_attend("figure", request, "--no-special").returncode == 0
+    drawn = (tmp_path / "request.svg").read_text()
+    assert drawn.count("[SEP]") == 1 and "Left out: [CLS], [SEP]." in drawn and ">because<" in drawn
 
 
 @pytest.mark.checkpoint

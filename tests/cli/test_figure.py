@@ -3,8 +3,11 @@
 import json
 import os
 
+import httpx
 import pytest
 from support.command import run_attend
+
+from service.wire.schemas.figure import Figure
 
 BODY = {"query": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]], "causal": True, "tokens": {"query": ["a", "b", "c"]}}
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
@@ -43,11 +46,40 @@ def test_flags_beat_the_file(server, tmp_path):
     assert drawn.index("head 1") < drawn.index("head 0")
 
 
+def test_every_field_of_a_figure_has_a_flag(server, tmp_path):
+    """And each reaches the figure: what the body says with all flags is what they say."""
+    out = tmp_path / "head.png"
+    flags = {
+        "kind": "head",
+        "theme": "dark",
+        "colours": "cividis",
+        "title": "T",
+        "item": 1,
+        "pool": "max",
+        "maximum": 0.5,
+        "width": 600,
+        "dpi": 96,
+    }
+    given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    body = {"query": [[[0.5] * 64] * 3] * 2}
+    fields = {**flags, "heads": [2], "values": True, "scale": "log", "format": "png"}
+    assert {*fields} == {*Figure.model_fields}
+
+    drawn = run_attend("figure", "-", "-o", str(out), *given, "--head", "2", "--values", "--log", stdin=json.dumps(body).encode())
+
+    assert drawn.returncode == 0, drawn.stderr
+    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content
+
+
+def test_without_output_the_figure_is_beside_the_request(file):
+    done = run_attend("figure", file, *LAYER)
+    assert done.returncode == 0 and done.stdout.decode().startswith(file.replace(".json", ".svg"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["{file}", "-o", "{folder}/heads.gif"], 2, "expected a name that ends in .png, .svg, .html, .htm"),
-        (["{file}"], 2, "--output"),
         (["{file}", "-o", "{folder}/heads.svg", "--url", "{server}", "--kind", "pie"], 1, 'got "pie", at /figure/kind'),
         (["{file}", "-o", "{folder}/no/heads.svg", *LAYER], 1, "cannot write"),
         (["{file}.not", "-o", "{folder}/heads.svg"], 1, "cannot read"),

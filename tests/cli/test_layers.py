@@ -11,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 from support.command import run_attend, spawn_attend
 from support.server import Server
 
+from service.cli.clients import in_process
 from service.client import Client
 from service.errors import InvalidRequest
+from service.settings import Settings
 
 HEADS = '{"num_heads": 2}'
 PATHS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
@@ -130,6 +132,46 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + b"\0" * 60)
     done = run_attend("layers", "add", "one", str(tmp_path / "model.pt"), "--layers-dir", str(tmp_path / "kept"))
     assert done.returncode == 1 and b"expected safetensors" in done.stderr and b"torch.save" in done.stderr
+
+
+def test_json_is_said_to_be_json(tmp_path: Path) -> None:
+    """Whatever bytes its text begins with."""
+    for document in ({"spec": {"d_model": 4, "num_heads": 2}}, {"layer": "x", "query": [[1]]}):
+        (tmp_path / "layer.json").write_text(json.dumps(document, separators=(",", ":")))
+        done = run_attend("layers", "add", "one", str(tmp_path / "layer.json"), "--layers-dir", str(tmp_path / "kept"))
+        assert done.returncode == 1 and b"expected safetensors, got JSON" in done.stderr
+
+
+def test_names_stay_whole_in_the_table(server: Server) -> None:
+    """Usual ones in 80 columns."""
+    names, narrow = ["minilm-layer-11", "encoder.layer.11.attention.with-a-name-that-is-much-too-long"], {**os.environ, "COLUMNS": "80"}
+    with Client(server.url) as client:
+        for name in names:
+            client.put_layer(name, {"d_model": 4, "num_heads": 2, "dtype": "bfloat16"})
+        shown = run_attend("layers", "list", "--url", server.url, env=narrow).stdout.decode()
+        client.delete_layer(names[1])
+        assert names[0] in shown and names[1] in shown and "seed 0" in shown
+        shown = run_attend("layers", "list", "--url", server.url, env=narrow).stdout.decode()
+        assert names[0] in shown and max(map(len, shown.splitlines())) <= 80
+        client.delete_layer(names[0])
+
+
+def test_a_layer_beside_the_request_is_found(tmp_path: Path) -> None:
+    """As `attend demo` leaves it; a configured layer of that name, and --layers-dir, go before it."""
+    spec, body = {"d_model": 4, "num_heads": 2, "seed": 5}, {"layer": "mine", "query": [[1, 0, 0, 0]], "outputs": ["output"]}
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    exported = ["export", "mine", "-o", str(tmp_path / "mine.safetensors"), "--layers-dir", str(tmp_path / "kept")]
+    with in_process(Settings(layers_dir=tmp_path / "kept")) as client:
+        fingerprint = client.put_layer("mine", spec).fingerprint
+    assert run_attend("layers", *exported).returncode == 0
+    found = json.loads(run_attend("infer", str(tmp_path / "request.json"), "--json").stdout)
+    assert found["layer"] == {"name": "mine", "fingerprint": fingerprint}
+    missing = run_attend("infer", str(tmp_path / "request.json"), "--layers-dir", str(tmp_path / "empty"))
+    assert missing.returncode == 1 and b"a loaded layer (default)" in missing.stderr
+    other = json.loads(
+        run_attend("infer", str(tmp_path / "request.json"), "--layers", json.dumps({"mine": {**spec, "seed": 6}}), "--json").stdout
+    )
+    assert other["layer"]["fingerprint"] != fingerprint
 
 
 def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None:

@@ -50,6 +50,16 @@ def test_over_https_too_who_never_reads_is_cut_off(start: Callable[..., Server],
             mute.close()
 
 
+def test_the_pages_are_named_once_the_server_is_ready(start: Callable[..., Server]) -> None:
+    """With addresses that a browser opens, also where the server listens on all interfaces."""
+    server = start("--host", "0.0.0.0", "--allowed-hosts", "*")
+    [ready] = [event for event in server.events if event["event"] == "ready"]
+    port = server.url.rpartition(":")[2]
+    assert (ready["page"], ready["docs"]) == (f"http://127.0.0.1:{port}/", f"http://127.0.0.1:{port}/docs")
+    for address in (ready["page"], ready["docs"]):
+        assert "<html" in httpx.get(address, headers={"Accept": "text/html"}).text
+
+
 def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
     """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
     authority, chain, key = certificate

@@ -293,6 +293,39 @@ def test_undefined_numbers_are_null(http: httpx.Client) -> None:
     }
 
 
+@pytest.mark.parametrize("omit", ["special", ["[CLS]", "<|end|>"]])
+def test_omitted_tokens_are_no_queries_and_in_no_link(client: Client, omit: Any) -> None:
+    """The weights of the others stay as they are, of a batch whose items have tokens of their own."""
+    x, n = np.random.default_rng(11).standard_normal((2, 6, 64)), 30
+    words = [["[CLS]", "a", "b", "[UNK]", "c", "<|end|>"], ["a", "[CLS]", "b", "c", "d", "e"]]
+    names, options = ["entropy", "entropy_per_query", "value_norms", "strongest_links"], {"top_links": n}
+
+    whole = client.analysis(x, metrics=names, analysis=options)
+    part = client.analysis(x, metrics=names, analysis=options, tokens={"query": words, "omit": omit})
+
+    for b, kept in enumerate(([1, 2, 3, 4], [0, 2, 3, 4, 5])):
+        rest = sorted({*range(6)} - {*kept})
+        np.testing.assert_array_equal(part["entropy_per_query"][b][:, kept], whole["entropy_per_query"][b][:, kept])
+        assert np.isnan(part["entropy_per_query"][b][:, rest]).all()
+        np.testing.assert_allclose(part["entropy"][b], whole["entropy_per_query"][b][:, kept].mean(-1))
+        every, links = whole["strongest_links"], part["strongest_links"]
+        for h in range(8):
+            expected = [
+                (q, k, w)
+                for q, k, w in zip(every["queries"][b, h], every["keys"][b, h], every["weights"][b, h], strict=True)
+                if {q, k} <= {*kept}
+            ]
+            found = [*zip(links["queries"][b, h], links["keys"][b, h], links["weights"][b, h], strict=True)]
+            assert found[: len(expected)] == expected and all({q, k} <= {*kept, -1} for q, k, _ in found)
+    np.testing.assert_array_equal(part["value_norms"], whole["value_norms"])
+
+
+def test_an_omission_is_special_or_a_list(http: httpx.Client) -> None:
+    for omit in ("none", ["a", 1], True):
+        [refused] = http.post("/attend/analysis", json=BASE | {"tokens": {"omit": omit}}).json()["errors"]
+        assert refused["at"] == "/tokens/omit" and refused["expected"] == '"special" or a list of tokens'
+
+
 def test_padding_does_not_change_metrics(client: Client) -> None:
     """An item padded at its end by lengths, or at its front by a key mask, has the metrics of the item alone, whatever the padding
     contains."""

@@ -195,7 +195,7 @@ def stop(settings, threads, listening):
     import torch
     from service.cli import server
     listening.close()
-    server.application(settings, threads)
+    server.application(settings, threads, {})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         print(threads, torch.get_num_threads(), pool.submit(torch.get_num_threads).result())
     raise SystemExit(0)

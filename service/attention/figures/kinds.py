@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from service.attention.figures.layout import WIDEST, resolution
-from service.attention.figures.reductions import Pooling, Similarity, WeightReduction, mean_across, pool_array, std_across
+from service.attention.figures.reductions import Pooling, Reduction, Similarity, WeightReduction, mean_across, pool_array, std_across
 from service.attention.figures.spec import Axis, FigureSpec, Panel, Picture, Scale
 from service.errors import InvalidRequest
 from service.tensors import Array
@@ -35,9 +35,10 @@ def operation_for(spec: FigureSpec) -> WeightReduction | None:
     """The reduction of the weights for a figure; None for `concatenation`, which shows outputs of the layer."""
     if spec.kind == "concatenation":
         return None
-    if spec.kind == "similarity":
-        return WeightReduction(Similarity(spec.item))
-    return WeightReduction(Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, ACROSS.get(spec.kind)))
+    reduction: Reduction = Similarity(spec.item)
+    if spec.kind != "similarity":
+        reduction = Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, ACROSS.get(spec.kind))
+    return WeightReduction(reduction, spec.query_positions, spec.key_positions)
 
 
 def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Picture:
@@ -55,9 +56,11 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
         if np.isinf(panel.values).any():
             raise InvalidRequest.where("", f"finite numbers to draw for {panel.title or spec.kind}", "infinity")
     default_title, name, long_name = TEXTS[spec.kind]
-    title = default_title.format(first=spec.heads[0], count=len(spec.heads)) if spec.title is None else spec.title
+    whose = f", {about['Source']}" if "Source" in about else ""
+    title = default_title.format(first=spec.heads[0], count=len(spec.heads)) + whose if spec.title is None else spec.title
     scale = _scale(spec, name, panels)
     notes = [f"Colour: {long_name}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
+    notes += [f"Left out: {', '.join(spec.omitted)}."] * bool(spec.omitted)
     return Picture(title, tuple(panels), scale, tuple(notes), {"Title": title, **about})
 
 
@@ -87,6 +90,7 @@ def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[lis
     panels = []
     for name in names:
         values = tensors[name][spec.item].double()
+        values = values if spec.query_positions is None else values[list(spec.query_positions)]
         if not torch.isfinite(values).all():
             raise InvalidRequest.where("", f"finite numbers in {name}", "NaN or infinity")
         rows = Axis("query", spec.queries, steps[0], spec.query_labels)

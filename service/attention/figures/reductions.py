@@ -1,6 +1,6 @@
 """Reduces attention weights to the cells of a figure, block by block, so that the weights of a long sequence are never stored together."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,33 @@ Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of we
 
 @dataclass(frozen=True, slots=True)
 class WeightReduction:
-    """The operation that reduces a call's weights block by block, instead of computing outputs."""
+    """The operation that reduces a call's weights block by block, instead of computing outputs: those at some positions (None: at all)."""
 
     reduction: Reduction
+    queries: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
 
     @torch.inference_mode()
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The reduction's tensors."""
         query, key, _ = layer.project(call)
         fully_masked = layer.fully_masked(call)
-        return Result(self.reduction(layer.attention_weights(call, query, key, fully_masked)), fully_masked)
+        return Result(self.reduction(self._chosen(layer.attention_weights(call, query, key, fully_masked))), fully_masked)
+
+    def _chosen(self, blocks: Iterable[WeightBlock]) -> Iterator[WeightBlock]:
+        """The blocks without the other positions; rows are numbered anew."""
+        if self.queries is None and self.keys is None:
+            yield from blocks
+            return
+        start = 0
+        for rows, weights, visible in blocks:
+            here = range(rows.start, rows.stop) if self.queries is None else [i for i in self.queries if rows.start <= i < rows.stop]
+            if here:
+                at = torch.tensor(here, device=weights.device)[:, None] - rows.start
+                keys = torch.tensor(range(weights.shape[-1]) if self.keys is None else self.keys, device=weights.device)
+                seen = None if visible is None else visible.expand(*visible.shape[:2], *weights.shape[2:])[:, :, at, keys]
+                yield slice(start, start + len(here)), weights[:, :, at, keys], seen
+                start += len(here)
 
     def to(self, device: torch.device) -> "WeightReduction":
         return self

@@ -15,7 +15,7 @@ Colours = Literal["viridis", "cividis"]
 
 @dataclass(frozen=True, slots=True)
 class FigureSpec:
-    """A figure of one batch item of a call with `queries` x `keys` pairs.
+    """A figure of one batch item of a call, with `queries` x `keys` pairs: those at `query_positions` and `key_positions` (None: all).
 
     `width` is in CSS pixels (None: as wide as needed); `dpi` is that of a PNG, where 96 is one pixel for each CSS pixel. `values` prints
     numbers in the cells (None: where they fit). `maximum` is the value of the last colour (None: the largest value).
@@ -28,6 +28,9 @@ class FigureSpec:
     heads: tuple[int, ...] = (0,)
     query_labels: tuple[str, ...] = ()
     key_labels: tuple[str, ...] = ()
+    query_positions: tuple[int, ...] | None = None
+    key_positions: tuple[int, ...] | None = None
+    omitted: tuple[str, ...] = ()  # tokens at the other positions
     pool: Pool = "mean"
     title: str | None = None
     maximum: float | None = None

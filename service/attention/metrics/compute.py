@@ -88,7 +88,7 @@ class _Measurement:
         rows = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
         parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
         accumulators: dict[str, StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
-            "strongest_links": StrongestLinks(query.top_links),
+            "strongest_links": StrongestLinks(query.top_links, query.link_keys),
             "cosine_similarity": between.CosineSimilarity(),
             "jensen_shannon": between.JensenShannon(),
         }

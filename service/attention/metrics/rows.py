@@ -28,6 +28,7 @@ class MetricsQuery:
     query_words: Tensor | None = None  # int64 [b|1, q]: equal words have equal numbers ...
     key_words: Tensor | None = None  # ... [b|1, k]
     direction: Tensor | None = None  # [b, q, output_dim]
+    link_keys: Tensor | None = None  # bool [b|1, k]: the keys that strongest links may have; all if None
 
     def includes(self, *names: str) -> bool:
         """Whether any of these metrics is requested."""
@@ -35,7 +36,7 @@ class MetricsQuery:
 
     def to(self, device: torch.device) -> "MetricsQuery":
         """The query with its tensors on `device`."""
-        names = ("queries", "query_words", "key_words", "direction")
+        names = ("queries", "query_words", "key_words", "direction", "link_keys")
         return replace(self, **{name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None})
 
 
@@ -193,8 +194,9 @@ class StrongestLinks:
     Keeps only the n best links while blocks are read, so [q, k] is never stored.
     """
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, n: int, keys: Tensor | None = None) -> None:
+        """`keys`, bool [b|1, k]: those that links may have."""
+        self.n, self.keys = n, keys
         self._weights: Tensor | None = None  # [b, h, n at most]
         self._places: Tensor | None = None  # [b, h, n at most], query * keys + key
         self._num_keys = 0
@@ -202,7 +204,8 @@ class StrongestLinks:
     def read(self, block: Block) -> None:
         """Merge the block's links into the best so far."""
         self._num_keys = block.shares.shape[-1]
-        weights = block.weights.masked_fill(~block.counts[..., None], 0).flatten(2)
+        weights = block.weights.masked_fill(~block.counts[..., None], 0)
+        weights = (weights if self.keys is None else weights.masked_fill(~self.keys[:, None, None], 0)).flatten(2)
         best, places = top_k(weights, min(self.n, weights.shape[-1]))
         here = places + block.rows.start * self._num_keys
         if self._weights is not None and self._places is not None:

@@ -3,6 +3,7 @@
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -43,6 +44,10 @@ WEIGHTS_DESCRIPTION = (
     "`gain`; if given, `init` and `seed` become null, and `gain` 1."
 )
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+SPECIAL = re.compile(
+    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
+)
 
 Output = Literal[
     "output",
@@ -86,6 +91,12 @@ def _tokens(value: Any) -> Any:
     return value
 
 
+def _omitted(value: Any) -> Any:
+    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
+        raise disagreement("", '"special" or a list of tokens', describe_value(value))
+    return value
+
+
 def unique(noun: str) -> AfterValidator:
     """The annotation of a list whose items differ."""
 
@@ -102,11 +113,11 @@ def unique(noun: str) -> AfterValidator:
 
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
-Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
+TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
 Indices = Annotated[list[Index], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("index")]
-Positive = Annotated[int, Field(ge=1, strict=True)]
-Strict = Annotated[bool, Field(strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+StrictBool = Annotated[bool, Field(strict=True)]
 
 
 class Document(BaseModel):
@@ -137,8 +148,8 @@ class Select(Document):
 
     heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
     queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
-    average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
-    top_k: Positive | None = Field(
+    average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
+    top_k: PositiveInt | None = Field(
         default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
     )
 
@@ -161,8 +172,22 @@ class ReplyOptions(Document):
 class Tokens(Document):
     """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: Words | None = Field(default=None, description="A token for each query.")
-    key: Words | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    query: TokenLists | None = Field(default=None, description="A token for each query.")
+    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
+        default=None,
+        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
+        "other marks of a sequence. Weights stay as they are.",
+    )
+
+    def omits(self, token: str) -> bool:
+        """Whether `omit` leaves this token out."""
+        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+
+
+def is_special(token: str) -> bool:
+    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
+    return SPECIAL.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
@@ -189,7 +214,7 @@ class AttendRequest(Document):
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
     )
-    causal: Strict = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
+    causal: StrictBool = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
     fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
     head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h]. Factor on each head's output.")
@@ -204,7 +229,7 @@ class AttendRequest(Document):
     output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]. Required by the outputs that are gradients.")
     select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
-    reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
+    reproducible: StrictBool = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="after")
@@ -215,6 +240,12 @@ class AttendRequest(Document):
     @property
     def batched(self) -> bool:
         return self.query.ndim == 3
+
+    def words(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+        """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
+        if self.tokens is None:
+            return []
+        return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
 class PutLayer(Document):
@@ -267,7 +298,7 @@ class AttendReply(Document):
     attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
     scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
     log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
-    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm and rotation.")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
     head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")

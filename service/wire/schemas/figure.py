@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from service.spec import Finite, disagreement
-from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, unique
+from service.wire.schemas.attend import AttendRequest, Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
 
@@ -27,7 +27,7 @@ class Figure(Document):
     )
     item: Index = Field(default=0, description="Index of the batch item to draw.")
     pool: Literal["mean", "max"] | None = Field(default=None, description="How pairs that share a cell are pooled; the mean if null.")
-    values: Strict | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
+    values: StrictBool | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
     scale: Literal["linear", "log"] = Field(default="linear", description="Colour scale. `log` needs values of one sign.")
     maximum: PositiveFinite | None = Field(default=None, description="Value of the last colour; the largest if null (1 for `similarity`).")
     width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="CSS pixels; as needed if null.")
@@ -58,15 +58,18 @@ class FigureRequest(AttendRequest):
             raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
             raise disagreement("/query", "at least one query and one key to draw", "none")
+        if () in (self.kept("query"), self.kept("key")):
+            raise disagreement("/tokens/omit", "at least one query and one key to draw", "none that is not omitted")
         return self
 
     def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:
         """The item's tokens of queries or keys, none if there are none. A key that is left out has the query's."""
-        if self.tokens is None:
-            return ()
-        rows = getattr(self.tokens, side)
-        if rows is None and side == "key" and self.key is None:
-            rows = self.tokens.query
-        if not rows:
-            return ()
-        return tuple(rows if isinstance(rows[0], str) else rows[self.figure.item])
+        rows = self.words(side)
+        return tuple(rows[self.figure.item] if rows and not isinstance(rows[0], str) else rows)  # type: ignore[arg-type]  # of one item
+
+    def kept(self, side: Literal["query", "key"]) -> tuple[int, ...] | None:
+        """The item's positions whose tokens are not omitted; None if all are drawn."""
+        tokens, words = self.tokens, self.item_tokens(side)
+        if tokens is None or not any(map(tokens.omits, words)):
+            return None
+        return tuple(i for i, word in enumerate(words) if not tokens.omits(word))

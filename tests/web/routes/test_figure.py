@@ -42,13 +42,44 @@ def cells(root):
 def test_the_default_picture_is_a_grid_of_all_heads(http, layers):
     root, texts = parsed(picture(http, {"kind": "heads", "format": "svg"}))
 
-    assert texts["title"] == ["Attention weights by head"]
+    assert texts["title"] == ["Attention weights by head, layer same"]
     assert texts["heading"] == ["head 0", "head 1"]
     assert texts["row"] == WORDS
     assert texts["column"] == WORDS * 2
     assert sorted(texts["axis"]) == ["key", "key", "query"]
     assert texts["colours"] == ["attention weight"]
     assert [len(colours) for colours in cells(root)] == [25, 25]
+
+
+@pytest.mark.parametrize(("omit", "kept"), [(["sat", "on"], [0, 1, 4]), ("special", [1, 2, 4])])
+def test_tokens_can_be_left_out(http, layers, omit, kept):
+    """Rows and columns go; the other cells stay as they are."""
+    words = [word if i in kept or omit != "special" else "[SEP]" for i, word in enumerate(WORDS)]
+    figure = {"kind": "heads", "format": "svg", "maximum": 1}
+    whole, _ = parsed(picture(http, figure))
+    part, texts = parsed(picture(http, figure, tokens={"query": words, "omit": omit}))
+
+    left_out = sorted({*words} - {words[i] for i in kept})
+    assert texts["row"] == [words[i] for i in kept] and texts["column"] == texts["row"] * 2
+    assert texts["note"][-1] == f"Left out: {', '.join(left_out)}."
+    for some, every in zip(cells(part), cells(whole), strict=True):
+        assert some == [every[5 * i + j] for i in kept for j in kept]
+
+
+def test_left_out_positions_are_in_no_kind_of_picture(http, layers):
+    """Outputs lose their rows; similarities are of the other pairs."""
+    tokens = {"query": WORDS, "omit": ["cat"]}
+    _, texts = parsed(picture(http, {"kind": "concatenation", "format": "svg"}, tokens=tokens))
+    assert texts["row"] == ["The", "sat", "on", "mats"] * 2
+    similar, all_alike = (picture(http, {"kind": "similarity", "format": "svg"}, tokens=t).content for t in (tokens, {"query": WORDS}))
+    assert similar != all_alike
+    _, texts = parsed(picture(http, {"kind": "mean", "format": "svg"}, key=[[0.1] * 4] * 2, tokens={"query": WORDS, "omit": ["cat"]}))
+    assert texts["row"] == ["The", "sat", "on", "mats"] and texts["column"] == ["0", "1"]
+
+
+def test_a_picture_of_nothing_is_refused(http, layers):
+    answer = http.post("/attend/figure", json={**BODY, "tokens": {"query": WORDS, "omit": WORDS}})
+    assert answer.status_code == 422 and answer.json()["errors"][0]["at"] == "/tokens/omit"
 
 
 def test_a_picture_has_layer_and_fingerprint_in_its_metadata(http, layers):
