@@ -64,6 +64,8 @@ class Tokens(TypedDict, total=False):
 
     query: Sequence[str] | Sequence[Sequence[str]] | None
     key: Sequence[str] | Sequence[Sequence[str]] | None
+    omit: Literal["special"] | Sequence[str] | None
+    """Tokens to leave out of figures, links and means over queries."""
 
 
 class CallFields(TypedDict, total=False):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from service.tensors import Array
+from service.wire.schemas.attend import Tokens
 
 MAPS = 16  # most heat maps
 SIDE = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
@@ -36,6 +37,12 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
     maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAPS].astype(np.float64)
     rows, columns = (_labels(tokens, side) for side in ("query", "key"))
     rows = [rows[i] for i in select.get("queries") or () if i < len(rows)] or rows
+    if tokens.get("omit") and (len(rows), len(columns)) == maps.shape[1:]:
+        omits = Tokens(omit=tokens["omit"]).omits
+        kept = [[i for i, word in enumerate(words) if not omits(word)] for words in (rows, columns)]
+        if all(kept):
+            maps = maps[:, kept[0]][:, :, kept[1]]
+            rows, columns = ([words[i] for i in at] for words, at in zip((rows, columns), kept, strict=True))
     drawn = "".join(_heat_map(cells, name, rows, columns) for cells, name in zip(maps, names, strict=False))
     more = [about]
     if batched and len(weights) > 1:

@@ -44,9 +44,10 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
     size = int.from_bytes(body[:8], "little")
-    if size > MAX_HEADER_BYTES and (other := _recognised(bytes(body[:8]))):
+    is_header = len(body) == 8 or body[8] == OPENING
+    if (size > MAX_HEADER_BYTES or not is_header) and (other := _recognised(bytes(body[:8]))):
         raise MalformedBody.where("", "safetensors", other)
-    if len(body) > 8 and body[8] != OPENING:
+    if not is_header:
         raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", "something else")
     if size > MAX_HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))

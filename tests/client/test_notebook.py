@@ -90,6 +90,14 @@ def test_the_maps_are_of_the_selected_heads(client, fields, names, batched):
         assert elements.texts.count("&") == 2 and elements.texts.count("the") == 1  # query 3 alone, and every key
 
 
+def test_omitted_tokens_are_not_in_the_maps(client):
+    words = ["[CLS]", "a", "b", "c", "[SEP]"]
+    elements = shown(client.attend(QUERY, tokens={"query": [words, words], "omit": "special"}))
+    assert elements.texts.count("a") == 16 and "[CLS]" not in elements.texts and len(elements.loads) == 8
+    nothing_left = shown(client.attend(QUERY, tokens={"query": [words, words], "omit": words}))
+    assert nothing_left.texts.count("[CLS]") == 16
+
+
 def test_what_has_no_weights_is_shown_as_text(client):
     assert client.attend(QUERY, outputs=["output"])._repr_html_() is None
     assert client.attend(QUERY, select={"top_k": 2})._repr_html_() is None
