@@ -28,7 +28,7 @@ Flag = Annotated[bool, Field(strict=True)]
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"output_gate": None},
+    "": {"chunk_size": None, "query_scale": None, "output_gate": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
@@ -108,6 +108,14 @@ class Rope(Part):
             if self.dims is not None and len(self.frequencies) * 2 != self.dims:
                 raise disagreement("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
         return self
+
+
+class QueryScale(Part):
+    """Queries grow with their position p, by 1 + factor · ln(1 + ⌊(p + shift)/length⌋), after norm and RoPE (Nakanishi 2025; Llama 4)."""
+
+    factor: Positive = Field(description="0.1 in Llama 4 and Ministral 3.")
+    length: Width = Field(description="Number of positions with the same factor.")
+    shift: Count = Field(default=0, description="1 in Llama 4, 0 in Ministral 3.")
 
 
 class RelativeBias(Part):
@@ -203,7 +211,11 @@ class LayerSpec(BaseModel):
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
     window: Window | None = Field(default=None, description="Window of keys around each query's position, in every call.")
+    chunk_size: Width | None = Field(
+        default=None, description="A query attends only to keys in its own chunk of this many positions (Llama 4)."
+    )
     rope: Rope | None = Field(default=None, description="Rotary position embedding.")
+    query_scale: QueryScale | None = Field(default=None, description="Factor on queries that grows with their position.")
     alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
@@ -227,7 +239,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "rope", "relative_bias", "qk_norm", "output_gate", "init")
+        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "init")
         filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
@@ -324,14 +336,18 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        parts = {"window": self.window, "rope": self.rope, "alibi": self.alibi, "relative_bias": self.relative_bias}
-        return next((name for name, part in parts.items() if part), "")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
+        return next((name for name in names if getattr(self, name)), "")
 
     @property
     def is_relative(self) -> bool:
-        """Whether results depend on differences of positions only. A norm after RoPE that treats dimensions differently ends that."""
+        """Whether results depend on differences of positions only.
+
+        Chunks, factors by position, and a norm after RoPE that treats dimensions differently end that.
+        """
         norm = self.qk_norm
-        return not (self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer"))
+        uneven = self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer")
+        return not (self.chunk_size or self.query_scale or uneven)
 
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))

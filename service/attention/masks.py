@@ -1,7 +1,7 @@
 """Combines the masks of a call, for one block of query rows at a time. True means "may attend".
 
-Two kinds of masks are handled apart. Lengths, causality and windows restrict a row to an interval of keys, first to last, which needs no
-[q, k] memory. Attend masks, key masks and biases of -inf restrict it to an arbitrary set of keys. `visible` combines both.
+Two kinds of masks are handled apart. Lengths, causality, windows and chunks restrict a row to an interval of keys, first to last, which
+needs no [q, k] memory. Attend masks, key masks and biases of -inf restrict it to an arbitrary set of keys. `visible` combines both.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,18 @@ class Masks:
     bias_blocks: bool = False  # whether the bias contains -inf
     left: int | None = None  # keys from position - left ...
     right: int | None = None  # ... to position + right; 0 is causal
+    chunk: int | None = None  # and only keys in the same chunk of this many positions
     aligned: bool = False  # q = k, and query i has the position of key i
 
     @property
     def has_intervals(self) -> bool:
-        """Whether lengths, causality or a window restrict rows to intervals of keys."""
-        return self.lengths is not None or self.left is not None or self.right is not None
+        """Whether lengths, causality, a window or chunks restrict rows to intervals of keys."""
+        return self.lengths is not None or self.right is not None or self._has_first
+
+    @property
+    def _has_first(self) -> bool:
+        """Whether the intervals of some rows may begin after the first key."""
+        return self.left is not None or self.chunk is not None
 
     @property
     def has_sets(self) -> bool:
@@ -49,7 +55,7 @@ class Masks:
     @property
     def only_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
-        rest = self.has_sets or self.bias is not None or self.lengths is not None or self.left is not None
+        rest = self.has_sets or self.bias is not None or self.lengths is not None or self._has_first
         return self.aligned and self.right == 0 and not rest
 
     @property
@@ -60,7 +66,7 @@ class Masks:
 
     def shared_keys(self) -> slice | None:
         """The visible keys as a slice, if equal lengths in all rows are the only mask and there is no bias; else None."""
-        if self.lengths is None or self.has_sets or self.bias is not None or self.left is not None or self.right is not None:
+        if self.lengths is None or self.has_sets or self.bias is not None or self.right is not None or self._has_first:
             return None
         shortest, longest = (int(n) for n in self.lengths.aminmax()) if self.lengths.numel() else (0, 0)
         return slice(0, longest) if 0 < shortest == longest else None
@@ -70,6 +76,9 @@ class Masks:
         at = self.positions[:, rows]
         first = torch.zeros_like(at) if self.left is None else (at - self.left).clamp(min=0)
         last = torch.full_like(at, self.num_keys - 1) if self.right is None else (at + self.right).clamp(max=self.num_keys - 1)
+        if self.chunk is not None:
+            start = at - at % self.chunk
+            first, last = torch.maximum(first, start), torch.minimum(last, start + self.chunk - 1)
         if self.lengths is not None:
             n = self.lengths if self.lengths.shape[1] == 1 else self.lengths[:, rows]
             last = torch.minimum(last, n - 1)
@@ -84,7 +93,7 @@ class Masks:
         first, last = (index[:, None, :, None] for index in self.interval(rows))
         j = torch.arange(keys.start, keys.stop, device=self.positions.device)
         seen = _and(seen, j <= last)
-        return seen if self.left is None else seen & (j >= first)
+        return seen & (j >= first) if self._has_first else seen
 
     def _sets(self, rows: slice, keys: slice) -> Tensor | None:
         parts: list[Tensor] = []

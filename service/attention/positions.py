@@ -1,4 +1,4 @@
-"""Rotary position embedding, ALiBi and T5's relative bias.
+"""Rotary position embedding, factors on queries by position, ALiBi and T5's relative bias.
 
 The position of query i is i + offset, that of key j is j.
 """
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from service.spec import RelativeBias, Rope
+from service.spec import QueryScale, RelativeBias, Rope
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
@@ -49,6 +49,13 @@ def _frequencies(rope: Rope, dims: int) -> Tensor:
             share = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
             frequencies = slowed * (1 - share) + frequencies * share
     return frequencies
+
+
+def scale_queries(query: Tensor, positions: Tensor, scale: QueryScale) -> Tensor:
+    """Multiply query [b, h, q, head_dim] at positions [b|1, q] by factors that grow with the position; before 0 they are those of 0."""
+    lengths = torch.div(positions.clamp(min=0) + scale.shift, scale.length, rounding_mode="floor")
+    factors = 1 + scale.factor * lengths.to(torch.float64).log1p()
+    return (query * factors[:, None, :, None].to(torch.float64 if query.dtype == torch.float64 else torch.float32)).to(query.dtype)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.linear import Linear
-from service.attention.positions import rotate
+from service.attention.positions import rotate, scale_queries
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec, QKNorm
 
@@ -37,6 +37,8 @@ class Projections:
             query, key = rotate(query, call.masks.positions, spec.rope), rotate(key, positions, spec.rope)
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
+        if spec.query_scale is not None:
+            query = scale_queries(query, call.masks.positions, spec.query_scale)
         return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
 
     def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:

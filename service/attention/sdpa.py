@@ -50,7 +50,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
 
 
 def _visible_keys(masks: Masks, rows: slice) -> slice:
-    """The shortest range with all keys that lengths, causality and windows leave to these rows; at least one key."""
+    """The shortest range with all keys that lengths, causality, windows and chunks leave to these rows; at least one key."""
     if not masks.has_intervals:
         return slice(0, masks.num_keys)
     first, last = masks.interval(rows)

@@ -21,7 +21,7 @@ WITHOUT_EFFECT = re.compile(
     r"dropout|pdrop|initializer|^init_|classifier|pretraining|vocab|expert|router|routed|route_scale|moe|mlp|ffn|(^|_)ff_|lm_head|residual|"
     r"^(layer_?|rms_?|batch_?)?norm_eps(ilon)?$|^layer_norm_elementwise_affine$|^norm_(bias|topk_prob|type)$|^(use_)?(pre|post)_norm$|"
     r"normalize_before|layer_norm_before|^embedding_multiplier$|^(re)?scale_embeddings?$|^normalize_embeddings?$|^static_position_embeddings$|"
-    r"^max_(2d_|encoder_|decoder_)?position|^n_positions$|reset_position|^logits?_|^final_logit|^temperature$|answer_loss|prediction_head|"
+    r"^(left_|right_)?max_(2d_|encoder_|decoder_|source_|target_)?position|^n_positions$|reset_position|^logits?_|^final_logit|^temperature$|answer_loss|prediction_head|"
     r"aggregation|sparse_step|prefix_dense|softmax_in_fp32|altup|activation_sparsity|chunk_size_feed_forward|^output_attentions$|"
     r"^(cross_attention_hidden_size|add_cross_attention)$|num_heads_for_|^_|^torch|^use_cache|^label|id2label|label2id|^tie"
 )
@@ -43,9 +43,9 @@ class Config:
         """Marks fields that have no effect here, or only under a condition that was read."""
         self.read.update(names)
 
-    def count(self, *names: str, most: int = LARGEST) -> int:
-        """A required positive integer. Raises InvalidRequest."""
-        if type(value := self.get(*names)) is not int or not 0 < value <= most:
+    def count(self, *names: str, most: int = LARGEST, default: int | None = None) -> int:
+        """A positive integer. Raises InvalidRequest if it is none, or absent without a default."""
+        if type(value := self.get(*names, default=default)) is not int or not 0 < value <= most:
             raise self.refusal(names[0], f"an integer from 1 to {most}", value)
         return value
 

@@ -4,20 +4,16 @@ A row says only what differs from Llama, for most families one or two words. `te
 transformers' own eager attention; `docs/checkpoints.md` lists them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from service.checkpoints.config import Config
-from service.checkpoints.layout import Fields
-from service.checkpoints.rope import Rotary, rope_fields
+from service.checkpoints.family import Attention, Family
+from service.checkpoints.media_families import AUDIO, VISION
+from service.checkpoints.rope import Rotary
 from service.checkpoints.traits import (
     FULL,
     LINEAR,
     SLIDING,
-    WIDEST_HEAD,
-    WINDOWED,
-    WITHOUT,
     LayerType,
     Trait,
     alternating,
@@ -26,6 +22,7 @@ from service.checkpoints.traits import (
     bigcode,
     capped,
     capped_or_null,
+    chunks,
     constant,
     every_nth_full,
     falcon,
@@ -35,16 +32,32 @@ from service.checkpoints.traits import (
     gemma_values,
     gpt2_scale,
     gpt_neo,
+    jamba_type,
+    key_multiplier,
     laguna,
     layer_thetas,
+    lfm3,
+    listed,
+    llama4,
+    llama4_type,
+    mimo,
+    ministral3,
+    mobilebert,
     modernbert_decoder_window,
     modernbert_window,
+    molmo2,
     mpt,
+    muse_glimmer,
     no_rope_layers,
     normed,
     only,
     original_full,
     qwen_type,
+    recurrent_gemma_type,
+    recurrent_gemma_window,
+    repmixer,
+    rope_if_any,
+    rope_if_named,
     rope_if_rotary,
     rope_if_sliding,
     rope_only_if_sliding,
@@ -57,67 +70,7 @@ from service.checkpoints.traits import (
     window_if_used,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """One kind of attention layer of a family: names of the config's fields, and traits that its code has regardless of the config."""
-
-    path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
-    layout: str = "separate"
-    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-    kv_heads: tuple[str, ...] = ("num_key_value_heads",)
-    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
-    head_dim: tuple[str, ...] = ("head_dim",)
-    layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    rotary: Rotary | None = None
-    causal: bool = True
-    bias: Trait | None = None  # None: inferred from the tensors
-    traits: tuple[Trait, ...] = ()
-    layer_type: LayerType | None = None  # for configs without layer_types
-    table: str = ""  # the end of the name of a table of relative biases
-    ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that are without effect
-    irrelevant: str = ""  # pattern of fields that sound like attention and are without effect
-
-
-Family = Mapping[str, Attention]  # part -> attention
-
-
-def fields_of(attention: Attention, config: Config, n: int) -> Fields:
-    """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    layer_type, windowed = _layer_type(attention, config, n), any(trait in WINDOWED for trait in attention.traits)
-    if layer_type == LINEAR:
-        raise config.refusal("layer_types", f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type)
-    if layer_type != FULL and not (layer_type == SLIDING and windowed):
-        raise config.refusal("layer_types", f"{FULL}{f' or {SLIDING}' if windowed else ''} in layer {n}", layer_type)
-    heads, width = config.count(*attention.heads), config.get(*attention.width)
-    head_dim = (
-        config.count(*attention.head_dim) if config.get(*attention.head_dim) else config.count(*attention.width) // heads if width else 1
-    )
-    if not 0 < head_dim <= WIDEST_HEAD:
-        raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
-    fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields["output_gate"] = None
-    if attention.kv_heads and config.get(*attention.kv_heads) is not None:
-        fields["num_kv_heads"] = config.count(*attention.kv_heads)
-    for trait in attention.traits:
-        fields |= trait(config, n, layer_type)
-    if attention.rotary:
-        rope = rope_fields(config, attention.rotary, layer_type, fields["head_dim"])
-        fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
-    fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
-    return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
-
-
 LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
-
-
-def _layer_type(attention: Attention, config: Config, n: int) -> str:
-    """By `layer_types`, or by the family's rule for configs without them."""
-    ruled = attention.layer_type(config, n) if attention.layer_type else None
-    listed = config.each("layer_types", n)
-    if listed is None and ruled is None and any(trait in WINDOWED for trait in attention.traits):
-        raise config.refusal("layer_types", "the type of each layer", None)
-    return str(listed or ruled or FULL)
 
 
 def decoder(*traits: Trait, **changes: Any) -> Family:
@@ -156,6 +109,8 @@ GEMMA3 = Attention(
     layer_type=every_nth_full("sliding_window_pattern", 6),
     rotary=Rotary(theta=1e6, theta_fields={SLIDING: ("rope_local_base_freq", 1e4)}, scaled_layer_types=(FULL,)),
 )
+GEMMA4 = decoder(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None, "vision"))  # among images' tokens
+ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
 QWEN_GATED = decoder(
     normed(),
     gated(bias="attention_bias"),
@@ -178,7 +133,7 @@ HRM_TEXT = replace(
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
     **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_docling_text"), decoder(GRANITE)),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
     **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
     **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
@@ -212,6 +167,11 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=INTERLEAVED)),
     **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
+    "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0)),
+    "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0)),
+    **dict.fromkeys(
+        ("glm4v_moe_text", "glm_image_text"), decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0))
+    ),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
     "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
@@ -226,15 +186,21 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating)),
     "gemma3_text": {"decoder": GEMMA3},
     "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, gemma_values))},
-    "gemma4_text": {
-        "decoder": replace(
-            GEMMA3,
-            layout="separate",
-            layer_type=None,
-            rotary=Rotary(),
-            traits=(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None)),
-        )
-    },
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
+    "llama4_text": decoder(chunks, llama4, rotary=INTERLEAVED, layer_type=llama4_type),
+    "ministral3": decoder(
+        window_everywhere, ministral3, bias=NO_BIASES, rotary=Rotary(others=("llama_4_scaling_beta", "max_position_embeddings"))
+    ),
+    "mimo_v2_flash": decoder(mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
+    "minimax": decoder(window_everywhere, bias=NO_BIASES, irrelevant="_(alpha|beta)_factor$"),
+    "minimax_m3_vl_text": decoder(
+        normed(), bias=NO_BIASES, layout="separate, norms less 1", rotary=Rotary(partial=1.0), irrelevant="^index_|^rotary_dim$"
+    ),
+    "molmo2_text": decoder(molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
+    "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
+    "muse_glimmer_text": decoder(
+        normed(weights="none", default=1e-5), gated(), window, layer_thetas, muse_glimmer, irrelevant="^output_multiplier$|^post_norm_eps$"
+    ),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN_GATED),
     "afmoe": decoder(
         normed(default=1e-5),
@@ -258,9 +224,10 @@ DECODERS: dict[str, Family] = {
     ),
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
+    "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
-    "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
+    **{name: {"decoder": replace(GPT2, traits=(gpt2_scale,))} for name in ("gpt2", "imagegpt")},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
@@ -277,6 +244,27 @@ DECODERS: dict[str, Family] = {
         path="layers.{n}.attn",
         rotary=MODERNBERT_ROPE,
         layer_type=MODERNBERT_LAYER_TYPE,
+    ),
+}
+LFM2_NORM = normed(eps="norm_eps", default=1e-5)
+MAMBA = "mamba|conv|ssm|^chunk_size$|multipliers?$|projectors_bias|^linear_|^use_bias$|variance_scale"  # fields about other kinds of layers
+HYBRIDS: dict[str, Family] = {  # which have attention in some layers, or beside something else
+    "falcon_h1": decoder(key_multiplier, irrelevant=MAMBA),
+    "bamba": decoder(rotary=Rotary(partial=0.5), layer_type=listed("attn_layer_indices", "mamba"), irrelevant=MAMBA),
+    "jamba": decoder(rotary=None, bias=NO_BIASES, layer_type=jamba_type, irrelevant=MAMBA),
+    "granitemoehybrid": decoder(GRANITE, rope_if_named, irrelevant=MAMBA),
+    "lfm2": decoder(LFM2_NORM, bias=NO_BIASES, layer_type=listed("full_attn_idxs", "conv", True), irrelevant=MAMBA),
+    "lfm2_moe": decoder(LFM2_NORM, bias=NO_BIASES, irrelevant=MAMBA),
+    "nemotron_h": decoder(path="layers.{n}.mixer", rotary=None, types_field="layers_block_type", irrelevant=f"{MAMBA}|^sliding_window$"),
+    "lfm3": decoder(normed(), window, lfm3, irrelevant=f"{MAMBA}|sandwich_norm"),
+    "olmo_hybrid": decoder(ALL_HEADS, rope_if_any, irrelevant=MAMBA),
+    "recurrent_gemma": decoder(
+        recurrent_gemma_window,
+        path="layers.{n}.temporal_block",
+        bias=None,
+        rotary=Rotary(partial=0.5),
+        layer_type=recurrent_gemma_type,
+        irrelevant=MAMBA,
     ),
 }
 ENCODERS: dict[str, Family] = {
@@ -298,6 +286,7 @@ ENCODERS: dict[str, Family] = {
             "rembert",
             "bert-generation",
             "tapas",
+            "dpr",
         ],
         encoder(),
     ),
@@ -306,6 +295,8 @@ ENCODERS: dict[str, Family] = {
     "big_bird": encoder(original_full),
     "distilbert": encoder(path="transformer.layer.{n}.attention"),
     "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
+    "xmod": encoder(irrelevant="adapter"),
+    "mobilebert": encoder(mobilebert, irrelevant="normalization_type"),
     "mpnet": encoder(
         constant(relative_bias={"max_distance": 128, "bidirectional": True}),
         only("relative_attention_num_buckets", 32),  # transformers counts 32 buckets regardless of the config
@@ -316,6 +307,8 @@ ENCODERS: dict[str, Family] = {
     "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),
     "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary()),
     "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary()),
+    "esmc": {"encoder": replace(LLAMA, causal=False, traits=(constant(qk_norm=ESMC_NORM),))},
+    "embedding_gemma2_text": {"encoder": replace(LLAMA, causal=False, traits=(gemma4_heads, window_around, gemma_values))},
     "eurobert": {"encoder": replace(LLAMA, causal=False)},
     "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
     "modernbert": encoder(
@@ -330,18 +323,24 @@ ENCODERS: dict[str, Family] = {
         "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=INTERLEAVED)
     },
     "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
+    "siglip_text_model": {"text": replace(BERT, path="encoder.layers.{n}.self_attn")},
+    "tipsv2_text_model": {"text": replace(BERT, path="transformer.resblocks.{n}.attn", layout="stacked", irrelevant="^scale_sqrt_depth$")},
+    "sam3_lite_text_text_model": {
+        "text": replace(BERT, path="layers.{n}.self_attn", layer_type=repmixer, irrelevant="^layer_scale|^repmixer_kernel")
+    },
+    "git": {"decoder": replace(BERT, causal=True, irrelevant="num_image_with_embedding")},
     "xlm": encoder(only("causal", False), path="attentions.{n}"),
     "flaubert": encoder(only("causal", False), path="attentions.{n}"),
 }
 
 
-def bart(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL_BIASED) -> Family:
-    """BART's encoder, decoder and cross-attention."""
+def bart(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL_BIASED, tower: str = "") -> Family:
+    """BART's encoder, decoder and cross-attention; `tower` precedes their names."""
     parts = {"encoder": ("encoder", "self_attn"), "decoder": ("decoder", "self_attn"), "cross": ("decoder", cross)}
     return {
         part: replace(
             BERT,
-            path=f"{side}.layers.{{n}}.{name}",
+            path=f"{tower}{side}.layers.{{n}}.{name}",
             heads=(f"{side}_attention_heads",),
             layers=(f"{side}_layers",),
             causal=part == "decoder",
@@ -349,6 +348,25 @@ def bart(cross: str = "encoder_attn", irrelevant: str = "$.", bias: Trait = ALL_
             irrelevant=f"coder_attention_heads|coder_layers|{irrelevant}",
         )
         for part, (side, name) in parts.items()
+    }
+
+
+def moonshine() -> Family:
+    """BART's parts with grouped heads, and RoPE in self-attention."""
+    rotary = Rotary(interleaved=True, partial=0.9)
+    return {
+        part: replace(
+            attention,
+            heads=(f"{side}_num_attention_heads",),
+            kv_heads=(f"{side}_num_key_value_heads",),
+            layers=(f"{side}_num_hidden_layers",),
+            bias=biased("attention_bias", "qkv"),
+            rotary=None if part == "cross" else rotary,
+            traits=(only("pad_head_dim_to_multiple_of", None),),
+            irrelevant="coder_num_|^rope_parameters$" if part == "cross" else "coder_num_",
+        )
+        for part, attention in bart().items()
+        for side in (attention.path.partition(".")[0],)
     }
 
 
@@ -380,10 +398,25 @@ def without_encoder(family: Family) -> Family:
     return {part: attention for part, attention in family.items() if part != "encoder"}
 
 
+def _prophetnet(part: str, side: str, name: str) -> Attention:
+    heads, layers = (f"num_{side}_attention_heads",), (f"num_{side}_layers",)
+    return replace(
+        BERT, path=f"{side}.layers.{{n}}.{name}", heads=heads, layers=layers, irrelevant="num_(en|de)coder_|num_buckets|relative"
+    )
+
+
+PROPHETNET = (("encoder", "encoder", "self_attn"), ("cross", "decoder", "cross_attn"))  # whose decoder attends to several streams
+SEAMLESS = "^t2u_|^speech_|^vocoder|conv|position_embeddings_type|rotary_embedding_base|variance_predictor|^unit_"  # of its other towers
 LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
 
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], bart()),
+    "fsmt": bart(),
+    "moonshine": moonshine(),
+    "whisper": bart(bias=biased(None, "qvo"), irrelevant="^mask_"),
+    "speech_to_text": bart(),
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), bart("cross_attention", irrelevant=SEAMLESS, tower="text_")),
+    "prophetnet": {part: _prophetnet(part, side, name) for part, side, name in PROPHETNET},
     "nllb-moe": bart("cross_attention"),
     "bigbird_pegasus": without_encoder(bart(irrelevant="attention_type|block", bias=biased("use_bias"))),  # whose encoder attends to blocks
     "pegasus_x": without_encoder(bart(irrelevant="num_global_tokens|block|stagger", bias=NO_BIASES)),
@@ -394,19 +427,24 @@ ENCODER_DECODERS: dict[str, Family] = {
 }
 REASONS = {  # what the layer cannot compute -> model types that need it
     "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
-        longcat_flash mistral4 youtu axk1 axk2""",
-    "a norm of head outputs": "muse_spark_text",
-    "scores from relative positions by content": "deberta deberta-v2 xlnet funnel wav2vec2-conformer",
-    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
+        longcat_flash mistral4 youtu axk1 axk2 hy_v4""",
+    "an output gate with a bias for each head": "beam",
+    "a norm of head outputs": "muse_spark_text bitnet",
+    "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
+        parakeet_encoder nemotron_asr_streaming_encoder vits sam_vision_model sam_hq_vision_model vitdet""",
+    "relative biases with a gate, or between segments": "wavlm cpmant",
+    "positions in two dimensions": "dinov3_vit mlcd mlcd_vision_model sam3_vit_model",
+    "attention to keys that the layer chooses": "doge",
+    "experts among its projections": "jetmoe",
+    "attention over time and space by turns": "timesformer",
+    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer canine",
     "differential attention": "diffllama",
     "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
     "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
     "queries of their own for entities": "luke",
     "quantised arithmetic": "ibert",
-    "a factor on values": "mimo_v2_flash",
-    "queries scaled by position, or chunks": "llama4_text ministral3 beam",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
-FAMILIES: dict[str, Family] = DECODERS | ENCODERS | ENCODER_DECODERS
+FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 COMPOSITES = """aria gemma3 gemma4 got_ocr2 idefics3 internvl llava llava_next llava_onevision mistral3 qwen2_vl qwen2_5_vl qwen3_vl
-qwen3_5 qwen3_5_moe step3p7 smolvlm vipllava"""  # model types with images or sounds, whose decoder is described in `text_config`
+qwen3_5 qwen3_5_moe step3p7 smolvlm vipllava llama4 clip siglip"""  # model types with images or sounds, described in sections

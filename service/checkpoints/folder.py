@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from service.checkpoints.family import number_of_layers
 from service.checkpoints.layout import Fields
-from service.checkpoints.model import ModelLayer, describe, family_of, parse_config
+from service.checkpoints.model import ModelLayer, describe, parse_config, parts_of
 from service.errors import InvalidRequest
 from service.tensors import BY_SAFETENSORS, Array
 
@@ -94,9 +95,8 @@ class ModelFolder:
 
 def described_layers(folder: ModelFolder) -> Iterator[Fields]:
     """Every layer of the model: part, number, name and fields of its spec; or why it is refused."""
-    config, _, family = family_of(folder.config)
-    for part, attention in family.items():
-        for number in range(config.count(*attention.layers)):
+    for part, (config, attention) in parts_of(folder.config).items():
+        for number in range(number_of_layers(attention, config)):
             line: Fields = {"part": part, "layer": number}
             try:
                 layer = describe(folder.config, number, part)

@@ -14,16 +14,21 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED
+from service.checkpoints.family import Attention, Family, fields_of
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
 from service.checkpoints.refusals import field_pointer, listed
+from service.checkpoints.traits import VALUE_FACTOR
 from service.errors import InvalidRequest
 from service.tensors import Array
 
+SECTIONS = ("text_config", "vision_config", "audio_config")
 OTHER_TOWERS = ("vision", "visual", "audio", "image")
 
 
@@ -36,6 +41,7 @@ class ModelLayer:
     number: int
     attention: Attention
     fields: Fields  # of LayerSpec
+    value_factor: float = 1.0  # to be multiplied into the projection of values
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
@@ -43,8 +49,8 @@ class ModelLayer:
         names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
         layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
         at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
-        if len({match.stem for match in at}) > 1 and self.part != "vision":
-            at = [match for match in at if not any(word in match.stem for word in OTHER_TOWERS)]
+        if len({match.stem for match in at}) > 1:
+            at = [match for match in at if any(word in match.stem for word in OTHER_TOWERS) == (self.part in ("vision", "audio"))]
         matches = complete(at)
         if len(matches) != 1:
             got = listed(match.prefix for match in matches)
@@ -79,12 +85,23 @@ def parse_config(text: str | bytes) -> Mapping[str, Any]:
     return fields
 
 
-def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
-    """The config or its section about text, its model_type and that model_type's row. Raises InvalidRequest for one without a row."""
+def parts_of(fields: Mapping[str, Any]) -> dict[str, tuple[Config, Attention]]:
+    """Part -> the config or its section about it, and its row of the table. Raises InvalidRequest if there is none."""
+    sections = _sections(fields)
+    known = [section for section in reversed(sections) if str(section.get("model_type")) in FAMILIES] or sections[:1]
+    return {part: (section, attention) for section in known for part, attention in _family(section).items()}
+
+
+def _sections(fields: Mapping[str, Any]) -> list[Config]:
+    """The config, or the sections of one that has images or sounds, with that about text first."""
     config = Config(fields)
+    names = SECTIONS if config.get("model_type") in COMPOSITES.split() else ()
+    return [section for name in names if (section := config.section(name)) is not None] or [config]
+
+
+def _family(config: Config) -> Family:
+    """The row of a config's model_type. Raises InvalidRequest, with the reason, if there is none."""
     model_type = config.get("model_type")
-    if model_type in COMPOSITES.split() and (section := config.section("text_config")) is not None:
-        config, model_type = section, section.get("model_type")
     if not isinstance(model_type, str):
         raise config.refusal("model_type", "a name", model_type)
     if model_type in REFUSED:
@@ -92,19 +109,21 @@ def family_of(fields: Mapping[str, Any]) -> tuple[Config, str, Family]:
     if model_type not in FAMILIES:
         near = get_close_matches(str(model_type), FAMILIES, n=4) or sorted(FAMILIES)
         raise config.refusal("model_type", f"a known model_type ({listed(near)})", model_type)
-    return config, model_type, FAMILIES[model_type]
+    return FAMILIES[model_type]
 
 
 def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> ModelLayer:
     """Layer `layer` of a model. `part` may be left out where the model has only one. Raises InvalidRequest."""
-    config, model_type, family = family_of(fields)
-    if part is None and len(family) == 1:
-        (part,) = family
-    if part is None or part not in family:
-        raise InvalidRequest.where(
-            "/part", f"one of {', '.join(family)}, as {model_type} has them", "none" if part is None else f'"{part}"'
-        )
-    attention, config = family[part], _for_layer(config, layer)
+    parts = parts_of(fields)
+    if part not in parts:
+        main = _family(_sections(fields)[0])
+        if part is not None or len(main) > 1:
+            got = "none" if part is None else f'"{part}"'
+            raise InvalidRequest.where("/part", f"one of {', '.join(parts)}, as {fields['model_type']} has them", got)
+        (part,) = main
+    assert part is not None
+    config, attention = _for_layer(parts[part][0], layer), parts[part][1]
+    model_type = str(config.get("model_type"))
     if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
@@ -112,7 +131,7 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
-    return ModelLayer(model_type, part, layer, attention, spec)
+    return ModelLayer(model_type, part, layer, attention, spec, spec.pop(VALUE_FACTOR, 1.0))
 
 
 def _for_layer(config: Config, layer: int) -> Config:
@@ -136,4 +155,13 @@ def read_model_layer(
             raise InvalidRequest.where(
                 field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
             )
-    return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
+    known, weights = read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
+    if (factor := described.value_factor) != 1:
+        weights = weights | {name: _scaled(weights[name], factor) for name in ("value.weight", "value.bias") if name in weights}
+    return known, weights
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    """The product in float32, or in float64 if the array is."""
+    exact = array if array.dtype == np.float64 else array.astype(np.float32)
+    return exact * exact.dtype.type(factor)

@@ -16,24 +16,26 @@ from service.spec import PROJECTIONS
 from service.tensors import Array
 
 SPELLINGS = {
-    "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj",
-    "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj",
-    "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv gqkv_proj",
-    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj",
+    "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj",
+    "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj",
+    "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj",
+    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
     "gate": "gate_proj g_proj",
 }
+KINDS, SINKS = ("weight", "bias"), ("sinks", "softmax_offset", "attention_sink_bias")
 IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "bias": 4, "masked_bias": 0}  # norms of blocks, buffers of old files
 Take = Callable[[LayerTensors, Array], tuple[Array, ...]]
 
 
 def _names(*parts: str) -> dict[str, str]:
     """Name below the stem -> part, for each spelling of these parts."""
-    return {
-        f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in ("weight", "bias")
-    } | {"sinks": "sinks", "softmax_offset": "sinks"}
+    names = {f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in KINDS}
+    packed = {f"in_proj_{kind}": f"qkv.{kind}" for kind in KINDS} if "qkv" in parts else {}
+    packed |= {"attention.q_bias": "query.bias", "attention.v_bias": "value.bias"} if "query" in parts else {}  # VideoMAE
+    return names | packed | dict.fromkeys(SINKS, "sinks")
 
 
 def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:

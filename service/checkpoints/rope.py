@@ -40,6 +40,7 @@ class Rotary:
     theta_fields: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta in transformers 4, and default
     scaled_layer_types: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
     dims_field: str = ""  # field with the number of rotated dims
+    others: tuple[str, ...] = ()  # fields of rope_parameters that are not about RoPE, and that a trait reads
 
 
 def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
@@ -53,7 +54,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     if kind not in KINDS:
         raise settings.refusal("rope_type", f"one of {', '.join(KINDS)}", kind)
     for name, value in settings.fields.items():
-        if name not in (*EVERY_KIND, *KINDS[kind]) and value is not None:
+        if name not in (*EVERY_KIND, *KINDS[kind], *rotary.others) and value is not None:
             raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
     partial = _rotated_share(config, settings, rotary)
     if partial != 1 and rotary.partial is None and kind != "proportional":

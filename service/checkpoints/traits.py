@@ -12,8 +12,10 @@ from service.spec import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 LayerType = Callable[[Config, int], str]
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+ATTENTION_TYPES = {"attention": FULL, "hybrid": FULL}  # other names of layer types
 WIDEST_HEAD = 1 << 16
+VALUE_FACTOR = "value_factor"  # among the fields that traits give: a factor on values, which is multiplied into their projection
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
@@ -27,6 +29,16 @@ def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> T
     def trait(config: Config, n: int, layer_type: str) -> Fields:
         on = field is None or config.flag(field, default=default)
         return {"bias": {name: on and letter in letters for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
+
+    return trait
+
+
+def biased_but(field: str, always: str, never: str = "", default: bool = False) -> Trait:
+    """Biases of the projections in `always`, and of the others but those in `never` if the flag `field` is true."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        letters = always + ("qkvo" if config.flag(field, default=default) else "")
+        return {"bias": {name: letter in letters and letter not in never for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
 
     return trait
 
@@ -53,6 +65,19 @@ def window_if_used(config: Config, n: int, layer_type: str) -> Fields:
     """A window in every layer where `use_sliding_window` says so."""
     config.ignore("max_window_layers", "sliding_window")
     return window_everywhere(config, n, layer_type) if config.flag("use_sliding_window", default=False) else {}
+
+
+def chunks(config: Config, n: int, layer_type: str) -> Fields:
+    """Chunks in layers of type chunked_attention."""
+    config.ignore("attention_chunk_size")
+    return {"chunk_size": config.count("attention_chunk_size")} if layer_type == CHUNKED else {}
+
+
+def recurrent_gemma_window(config: Config, n: int, layer_type: str) -> Fields:
+    """A window in every layer with attention, whose output projection has a bias in any case."""
+    qkv = config.flag("attention_bias", default=False)
+    bias = dict(zip(PROJECTIONS, (qkv, qkv, qkv, True), strict=True))
+    return {"window": {"left": config.count("attention_window_size", "sliding_window") - 1}, "bias": bias}
 
 
 def _require_present(config: Config, field: str) -> None:
@@ -118,6 +143,81 @@ def rope_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
     """Where some layers have a window, only those have RoPE."""
     _require_present(config, "sliding_window")
     return {} if layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+
+
+def rope_if_any(config: Config, n: int, layer_type: str) -> Fields:
+    """OLMo Hybrid: no RoPE where rope_parameters are null."""
+    _require_present(config, "rope_parameters")
+    return {} if config.get("rope_parameters") is not None else {"rope": WITHOUT}
+
+
+def rope_if_named(config: Config, n: int, layer_type: str) -> Fields:
+    """Granite 4: RoPE only with `position_embedding_type` rope."""
+    return {} if config.get("position_embedding_type") == "rope" else {"rope": WITHOUT}
+
+
+def llama4(config: Config, n: int, layer_type: str) -> Fields:
+    """Layers with RoPE norm queries and keys after it; in the others, queries grow with their position."""
+    norms, grows = config.flag("use_qk_norm", default=True), config.flag("attn_temperature_tuning", default=True)
+    norm = {"kind": "rms", "weights": "none", "after_rope": True, "eps": config.number("rms_norm_eps", default=1e-5)}
+    growth = {"factor": config.number("attn_scale", default=0.1), "length": config.count("floor_scale", default=8192), "shift": 1}
+    if without_rope := no_rope_layers(config, n, layer_type):
+        return without_rope | {"query_scale": growth if grows else None}
+    return {"qk_norm": norm if norms else None}
+
+
+def ministral3(config: Config, n: int, layer_type: str) -> Fields:
+    """Queries grow with their position, by fields of rope_parameters."""
+    if (settings := config.section("rope_parameters")) is None:
+        raise config.refusal("rope_parameters", "an object", None)
+    length = settings.count("original_max_position_embeddings")
+    return {"query_scale": {"factor": settings.number("llama_4_scaling_beta"), "length": length}}
+
+
+def mimo(config: Config, n: int, layer_type: str) -> Fields:
+    """MiMo-V2: layers with a window have sinks, and twice as many kv heads; values have a factor and a width of their own."""
+    _require_present(config, "attention_value_scale")
+    kv_heads, windowed = config.count("num_key_value_heads"), layer_type == SLIDING
+    fields = {"num_kv_heads": kv_heads * (1 + windowed), "sinks": windowed, "value_head_dim": config.count("v_head_dim")}
+    return fields | {VALUE_FACTOR: config.number("attention_value_scale", default=1.0)}
+
+
+def key_multiplier(config: Config, n: int, layer_type: str) -> Fields:
+    """Falcon H1: the factor on keys is one on scores."""
+    return {"scale": _head_dim(config) ** -0.5 * config.number("key_multiplier", default=1.0)}
+
+
+def _head_dim(config: Config) -> int:
+    return config.count("head_dim", default=config.count("hidden_size") // config.count("num_attention_heads"))
+
+
+def molmo2(config: Config, n: int, layer_type: str) -> Fields:
+    """Norms of each head, or of all heads as one; layers outside of rope_scaling_layers do not scale their RoPE."""
+    config.expect("qk_norm_type", "qwen3", "olmo")
+    scaled = config.get("rope_scaling_layers")
+    kind = (config.section("rope_parameters") or Config({})).get("rope_type", "type", default="default")
+    if scaled is not None and n not in scaled and kind != "default":
+        raise config.refusal("rope_scaling_layers", f"layer {n} among them", scaled)
+    olmo = {"over": "all", "weights": "own"} if config.get("qk_norm_type") == "olmo" else {}
+    return {"qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), **olmo}}
+
+
+def lfm3(config: Config, n: int, layer_type: str) -> Fields:
+    """A gate on each head, unless the config has none."""
+    gate = {"granularity": "headwise", "activation": "sigmoid", "bias": False}
+    return {"output_gate": gate if config.flag("use_attention_gate", default=True) else None}
+
+
+def muse_glimmer(config: Config, n: int, layer_type: str) -> Fields:
+    """A factor on queries after their norm."""
+    return {"scale": _head_dim(config) ** -0.5 * config.number("qk_scale_factor", default=3.87)}
+
+
+def mobilebert(config: Config, n: int, layer_type: str) -> Fields:
+    """Attention in a bottleneck, whose values may come from outside of it."""
+    config.ignore("key_query_shared_bottleneck", "use_bottleneck_attention", "intra_bottleneck_size")
+    width = config.count("intra_bottleneck_size" if config.flag("use_bottleneck", default=True) else "hidden_size")
+    return {"head_dim": width // config.count("num_attention_heads")}
 
 
 def rope_only_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
@@ -269,6 +369,31 @@ def qwen_type(config: Config, n: int) -> str:
     config.ignore("max_window_layers", "sliding_window")
     sliding = config.flag("use_sliding_window", default=False) and config.get("sliding_window") is not None
     return SLIDING if sliding and n >= config.number("max_window_layers", default=28) else FULL
+
+
+def llama4_type(config: Config, n: int) -> str:
+    """Layers with RoPE have chunks."""
+    return FULL if no_rope_layers(config, n, "") else CHUNKED
+
+
+def jamba_type(config: Config, n: int) -> str:
+    return FULL if n % config.count("attn_layer_period", default=8) == int(config.number("attn_layer_offset", default=4)) else "mamba"
+
+
+def recurrent_gemma_type(config: Config, n: int) -> str:
+    blocks = config.get("block_types", default=["recurrent", "recurrent", "attention"])
+    return str(blocks[n % len(blocks)])
+
+
+def listed(field: str, other: str, default: bool = False) -> LayerType:
+    """Attention in the layers whose numbers are listed, another kind of layer elsewhere; without a list, in all if `default`."""
+    return lambda config, n: FULL if (default if config.get(field) is None else n in config.get(field)) else other
+
+
+def repmixer(config: Config, n: int) -> str:
+    """MobileCLIP's text encoder: its first and last layers are convolutions."""
+    ends = config.flag("use_repmixer_blocks", default=True) and n in (0, config.count("num_hidden_layers") - 1)
+    return "conv" if ends else FULL
 
 
 def sliding(config: Config, n: int) -> str:

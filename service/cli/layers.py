@@ -71,7 +71,9 @@ def add(
     number: Annotated[
         int | None, typer.Option("--layer", help="Number of the layer in a model's folder.", min=0, show_default=False)
     ] = None,
-    part: Annotated[str | None, typer.Option(help="encoder, decoder or cross, where a model has several.", show_default=False)] = None,
+    part: Annotated[
+        str | None, typer.Option(help="encoder, decoder, cross or vision, where a model has several.", show_default=False)
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,

@@ -26,7 +26,8 @@ RAMP = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 18
 def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, Any], about: str) -> str | None:
     """A heat map for each head of the first batch item; None without weights.
 
-    `weights`: [b,h,q,k], [h,q,k], or without h if `select` averages. `select` and `tokens` are those of the request.
+    `weights`: [b,h,q,k], [h,q,k], or without h if `select` averages. `select` and `tokens` are those of the request; queries and keys whose
+    tokens `omit` has are left out.
     """
     if not weights.size:
         return None
@@ -37,12 +38,11 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
     maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAPS].astype(np.float64)
     rows, columns = (_labels(tokens, side) for side in ("query", "key"))
     rows = [rows[i] for i in select.get("queries") or () if i < len(rows)] or rows
-    if tokens.get("omit") and (len(rows), len(columns)) == maps.shape[1:]:
-        omits = Tokens(omit=tokens["omit"]).omits
-        kept = [[i for i, word in enumerate(words) if not omits(word)] for words in (rows, columns)]
-        if all(kept):
-            maps = maps[:, kept[0]][:, :, kept[1]]
-            rows, columns = ([words[i] for i in at] for words, at in zip((rows, columns), kept, strict=True))
+    omits = Tokens.model_construct(omit=tokens.get("omit")).omits
+    for axis, labels in ((1, rows), (2, columns)):
+        kept = [i for i, token in enumerate(labels) if not omits(token)]
+        if kept and len(labels) == maps.shape[axis]:
+            maps, labels[:] = maps.take(kept, axis), [labels[i] for i in kept]
     drawn = "".join(_heat_map(cells, name, rows, columns) for cells, name in zip(maps, names, strict=False))
     more = [about]
     if batched and len(weights) > 1:

@@ -146,6 +146,7 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
         left=left,
         right=right if not request.causal else min(0, 0 if right is None else right),
+        chunk=spec.chunk_size,
         aligned=q == k and request.query_offset in (None, 0),
     )
     offset = request.query_offset or 0

@@ -21,12 +21,14 @@ from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tenso
 from support.server import Server
 
 from service.checkpoints import read_model_layer
-from service.checkpoints.families import FAMILIES
+from service.checkpoints.families import FAMILIES, REFUSED
 from service.checkpoints.folder import ModelFolder
 from service.checkpoints.model import describe
 from service.client import AsyncClient, Client
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
@@ -45,7 +47,19 @@ def test_a_layer_computes_what_transformers_computes(layers: httpx.Client, model
 
 
 def test_every_family_has_a_case() -> None:
-    assert set(FAMILIES) <= {model["config"]["model_type"] for model in MODELS.values()}
+    assert set(FAMILIES) <= {
+        describe(model["config"], case["layer"], case["part"]).model_type for model in MODELS.values() for case in model["cases"]
+    }
+
+
+def test_families_of_transformers_are_computed_or_refused_with_a_reason() -> None:
+    """What `golden/count_families.py` wrote: at least four in five are right, and none is wrong."""
+    tried = [line.split(": ") for line in (GOLDEN / "tiny_families.txt").read_text().splitlines()]
+    right, refused, wrong = ({name for kind, name in tried if kind == wanted} for wanted in ("right", "refused", "wrong"))
+    assert not wrong
+    assert right <= set(FAMILIES)
+    assert refused <= set(REFUSED)
+    assert len(right) >= 4 * len(refused)
 
 
 def test_the_page_lists_them() -> None:
@@ -332,7 +346,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
-    expected |= {"output_gate": None}
+    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None}
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()

@@ -16,20 +16,21 @@ from tiny_models import TinyModel, tiny_config
 
 from service.attention.reference.forward import attend
 from service.checkpoints.families import FAMILIES
-from service.checkpoints.model import describe, family_of, read_model_layer
+from service.checkpoints.family import number_of_layers
+from service.checkpoints.model import describe, parts_of, read_model_layer
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 FOLDER = Path(__file__).parent / "models"
-QUERY, KEY = ("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight")
+PARTS = (("query.weight", "qkv.weight"), ("key.weight", "qkv.weight"), ("value.weight", "qkv.weight"), ("output.weight",))
+OTHER_LAYERS = ("/config/layer_types", "/config/layers_block_type", "dense_bias")
 MOST_KINDS = 3  # of layers of one part that are kept
 TOLERANCE = 3e-5  # of the largest value
 
 
 def layers_of(config):
     """(layer, part) of every attention layer."""
-    inner, _, family = family_of(config)
-    return [(n, part) for part, attention in family.items() for n in range(inner.count(*attention.layers))]
+    return [(n, part) for part, (inner, attention) in parts_of(config).items() for n in range(number_of_layers(attention, inner))]
 
 
 def compare(config):
@@ -44,14 +45,12 @@ def compare(config):
             verdicts[layer] = "refused", str(refusal)
             continue
         names = described.find(tensors).names
-        parts = [
-            next(names[p] for p in ps if p in names) for ps in (("query.weight", "qkv.weight"), ("key.weight", "kv.weight", "qkv.weight"))
-        ]
-        modules[layer] = tuple(model.module(tensors[name]) for name in (*parts, names["output.weight"]))
+        modules[layer] = tuple(model.module(tensors[next(names[part] for part in parts if part in names)]) for parts in PARTS)
         loaded[layer] = LayerSpec.model_validate(fields), weights, tensors, described
     for layer, seen in model.run(modules).items():
         spec, weights, tensors, described = loaded[layer]
-        ours = attend(spec, weights, query=seen["query"], key=seen["key"], causal=described.attention.causal).output
+        inputs = {name: seen[name] for name in ("query", "key", "value")}
+        ours = attend(spec, weights, **inputs, causal=described.attention.causal).output
         largest = np.abs(seen["output"]).max()
         right = np.isfinite(largest) and largest > 1e-3 and np.abs(ours - seen["output"]).max() <= TOLERANCE * largest
         verdicts[layer] = "right" if right else "wrong", (described, {name: x.shape for name, x in tensors.items()}, seen)
@@ -59,25 +58,26 @@ def compare(config):
 
 
 def document(config):
-    """The file of a model: one case for each kind of layer. Raises AssertionError if a layer is wrong, or refused for another reason
-    than its type."""
+    """The file of a model: one case for each kind of layer. Raises AssertionError if a layer is wrong, or refused for another reason than
+    that it has no attention.
+    """
     cases, kinds = [], set()
     for (number, part), (verdict, found) in compare(config).items():
-        if verdict == "refused" and "/config/layer_types" in found:  # layers of another kind in the same model
+        if verdict == "refused" and any(word in found for word in OTHER_LAYERS):
             continue
         assert verdict == "right", f"layer {number} of the {part}: {verdict} {found if verdict == 'refused' else ''}"
         described, shapes, seen = found
         if (kind := json.dumps([part, described.fields])) in kinds or sum(kind.startswith(f'["{part}"') for kind in kinds) == MOST_KINDS:
             continue
         kinds.add(kind)
-        own_key = seen["key"].shape != seen["query"].shape or not np.array_equal(seen["key"], seen["query"])
-        request = {
-            "query": tensor(seen["query"]),
-            **({"key": tensor(seen["key"])} if own_key else {}),
-            "causal": described.attention.causal,
-        }
+        request = {"query": tensor(seen["query"])}
+        for name, default in (("key", "query"), ("value", "key")):
+            if not np.array_equal(seen[name], seen[default]):
+                request |= {"key": tensor(seen["key"]), name: tensor(seen[name])}
+        request["causal"] = described.attention.causal
         case = {"layer": number, "part": part, "shapes": {name: list(shape) for name, shape in shapes.items()}}
         cases.append(case | {"request": request, "output": tensor(seen["output"])})
+    assert cases, "no layer has attention"
     return {"config": config, "cases": cases}
 
 

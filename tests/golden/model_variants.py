@@ -3,6 +3,7 @@
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
@@ -20,6 +21,36 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "ctrl": {"dff": 16},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    **{name: {"rope_parameters": MROPE} for name in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},
+    **{
+        name: {"speech_encoder_layers": 1, "t2u_encoder_layers": 1, "t2u_decoder_layers": 1} for name in ("seamless_m4t", "seamless_m4t_v2")
+    },
+    "llama4_text": {"floor_scale": 3, "attn_scale": 0.5},
+    "ministral3": {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}},
+    "mimo_v2_flash": {"v_head_dim": 6},
+    "esmc": {"num_key_value_heads": 4, "hidden_size": 32},
+    "fsmt": {"use_cache": False},  # with a cache, its decoder sees the future in a first call
+    "xmod": {"default_language": "en_XX"},
+    "mobilebert": {"intra_bottleneck_size": 16},
+    "bamba": MAMBA | {"attn_layer_indices": [1, 4]},
+    "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 3},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8, "key_multiplier": 0.7},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "layers_block_type": ["linear_attention", "full_attention"]},
+    "moonshine": {"hidden_size": 80}
+    | {f"{side}_num_{name}": 4 for side in ("encoder", "decoder") for name in ("attention_heads", "key_value_heads", "hidden_layers")},
+    "videomae": {"num_frames": 4, "decoder_num_attention_heads": 4, "decoder_num_hidden_layers": 1},
+    "recurrent_gemma": {"attention_window_size": 5},
+    "yolos": {"image_size": [8, 8], "num_detection_tokens": 2},
+    "sew": {"conv_dim": [8] * 13},
+    "vivit": {"tubelet_size": [2, 4, 4], "num_frames": 4},
+    "whisper": {"num_mel_bins": 8, "max_source_positions": 16},
+    "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 32},
+    "audio-spectrogram-transformer": {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
     "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
@@ -37,6 +68,11 @@ VARIANTS = {  # name -> (model_type, fields)
     "falcon_all": ("falcon", {"multi_query": False}),
     "gpt_bigcode_all": ("gpt_bigcode", {"multi_query": False}),
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "molmo2_text_olmo": ("molmo2_text", {"qk_norm_type": "olmo", "attention_bias": True}),
+    "granitemoehybrid_rope": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "clip": ("clip", {}),  # a section for text and one for images
+    "siglip": ("siglip", {}),
+    "vit_unbiased": ("vit", {"qkv_bias": False}),
     "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
     "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
     "glm4_moe_norms": ("glm4_moe", {"use_qk_norm": True}),

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from model_variants import SIZES as MODEL_SIZES
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -28,7 +29,7 @@ AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which 
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
-KEPT = re.compile(r"embed_positions|inv_freq|position_ids")  # tables that some models compute
+KEPT = re.compile(r"embed_positions|inv_freq|position_ids|running_")  # tables that some models compute
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 6),
@@ -42,6 +43,11 @@ SIZES = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "type_vocab_size"), 2),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group", "first_k_dense_replace", "moe_topk"), 1),
     **dict.fromkeys(("num_shared_experts", "n_shared_experts", "pad_token_id", "bos_token_id"), 1),
+    "image_size": 8,
+    "patch_size": 4,
+    **dict.fromkeys(("conv_dim", "tdnn_dim"), [8] * 7),
+    **dict.fromkeys(("num_conv_pos_embeddings", "num_conv_pos_embedding_groups"), 4),
+    **dict.fromkeys(("projection_dim", "decoder_intermediate_size", "decoder_hidden_size"), 16),
     "vocab_size": 32,
     "num_key_value_heads": 2,
     "sliding_window": 5,
@@ -60,12 +66,15 @@ SIZES = {
 
 
 def tiny_config(model_type, changes):
-    """The config.json of a tiny model: transformers' default config with small sizes, and `changes`."""
+    """The config.json of a tiny model: transformers' default config with small sizes, also in its sections, and `changes`."""
     kind = CONFIG_MAPPING[model_type]
     default = kind().to_dict()
     sizes = {name: size for name, size in SIZES.items() if name in default}
     sizes |= {name: 20 if "head_dim" in default else 32 for name in WIDTHS if name in default}
     sizes |= {"head_dim": 8} if "head_dim" in default else {}
+    for name, section in default.items():
+        if isinstance(section, dict) and (inner := section.get("model_type")) in CONFIG_MAPPING:
+            sizes[name] = tiny_config(inner, MODEL_SIZES.get(inner, {}))
     config = json.loads(kind(**(sizes | changes)).to_json_string())
     return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path", "architectures")}
 
@@ -101,22 +110,63 @@ class TinyModel:
         raise LookupError(f"no module has a tensor of shape {array.shape}")
 
     def run(self, layers):
-        """`layers`: any key -> modules of queries, keys and output. Gives for each: query, key [b, n, width], output."""
+        """`layers`: any key -> modules of queries, keys, values and output. Gives for each: query, key, value [b, n, width], output.
+
+        Raises ValueError if the model cannot be run with any of the usual inputs.
+        """
         seen = {key: {} for key in layers}
         hooks = []
-        for key, (query, keys, output) in layers.items():
+        for key, (*inputs, output) in layers.items():
             here = seen[key]
-            hooks.append(query.register_forward_pre_hook(lambda _, x, named, here=here: keep(here, "query", x, named), with_kwargs=True))
-            hooks.append(keys.register_forward_pre_hook(lambda _, x, named, here=here: keep(here, "key", x, named), with_kwargs=True))
+            for name, module in zip(("query", "key", "value"), inputs, strict=True):
+                hooks.append(
+                    module.register_forward_pre_hook(lambda _, x, named, here=here, name=name: keep(here, name, x, named), with_kwargs=True)
+                )
             hooks.append(output.register_forward_hook(lambda _, x, result, here=here: keep(here, "output", (result,), {})))
-        arguments = {"input_ids": IDS}
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            arguments["decoder_input_ids"] = SHORTER
-        with torch.no_grad():
-            self.model(**arguments)
-        for hook in hooks:
-            hook.remove()
+        try:
+            forward(self.model)
+        finally:
+            for hook in hooks:
+                hook.remove()
         return seen
+
+
+def forward(model):
+    """Runs a model with the first of the usual inputs that it takes. Raises ValueError if it takes none."""
+    failures = []
+    for arguments in usual_inputs(model):
+        try:
+            with torch.no_grad():
+                return model(**arguments)
+        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
+            failures.append(f"{', '.join(arguments)}: {failure!r:.300}")
+    raise ValueError("; ".join(failures))
+
+
+def usual_inputs(model):
+    """Tokens, an image, both, sound as a wave or as features; with tokens for a decoder if there is one."""
+    config = model.config
+    extra = {"decoder_input_ids": SHORTER} if getattr(config, "is_encoder_decoder", False) else {}
+    images = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), None)
+    yield {"input_ids": IDS, **extra}
+    if images is not None:
+        size, channels = images.image_size, getattr(images, "num_channels", 3)
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = {"pixel_values": stirred(1, channels, *sides)}
+        yield pixels
+        yield pixels | {"input_ids": IDS}
+        yield {"pixel_values": stirred(1, getattr(images, "num_frames", 1), channels, *sides)}
+    yield {"input_values": stirred(1, 4000), **extra}
+    bins = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 80))
+    frames = 2 * getattr(config, "max_source_positions", 32)
+    yield {"input_features": stirred(1, bins, frames), **extra}
+    yield {"input_features": stirred(1, frames, bins), **extra}
+    yield {"input_values": stirred(1, getattr(config, "max_length", frames), bins), **extra}
+
+
+def stirred(*shape):
+    """float32 numbers that depend on the shape alone."""
+    return torch.from_numpy(drawn(str(shape), shape) * 3)
 
 
 def keep(here, name, values, named):

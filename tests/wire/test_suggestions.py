@@ -30,6 +30,7 @@ def test_the_closest_name_is_suggested() -> None:
 
 
 def test_the_comparison_is_bounded() -> None:
-    """A server may have a thousand layers, and a name any length."""
-    assert did_you_mean("layer", [*("x" * COMPARED), "layer"]) == ""
+    """A server may have a thousand layers, and a name any length. Names with the same beginning come first."""
+    assert did_you_mean("layer", [*("xlayer" for _ in range(COMPARED)), "slayer"]) == " (did you mean xlayer?)"
+    assert did_you_mean("layer", [*("xxlayer" for _ in range(COMPARED)), "layers"]) == " (did you mean layers?)"
     assert did_you_mean("layer" + "x" * 10**6, ["layer"]) == ""

@@ -44,6 +44,8 @@ LAYER_FEATURES = (
     "sinks",
     "weights",  # explicit ones, even if they could be seeded
     "output_gate",
+    "chunk_size",
+    "query_scale",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -237,6 +239,10 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "output_gate" in drawn:
         granularity, activation = rng.choice(["elementwise", "headwise"]).item(), rng.choice(["sigmoid", "softplus"]).item()
         fields["output_gate"] = {"granularity": granularity, "activation": activation, "bias": bool(rng.random() < 0.5)}
+    if "chunk_size" in drawn:
+        fields["chunk_size"] = int(rng.integers(1, 6))
+    if "query_scale" in drawn:
+        fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
     return LayerSpec.model_validate(fields)
 
 

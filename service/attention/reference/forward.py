@@ -1,7 +1,7 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scale, softcap, add biases, block, softmax, dropout, gate, in this order.
+are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -15,8 +15,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.attention.reference.masks import blocked_by_keys, blocked_by_masks, blocked_by_position, query_positions, spread
-from service.attention.reference.positions import position_bias, rotate
+from service.attention.reference.masks import (
+    blocked_by_chunks,
+    blocked_by_keys,
+    blocked_by_masks,
+    blocked_by_position,
+    query_positions,
+    spread,
+)
+from service.attention.reference.positions import position_bias, query_factors, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -29,8 +36,8 @@ class Reference:
     attention_weights: Array  # [b, h, q, k], after dropout
     scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax
     log_sum_exp: Array  # [b, h, q], of the scores and the sink
-    query_projection: Array  # [b, h, q, d], after the norm and RoPE
-    key_projection: Array  # [b, kv heads, k, d], likewise
+    query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
+    key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
     value_projection: Array  # [b, kv heads, k, dv]
     head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
@@ -87,11 +94,15 @@ def attend(
         q, k = rotate(q, positions, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
+    if spec.query_scale:
+        q = q * query_factors(positions, spec.query_scale)
 
     # Sum of the biases, and the blocked pairs.
     added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
     windows = (spec.window.model_dump() if spec.window else {}, window or {})
     by_position = blocked_by_position(ahead, causal, windows)
+    if spec.chunk_size:
+        by_position |= blocked_by_chunks(positions, shape[-1], spec.chunk_size)
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():

@@ -35,7 +35,7 @@ from service.attention.reference.forward import (
     split_heads,
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
-from service.attention.reference.positions import rotate
+from service.attention.reference.positions import query_factors, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -73,6 +73,8 @@ def gradients(
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
 
     through = dict(zip(inputs, _through_attention(spec, back, forward, call, batched), strict=True))
+    if spec.query_scale:
+        through["query"] = query_factors(_positions(forward, call, batched), spec.query_scale) * through["query"]
     if spec.rope:  # the gradient of a rotation is the opposite rotation
         places = {"query": _positions(forward, call, batched), "key": np.arange(inputs["key"].shape[1])[None]}
         for name, positions in places.items():

@@ -1,4 +1,7 @@
-"""Blocked pairs of queries and keys in NumPy, from masks, lengths and windows, and the positions of queries. Results are true = blocked."""
+"""Blocked pairs of queries and keys in NumPy, from masks, lengths, windows and chunks, and the positions of queries.
+
+Results are true = blocked.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -52,6 +55,12 @@ def query_positions(offset: ArrayLike | None, blocked_keys: Array, needed: bool)
     offsets = np.broadcast_to(0 if offset is None else offset, (b,))
     positions: Array = np.arange(q) + offsets[:, None]
     return positions
+
+
+def blocked_by_chunks(positions: Array, keys: int, size: int) -> Array:
+    """Pairs in different chunks of `size` positions (Llama 4): positions [b, q] -> [b, 1, q, keys]."""
+    blocked: Array = positions[:, None, :, None] // size != np.arange(keys) // size
+    return blocked
 
 
 def blocked_by_position(ahead: Array, causal: bool, windows: Iterable[Mapping[str, int | None]]) -> Array:

@@ -1,4 +1,7 @@
-"""RoPE, ALiBi and T5's relative bias in NumPy float64. `ahead` is the position of key j less that of query i."""
+"""RoPE, factors on queries by position, ALiBi and T5's relative bias in NumPy float64.
+
+`ahead` is the position of key j less that of query i.
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.spec import LayerSpec, RelativeBias, Rope
+from service.spec import LayerSpec, QueryScale, RelativeBias, Rope
 from service.tensors import Array
 
 
@@ -49,6 +52,12 @@ def frequencies(rope: Rope, dims: int) -> Array:
     kept = np.clip((turns - low) / (high - low), 0, 1)
     mixed: Array = kept * plain + (1 - kept) * plain / scaling.factor
     return mixed
+
+
+def query_factors(positions: Array, scale: QueryScale) -> Array:
+    """1 + factor · ln(1 + ⌊(p + shift)/length⌋), Nakanishi 2025 as Llama 4 has it; p is at least 0: [b, q] -> [b, 1, q, 1]."""
+    factors: Array = 1 + scale.factor * np.log(1 + (np.maximum(positions, 0) + scale.shift) // scale.length)
+    return factors[:, None, :, None]
 
 
 def position_bias(spec: LayerSpec, weights: Mapping[str, Array], ahead: Array) -> Array:

@@ -18,6 +18,7 @@ from service.wire.problems import describe_value, one_of
 from service.wire.schemas.attend import LayerDocument
 from service.wire.suggestions import did_you_mean
 
+LAST_POSITION = 1 << 31
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
 MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
@@ -137,7 +138,9 @@ class LayerRegistry:
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # a view would keep the whole body in memory
+            tensors = {
+                key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()
+            }  # a view would keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
@@ -162,7 +165,13 @@ class LayerRegistry:
 
 
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
+
+    With `query_scale`, it is multiplied by the factor of the last position.
+    """
+    if (growth := spec.query_scale) is not None:
+        factor = 1 + growth.factor * math.log1p(LAST_POSITION / growth.length)
+        return factor * _score_deviation(spec.model_copy(update={"query_scale": None}), tensors)
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
@@ -176,7 +185,7 @@ def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
     return float(variance.mean())
 
 
-def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     shapes = spec.weight_shapes()
     problems = [
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights

@@ -1,10 +1,11 @@
 // The state of the page in the fragment of its address, so that a link or a reload shows the same. The API key is not part of it.
 
 import { $ } from "./dom.js";
-import { mode } from "./form.js";
+import { mode, showMasks, showPasted } from "./form.js";
 
-const TEXTS = ["text", "keys", "request", "left", "right", "length", "offset"];
-const SWITCHES = ["cross", "causal", "special"];
+const TEXTS = ["text", "keys", "request"];
+const SWITCHES = ["cross", "special"];
+const MASKS = ["left", "right", "length", "offset"];
 const LONGEST = 16384; // characters; a longer request is left out
 
 /** Sets the form from the address; returns the rest of the state, texts by name. */
@@ -14,15 +15,22 @@ export function readAddress() {
   for (const id of TEXTS) $(id).value = state[id] ?? $(id).defaultValue;
   for (const id of SWITCHES) $(id).checked = id in state;
   $("scale").value = state.scale ?? "head";
+  if (mode() === "request") showPasted();
+  else showMasks({});
+  for (const id of MASKS) $(id).value = state[id] ?? $(id).value;
+  if (state.causal) $("causal").checked = state.causal === "1";
   return state;
 }
 
-/** Writes the visible controls and `rest`, texts by name, where they differ from the page's first state. */
+/** Writes the visible controls and `rest`, texts by name, where they differ from the page's first state or from a pasted request. */
 export function writeAddress(rest) {
   const state = new URLSearchParams({ layer: $("layer").value });
-  if (mode() === "request") state.set("input", "request");
+  const pasted = mode() === "request"; // has masks of its own, which empty controls remove
+  if (pasted) state.set("input", "request");
   for (const id of TEXTS) if ($(id).value !== $(id).defaultValue && $(id).offsetParent) state.set(id, $(id).value);
   for (const id of SWITCHES) if ($(id).checked) state.set(id, "1");
+  for (const id of MASKS) if ($(id).value || (pasted && !$(id).disabled)) state.set(id, $(id).value);
+  if ($("causal").checked || pasted) state.set("causal", $("causal").checked ? "1" : "0");
   if ($("scale").value !== "head") state.set("scale", $("scale").value);
   for (const [name, value] of Object.entries(rest)) if (value) state.set(name, value);
   if (String(state).length > LONGEST) state.delete("request");

@@ -1,8 +1,7 @@
-// The body of POST /attend from the values of the controls, and that body as curl, Python or JSON.
+// The body of POST /attend from the values of the controls, and the labels of its axes.
 
 import { Refusal } from "./wire.js";
 
-export const KEY = "ATTEND_API_KEY"; // environment variable, the same as for the commands
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
@@ -72,47 +71,4 @@ export function tokensOf(request, item, queries, keys) {
 /** Whether a token is one that a tokenizer adds around or between words, such as [CLS], [SEP] and <s>. */
 export function isSpecial(token) {
   return /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?(s|bos|eos|pad)>|<\|[^|]*\|>)$/i.test(token);
-}
-
-/**
- * The request as "curl", "python" or "json" to paste. `texts`: the bodies for /words of its inputs, if they are sentences; the command then
- * begins with these. The API key, if needed, is read from an environment variable.
- */
-export function written(kind, request, texts, url, keyed) {
-  if (kind === "curl") return curl(request, texts, url, keyed);
-  const json = JSON.stringify(request);
-  if (kind === "json") return json;
-  return [
-    "import json",
-    ...(keyed ? ["import os"] : []),
-    "",
-    "from service.client import Client",
-    "",
-    `request = json.loads(r'''${quotable(request)}''')`,
-    `with Client(${JSON.stringify(url)}${keyed ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
-    "    result = client.attend(**request)",
-    "print(result.attention_weights.shape)",
-    "",
-  ].join("\n");
-}
-
-function curl(request, texts, url, keyed) {
-  const post = (path) => `curl -sS ${url}${path}${keyed ? ` -H "Authorization: Bearer $${KEY}"` : ""} -H 'Content-Type: application/json'`;
-  if (!texts) return `${post("attend")} --data-binary @- <<'REQUEST'\n${JSON.stringify(request)}\nREQUEST\n`;
-  const { query, key, value, tokens, ...rest } = request;
-  const parts = Object.keys(texts);
-  const words = parts.map((part) => `${post("words")} -d '${quotable({ ...texts[part], part: part === "query" ? undefined : part })}'`);
-  const vectors = parts.map((part, i) => `${part}: .[${i}].vectors`);
-  const labels = parts.flatMap((part, i) => (part === "value" ? [] : [`${part}: .[${i}].tokens`]));
-  return [
-    words.length === 1 ? `${words[0]} |` : `{ ${words.join("\n  ")}; } |`,
-    `  jq -s '${quotable(rest)} + {${vectors.join(", ")}, tokens: {${labels.join(", ")}}}' |`,
-    `  ${post("attend")} --data-binary @-`,
-    "",
-  ].join("\n");
-}
-
-/** JSON without single quotes, for text between them. */
-function quotable(document) {
-  return JSON.stringify(document).replaceAll("'", "\\u0027");
 }

@@ -74,7 +74,7 @@ function steps(of, request, { head, q, k, weights, labels }) {
   const products = Array.from(query, (number, i) => [i, number, key[i], number * key[i]]);
   const added = score - capped;
   const isMasked = score === -Infinity;
-  const list = [step("Query · key", `q · k = ${number(dot)}`, table(`All ${query.length} products`, ["", "q", "k", "q × k"], products))];
+  const list = [step("Query · key", `q · k = ${number(dot)}`, table(`All ${query.length} products`, ["i", "q", "k", "q × k"], products))];
   list.push(step("Scale", `${number(dot)} × ${number(scale)} = ${number(scaled)}`));
   if (softcap) list.push(step("Soft cap", `${number(softcap)} × tanh(${number(scaled)} / ${number(softcap)}) = ${number(capped)}`));
   if (!isMasked && Math.abs(added) > 1e-4 * (1 + Math.abs(capped))) {

@@ -2,12 +2,12 @@
 
 import { hasKey } from "./access.js";
 import { make } from "./dom.js";
-import { KEY, written } from "./request.js";
+import { KEY, written } from "./snippets.js";
 import { post } from "./wire.js";
 
 const WORDS = { curl: "curl command", python: "Python program", json: "JSON body", link: "link" };
 
-/** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see request.js. */
+/** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see snippets.js. */
 export async function copy(kind, request, texts, box) {
   const text = kind === "link" ? location.href : written(kind, request, texts, new URL(".", location.href).href, hasKey());
   box.value = text;

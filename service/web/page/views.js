@@ -84,6 +84,7 @@ export class Views {
   /** Forgets what the user chose to see. */
   reset() {
     [this.shown, this.pointing.locked] = ["mean", NOTHING];
+    $("item").value = "0";
     this.heads.switchOff([]);
   }
 

@@ -80,6 +80,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {spec.relative_bias.bidirectional for spec in specs if spec.relative_bias} == {True, False}
     assert {spec.qk_norm.kind for spec in specs if spec.qk_norm} == {"rms", "layer"}
     assert any(spec.sinks for spec in specs)
+    assert any(spec.chunk_size and spec.query_scale for spec in specs)
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}

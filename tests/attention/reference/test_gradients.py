@@ -64,6 +64,9 @@ def torchs(spec, weights, request, inputs, forward):
         k = torch_rope(k, torch.arange(keys).expand(len(k), keys), spec.rope)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
+    if spec.query_scale:
+        steps = torch.floor(((torch.arange(queries) + offset[:, None]).clamp(min=0) + spec.query_scale.shift) / spec.query_scale.length)
+        q = q * (1 + spec.query_scale.factor * torch.log1p(steps.double()))[:, None, :, None]
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)

@@ -59,7 +59,7 @@ def hold(spec, weights, request):
         side_by_side = [[] for _ in range(q)]
         for n in range(h):
             for i in range(q):
-                mine = head(spec, weights, "query", query[item, i], n, position=i + offset)
+                mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=i + offset)
                 same(got.query_projection[item, n, i], mine)
                 scores = [score(spec, weights, request, (item, n, i, j), offset, mine, keys[n // group][j]) for j in range(k)]
                 same(got.scores[item, n, i], scores)
@@ -99,6 +99,11 @@ def head(spec, weights, name, x, n, position=None):
     if norm and norm.after_rope and name != "value":
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     return heads[n]
+
+
+def grown(scale, position):
+    """Llama 4's factor: its logarithm grows by steps of `length` positions."""
+    return 1.0 if scale is None else 1 + scale.factor * math.log(1 + math.floor((max(position, 0) + scale.shift) / scale.length))
 
 
 def gate(spec, weights, x, n):
@@ -176,6 +181,7 @@ def score(spec, weights, request, place, offset, query, key):
         pick(request.get("block_mask", np.zeros((1, 1))), place),
         not is_real(request, item, i, j),
         request.get("causal", False) and ahead > 0,
+        spec.chunk_size and math.floor((i + offset) / spec.chunk_size) != math.floor(j / spec.chunk_size),
         *(window.get("left") is not None and -ahead > window["left"] for window in windows),
         *(window.get("right") is not None and ahead > window["right"] for window in windows),
     ]

@@ -368,7 +368,7 @@ def test_a_gain_multiplies_what_is_drawn(http: httpx.Client, init: str) -> None:
 
 
 def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Client) -> None:
-    """The fingerprint has the weights themselves. A gain of 1 is what is meant without one; given weights have none."""
+    """The fingerprint covers the weights. Without a gain it is 1, and it is 1 for given weights."""
     spec = {"d_model": 4, "num_heads": 2, "seed": 3, "bias": False}
     plain, one, null, two = (
         http.put("/layers/gained", json={"spec": {**spec, **gain}}).json() for gain in ({}, {"gain": 1}, {"gain": None}, {"gain": 2})

@@ -1,0 +1,95 @@
+"""One family of models: where its attention layers are, and how its config's fields become a LayerSpec."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from service.checkpoints.config import Config
+from service.checkpoints.layout import Fields
+from service.checkpoints.rope import Rotary, rope_fields
+from service.checkpoints.traits import (
+    ATTENTION_TYPES,
+    CHUNKED,
+    FULL,
+    LINEAR,
+    SLIDING,
+    WIDEST_HEAD,
+    WINDOWED,
+    WITHOUT,
+    LayerType,
+    Trait,
+    chunks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One kind of attention layer of a family: names of the config's fields, and traits that its code has regardless of the config."""
+
+    path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
+    layout: str = "separate"
+    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+    kv_heads: tuple[str, ...] = ("num_key_value_heads",)
+    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+    head_dim: tuple[str, ...] = ("head_dim",)
+    layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    rotary: Rotary | None = None
+    causal: bool = True
+    bias: Trait | None = None  # None: inferred from the tensors
+    traits: tuple[Trait, ...] = ()
+    types_field: str = "layer_types"  # a list of each layer's type
+    layer_type: LayerType | None = None  # for configs without that field
+    table: str = ""  # the end of the name of a table of relative biases
+    ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that are without effect
+    irrelevant: str = ""  # pattern of fields that sound like attention and are without effect
+
+
+Family = Mapping[str, Attention]  # part -> attention
+
+
+def number_of_layers(attention: Attention, config: Config) -> int:
+    """By the field that counts them, or the one that lists their types. Raises InvalidRequest if there is none."""
+    types = config.get(attention.types_field)
+    return len(types) if config.get(*attention.layers) is None and isinstance(types, list) else config.count(*attention.layers)
+
+
+def fields_of(attention: Attention, config: Config, n: int) -> Fields:
+    """Fields of LayerSpec for layer n. Raises InvalidRequest."""
+    layer_type = _layer_type(attention, config, n)
+    if layer_type == LINEAR:
+        raise config.refusal(
+            attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
+        )
+    known = [FULL, *([SLIDING] if _is_windowed(attention) else []), *([CHUNKED] if chunks in attention.traits else [])]
+    if layer_type not in known:
+        raise config.refusal(attention.types_field, f"{' or '.join(known)} in layer {n}", layer_type)
+    heads, width = config.count(*attention.heads), config.get(*attention.width)
+    head_dim = (
+        config.count(*attention.head_dim) if config.get(*attention.head_dim) else config.count(*attention.width) // heads if width else 1
+    )
+    if not 0 < head_dim <= WIDEST_HEAD:
+        raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
+    fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
+    fields["output_gate"] = None
+    if attention.kv_heads and config.get(*attention.kv_heads) is not None:
+        fields["num_kv_heads"] = config.count(*attention.kv_heads)
+    for trait in attention.traits:
+        fields |= trait(config, n, layer_type)
+    if attention.rotary:
+        rope = rope_fields(config, attention.rotary, layer_type, fields["head_dim"])
+        fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
+    fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
+    return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
+
+
+def _layer_type(attention: Attention, config: Config, n: int) -> str:
+    """By the field that lists them, or by the family's rule for configs without them."""
+    ruled = attention.layer_type(config, n) if attention.layer_type else None
+    listed = config.each(attention.types_field, n)
+    if listed is None and ruled is None and _is_windowed(attention):
+        raise config.refusal(attention.types_field, "the type of each layer", None)
+    layer_type = str(listed or ruled or FULL)
+    return ATTENTION_TYPES.get(layer_type, layer_type)
+
+
+def _is_windowed(attention: Attention) -> bool:
+    return any(trait in WINDOWED for trait in attention.traits)

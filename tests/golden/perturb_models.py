@@ -1,0 +1,91 @@
+"""Changes each field of the configs of tiny models: what changes transformers' eager attention has to change ours too, or be refused.
+
+Run as `python perturb_models.py [NAME …]` where `generate_models.py` runs, for all families or those named. It prints every change after
+which a layer is wrong, and for each model how many changes led to what: right, refused, or not built by transformers itself.
+"""
+
+import copy
+import json
+import sys
+from collections import Counter
+
+from generate_models import FOLDER, compare
+
+from service.errors import InvalidRequest
+
+REMOVED = object()
+KEPT = {"model_type", "dtype", "torch_dtype", "transformers_version", "num_hidden_layers", "n_layer", "vocab_size", "architectures"}
+
+
+def alternatives(value):
+    """Other values of a field, among them its absence."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value * 2 or 1
+    elif isinstance(value, float):
+        yield value * 2 or 0.5
+    elif value is None:
+        yield 3
+        yield True
+    elif isinstance(value, list):
+        yield value[::-1]
+    yield REMOVED
+
+
+def places(fields, *above):
+    """The path of each field, also inside of others."""
+    for name, value in fields.items():
+        if name not in KEPT:
+            yield (*above, name), value
+            if isinstance(value, dict):
+                yield from places(value, *above, name)
+
+
+def changed(config, path, value):
+    config = copy.deepcopy(config)
+    inner = config
+    for name in path[:-1]:
+        inner = inner[name]
+    if value is REMOVED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return config
+
+
+def verdict(config):
+    """Of all layers together: wrong, refused, right or not built."""
+    try:
+        found = {kind for kind, _ in compare(config).values()}
+    except InvalidRequest:
+        return "refused"
+    except Exception:  # transformers has no such model
+        return "not built"
+    return next((kind for kind in ("wrong", "refused", "right") if kind in found), "not built")
+
+
+def perturb(name):
+    """(number of changes by verdict, those that are wrong) for a model of `models`."""
+    config, counts, wrong = json.loads((FOLDER / f"{name}.json").read_text())["config"], Counter(), []
+    for path, value in places(config):
+        for other in alternatives(value):
+            kind = verdict(changed(config, path, other))
+            counts[kind] += 1
+            if kind == "wrong":
+                wrong.append(f"{'/'.join(path)}: {'removed' if other is REMOVED else other}")
+    return counts, wrong
+
+
+def main():
+    total, failed = Counter(), False
+    for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.json")):
+        counts, wrong = perturb(name)
+        total, failed = total + counts, failed or bool(wrong)
+        print(name, dict(counts), *wrong, sep="\n  " if wrong else " ", flush=True)
+    print("all:", dict(total))
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
