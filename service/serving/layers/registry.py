@@ -174,7 +174,10 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
         return factor * _score_deviation(spec.model_copy(update={"query_scale": None}), tensors)
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
-    return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
+    keys = _variance(tensors, "key")
+    if (latent := spec.latent) is not None:
+        keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
+    return math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:

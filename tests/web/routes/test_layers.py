@@ -155,7 +155,12 @@ def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> Non
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}, {"output_gate": {"bias": True}}]
+    "more",
+    [
+        {},
+        {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5},
+        {"output_gate": {"bias": True}, "latent": {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1, "bias": True}},
+    ],
 )
 def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
     """Same fingerprint, which covers every bit. The file is equal except for `init` and `seed`."""
