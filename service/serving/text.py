@@ -42,7 +42,7 @@ class TextEncoder:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)
                 sentence = await asyncio.to_thread(read_minilm, request.text, number)
-                layer = await self._layer_of(request.layer, sentence)
+                layer = await self._layer_of(request.layer, sentence, number)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
                     return await asyncio.to_thread(_words, layer, sentence, True, TRAINED_NOTE.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
@@ -53,11 +53,12 @@ class TextEncoder:
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words, layer, sentence, False, UNTRAINED_NOTE)
 
-    async def _layer_of(self, name: str, sentence: Sentence) -> LoadedLayer:
+    async def _layer_of(self, name: str, sentence: Sentence, number: int) -> LoadedLayer:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
         if (layer := self.service.registry.get(name)) is not None:
             return layer
-        return (await self.service.loader.put(name, lambda: ReadLayer(sentence.spec, sentence.weights))).layer
+        read = ReadLayer(sentence.spec, sentence.weights, origin=f"attention layer {number} of all-MiniLM-L6-v2")
+        return (await self.service.loader.put(name, lambda: read)).layer
 
 
 def _installed() -> Vocabulary:
