@@ -6,8 +6,8 @@ If all-MiniLM-L6-v2 is installed, its layers are loaded on first use. A layer wi
 import asyncio
 
 from service.errors import InvalidRequest
-from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
-from service.serving.layers.files import ReadLayer
+from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
+from service.serving.layers.files import ParsedLayer
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
@@ -57,8 +57,8 @@ class TextEncoder:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
         if (layer := self.service.registry.get(name)) is not None:
             return layer
-        read = ReadLayer(sentence.spec, sentence.weights, origin=f"attention layer {number} of all-MiniLM-L6-v2")
-        return (await self.service.loader.put(name, lambda: read)).layer
+        parsed = ParsedLayer(sentence.spec, sentence.weights, origin=f"attention layer {number} of all-MiniLM-L6-v2")
+        return (await self.service.loader.put(name, lambda: parsed)).layer
 
 
 def _installed() -> Vocabulary:
@@ -69,7 +69,7 @@ def _installed() -> Vocabulary:
             names.append(read_minilm("word", len(names)).layer)
     except ValueError:
         return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its attention layers can be chosen.")
-    except NoModel as error:
+    except ModelNotInstalled as error:
         return Vocabulary(layers=[], note=str(error))
 
 

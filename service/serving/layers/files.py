@@ -27,7 +27,7 @@ CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its c
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointQuery:
     """The query of PUT /layers/{name}: which layer of a checkpoint to read, and spec fields (JSON) that its tensors do not determine."""
 
     layout: str | None = None
@@ -35,7 +35,7 @@ class Source:
     spec: str | None = None
 
 
-class ReadLayer(NamedTuple):
+class ParsedLayer(NamedTuple):
     """The layer of a request or a file; weights are None if they are to be drawn from the spec's `init` and `seed`."""
 
     spec: LayerSpec
@@ -44,7 +44,7 @@ class ReadLayer(NamedTuple):
     origin: str | None = None  # where the weights are from, if that is known
 
 
-def read_layer_file(body: bytes, source: Source) -> ReadLayer:
+def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
     """The layer, with weights that are views of the body. Raises MalformedBody, TooLarge or InvalidRequest with the tensor or field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
@@ -52,7 +52,7 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
             origin = f"layer {metadata[LAYER]} of a model, by its config.json"
-            return ReadLayer(without_init(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
+            return ParsedLayer(without_init(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
         return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -62,14 +62,14 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
     spec = without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"))
-    return ReadLayer(spec, tensors, origin=_origin(metadata))
+    return ParsedLayer(spec, tensors, origin=_origin(metadata))
 
 
-def read_checkpoint(tensors: Mapping[str, Array], source: Source, given: Mapping[str, Any]) -> ReadLayer:
+def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given: Mapping[str, Any]) -> ParsedLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
     spec = without_init(validate(LayerSpec, fields, "/spec"))
-    return ReadLayer(spec, weights, assumed_fields(spec, given))
+    return ParsedLayer(spec, weights, assumed_fields(spec, given))
 
 
 def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_by_config(
-    tensors: Mapping[str, Array], metadata: Mapping[str, str], source: Source, spec: Mapping[str, Any]
+    tensors: Mapping[str, Array], metadata: Mapping[str, str], source: CheckpointQuery, spec: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Fields and weights of the layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
     for name in ("layout", "prefix"):
@@ -100,13 +100,13 @@ def _read_by_config(
     return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)
 
 
-def read_stored(body: bytes) -> tuple[ReadLayer, str]:
+def read_stored(body: bytes) -> tuple[ParsedLayer, str]:
     """The layer and its fingerprint ("" if there is none) in a file that this service stored. Raises as `read_layer_file` does."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
     spec = validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")
-    return ReadLayer(spec, tensors, origin=_origin(metadata)), metadata.get(FINGERPRINT, "")
+    return ParsedLayer(spec, tensors, origin=_origin(metadata)), metadata.get(FINGERPRINT, "")
 
 
 def _origin(metadata: Mapping[str, str]) -> str | None:

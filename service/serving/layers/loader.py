@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.layers.files import ReadLayer, require_storable, require_storable_spec
+from service.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
@@ -27,10 +27,10 @@ T = TypeVar("T")
 log = structlog.get_logger("attend")
 SCAN_INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
 CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
-Read = Callable[[], ReadLayer]
+Read = Callable[[], ParsedLayer]
 
 
-class Added(NamedTuple):
+class AddedLayer(NamedTuple):
     """A layer that was added, whether its name is new, and the fields of its spec that neither tensors nor caller gave."""
 
     layer: LoadedLayer
@@ -62,7 +62,7 @@ class LayerLoader:
             await self._follow(self.store)
             self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
-    async def put(self, name: str, read: Read, deadline: float | None = None) -> Added:
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> AddedLayer:
         """Load the layer that `read` returns. With a store, write it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
@@ -79,7 +79,7 @@ class LayerLoader:
                 change, self._files[name] = await self._run_in_thread(self.store.write, layer)
             new = self._add(layer)
         await self._wait_for_others(change, deadline)
-        return Added(layer, new, assumed)
+        return AddedLayer(layer, new, assumed)
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
