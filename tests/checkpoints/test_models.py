@@ -227,7 +227,8 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
 @pytest.mark.parametrize(
-    "model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn"]
+    "model",
+    ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn", "mistral4"],
 )
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""
