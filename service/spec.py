@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,7 +28,7 @@ Flag = Annotated[bool, Field(strict=True)]
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None},
+    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
@@ -157,6 +157,21 @@ class QKNorm(Part):
         return self
 
 
+class Latent(Part):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): projections in two steps, and a part of the keys that heads share.
+
+    Keys and values: c = norm(x W^T) with the weight `key_value_down.weight` [key_value_rank, key_dim]; `key.weight` and `value.weight` are
+    applied to c. Queries likewise with `query_down.weight`, or in one step. The first `rope_key_dim` numbers of each key are the same for
+    all heads, x W^T with `rope_key.weight` [rope_key_dim, key_dim], so `key.weight` has that many fewer rows for each head.
+    """
+
+    key_value_rank: Width = Field(description="Width of the latent vector of keys and values.")
+    query_rank: Width | None = Field(default=None, description="Width of the latent vector of queries; null if they have none.")
+    rope_key_dim: Width = Field(description="Number of dimensions of each key that all heads share; RoPE rotates the first ones.")
+    eps: Positive = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
+    bias: Flag = Field(default=False, description="Whether query_down, key_value_down and rope_key have biases.")
+
+
 class OutputGate(Part):
     """A gate on the output of each head, before the output projection, from the query's input x (Qiu et al. 2025, arXiv 2505.06708).
 
@@ -189,6 +204,17 @@ class LayerSpec(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
+
+    instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
+        **dict.fromkeys(("embed_dim", "hidden_size", "num_hiddens"), "d_model"),
+        **dict.fromkeys(("n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads"),
+        **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "num_kv_heads"),
+        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), "bias"),
+        **dict.fromkeys(("causal", "dropout"), "no field of that name, which belongs to each call"),
+        "kdim": "key_dim",
+        "rope_theta": 'rope {"theta"}',
+        "vdim": "value_dim",
+    }
 
     d_model: Width = Field(description="Width of the queries.", examples=[64])
     num_heads: Width = Field(description="Number of query heads.", examples=[8])
@@ -223,6 +249,7 @@ class LayerSpec(BaseModel):
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
     )
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
+    latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -239,7 +266,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "init")
+        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init")
         filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
@@ -279,10 +306,15 @@ class LayerSpec(BaseModel):
             raise disagreement("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
             raise disagreement("/bias", f"false, since init {init} has no bias", "true")
-        if self.output_gate and not self.projections:
-            raise disagreement("/output_gate", "null, since nothing is projected", "a gate")
-        if self.output_gate and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
-            raise disagreement("/output_gate", f"null, since init {init} draws no gate", "a gate")
+        for name in ("output_gate", "latent"):
+            if getattr(self, name) and not self.projections:
+                raise disagreement(f"/{name}", "null, since nothing is projected", "one")
+            if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
+                raise disagreement(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+        if self.latent and self.latent.rope_key_dim >= self.head_dim:
+            raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
+        if self.latent and self.value_dim != self.key_dim:
+            raise disagreement("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
         return self
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
@@ -314,7 +346,8 @@ class LayerSpec(BaseModel):
     @property
     def widest(self) -> int:
         """Largest width of an input, a projection or the output."""
-        return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values())
+        ranks = (self.latent.key_value_rank, self.latent.query_rank or 1) if self.latent else ()
+        return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values(), *ranks)
 
     @property
     def query_dim(self) -> int:
@@ -357,6 +390,10 @@ class LayerSpec(BaseModel):
         shapes: dict[str, tuple[int, ...]] = {}
         widths = self._projected_widths()
         ins = {"query": self.d_model, "key": self.key_dim, "value": self.value_dim, "output": widths["output"]}
+        if (latent := self.latent) is not None:
+            shapes |= self._down_shapes(latent)
+            widths["key"] -= self.num_kv_heads * latent.rope_key_dim
+            ins |= {"query": latent.query_rank or self.d_model, "key": latent.key_value_rank, "value": latent.key_value_rank}
         for name in PROJECTIONS if self.projections else ():
             out = self.output_dim if name == "output" else widths[name]
             shapes[f"{name}.weight"] = (out, ins[name])
@@ -375,6 +412,15 @@ class LayerSpec(BaseModel):
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
         return shapes
+
+    def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of the first step of latent attention."""
+        down = {"key_value_down": (latent.key_value_rank, self.key_dim), "rope_key": (latent.rope_key_dim, self.key_dim)}
+        down |= {"query_down": (latent.query_rank, self.d_model)} if latent.query_rank else {}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in down.items()}
+        if latent.bias:
+            shapes |= {f"{name}.bias": shape[:1] for name, shape in down.items()}
+        return shapes | {f"{name}_norm.weight": shape[:1] for name, shape in down.items() if name != "rope_key"}
 
     @property
     def num_parameters(self) -> int:

@@ -10,7 +10,7 @@ from service.attention.call import Call
 from service.attention.linear import Linear
 from service.attention.positions import rotate, scale_queries
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, LayerSpec, QKNorm
+from service.spec import PROJECTIONS, Latent, LayerSpec, QKNorm
 
 Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 
@@ -24,12 +24,14 @@ class Projections:
 
     def project(self, call: Call) -> Projected:
         """Project, split into heads, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
-        spec, kv_heads = self.spec, self.spec.num_kv_heads
-        shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_head_dim)
-        inputs = call.query, call.key, call.value
+        spec, norm, latent = self.spec, self.spec.qk_norm, self.spec.latent
+        kv_heads, shared_dim = spec.num_kv_heads, 0 if latent is None else latent.rope_key_dim
+        shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim - shared_dim), (kv_heads, spec.value_head_dim)
+        inputs = (call.query, call.key, call.value) if latent is None else self._compressed(call, latent)
         projected = [self.product(x, name) for x, name in zip(inputs, PROJECTIONS, strict=False)] if spec.projections else inputs
         query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
-        norm = spec.qk_norm
+        if latent is not None:
+            key = torch.cat((self.product(call.key, "rope_key")[:, None].expand(-1, kv_heads, -1, -1), key), -1)
         if norm is not None and not norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
@@ -41,8 +43,19 @@ class Projections:
             query = scale_queries(query, call.masks.positions, spec.query_scale)
         return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
 
+    def _compressed(self, call: Call, latent: Latent) -> tuple[Tensor, Tensor, Tensor]:
+        """The latent vectors of queries, keys and values, [b, n, rank] (DeepSeek-AI 2024, equations 9 and 12); queries may have none."""
+        norm = QKNorm(eps=latent.eps)
+        query, key, value = call.query, call.key, call.value
+        if latent.query_rank is not None:
+            query = self._norm(norm, self.product(query, "query_down"), "query_down")
+        compressed = self._norm(norm, self.product(key, "key_value_down"), "key_value_down")
+        if value is key:
+            return query, compressed, compressed
+        return query, compressed, self._norm(norm, self.product(value, "key_value_down"), "key_value_down")
+
     def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:
-        """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d], in float32 or better.
+        """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d] or [b, n, d], in float32 or better.
 
         The weight and bias, [d] or [heads, d], are those of `name`_norm, if the layer has them.
         """

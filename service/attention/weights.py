@@ -16,7 +16,7 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
-DRAWN_MATRICES = (*PROJECTIONS, "gate")
+DRAWN_MATRICES = (*PROJECTIONS, "gate", "query_down", "key_value_down", "rope_key")  # in the order in which they are drawn
 DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 
 
@@ -50,10 +50,10 @@ def _constants(spec: LayerSpec) -> Weights:
 
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:
-    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream for query, key, value, output, gate."""
+    """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream in the order of DRAWN_MATRICES."""
     stream, shapes = np.random.RandomState(spec.seed), spec.weight_shapes()
     weights: Weights = {}
-    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+    for name in (name for name in DRAWN_MATRICES if f"{name}.weight" in shapes):
         out_dim, in_dim = shapes[f"{name}.weight"]
         draw = stream.random_sample((out_dim, in_dim))
         weights[f"{name}.weight"] = ((draw * 2 - 1) * math.sqrt(6 / (in_dim + out_dim))).astype(np.float32)
@@ -91,7 +91,7 @@ def _torch_linear(spec: LayerSpec) -> Weights:
     generator = _generator(spec)
     weights: Weights = {}
     shapes = spec.weight_shapes()
-    for name in DRAWN_MATRICES[: 4 + bool(spec.output_gate)]:
+    for name in (name for name in DRAWN_MATRICES if f"{name}.weight" in shapes):
         weight, bias = _linear(shapes[f"{name}.weight"], f"{name}.bias" in shapes, generator)
         weights[f"{name}.weight"] = weight.numpy()
         if bias is not None:

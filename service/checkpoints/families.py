@@ -34,7 +34,9 @@ from service.checkpoints.traits import (
     gpt_neo,
     jamba_type,
     key_multiplier,
+    kimi_linear_type,
     laguna,
+    latent,
     layer_thetas,
     lfm3,
     listed,
@@ -129,6 +131,13 @@ HRM_TEXT = replace(
     traits=(gated(), only("attention_bias", False)),
     irrelevant="^embedding_scale$",
 )
+LATENT = decoder(
+    latent,
+    layout="latent",
+    kv_heads=(),
+    rotary=Rotary(interleaved_field="rope_interleave"),
+    bias=biased("attention_bias", "o"),
+)
 
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
@@ -222,6 +231,18 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
+    "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
+    "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
+    "kimi_linear": {
+        "decoder": replace(
+            LATENT["decoder"],
+            rotary=None,
+            traits=(latent, only("mla_use_nope", True), only("rope_scaling", None)),
+            layer_type=kimi_linear_type,
+            irrelevant="^linear_",
+        )
+    },
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
     "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
@@ -426,8 +447,9 @@ ENCODER_DECODERS: dict[str, Family] = {
     "longt5": {part: replace(a, irrelevant=a.irrelevant + LONGT5_FIELDS) for part, a in without_encoder(t5()).items()},
 }
 REASONS = {  # what the layer cannot compute -> model types that need it
-    "multi-head latent attention": """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 minicpm3 glm4_moe_lite glm_moe_dsa
-        longcat_flash mistral4 youtu axk1 axk2 hy_v4""",
+    "keys selected by an indexer": "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4",
+    "factors on latent vectors": "longcat_flash",
+    "code that transformers does not have": "kimi_k2",
     "an output gate with a bias for each head": "beam",
     "a norm of head outputs": "muse_spark_text bitnet",
     "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
@@ -443,6 +465,7 @@ REASONS = {  # what the layer cannot compute -> model types that need it
     "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
     "queries of their own for entities": "luke",
     "quantised arithmetic": "ibert",
+    "queries scaled by position": "mistral4",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO

@@ -3,7 +3,7 @@
 So a layout here has the names of many families at once: a name that means something else elsewhere is no danger, and a tensor that is left
 over is refused. `separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values, and `conv` is
 GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual names. An output gate has a matrix of its own, or shares that
-of the queries (`gated queries`) or of queries, keys and values (`gated stack`).
+of the queries (`gated queries`) or of queries, keys and values (`gated stack`). `latent` has DeepSeek's matrices in two steps.
 """
 
 from collections.abc import Callable
@@ -127,6 +127,50 @@ def gated_stack_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     return *stacked_rows(tensors, array[heads * head_dim :]), array[: heads * head_dim]
 
 
+LATENT_NAMES = {
+    "q_proj.weight": "query.weight",
+    "q_b_proj.weight": "query.weight",
+    "q_a_proj.weight": "query_down.weight",
+    "q_a_proj.bias": "query_down.bias",
+    "q_a_layernorm.weight": "query_down_norm.weight",
+    "kv_a_proj_with_mqa.weight": "kv.weight",
+    "kv_a_proj_with_mqa.bias": "kv.bias",
+    "kv_a_layernorm.weight": "key_value_down_norm.weight",
+    "kv_b_proj.weight": "kv_up.weight",
+    "o_proj.weight": "output.weight",
+    "o_proj.bias": "output.bias",
+}
+
+
+def latent(tensors: LayerTensors) -> Converted:
+    """DeepSeek's multi-head latent attention: the shared part of the keys goes from the end of each head to its beginning.
+
+    Queries have rows [heads, (own, shared), in], keys and values [rank + shared, in] in the first step, and [heads, (key, value), rank] in
+    the second.
+    """
+    heads, _, head_dim = _sizes(tensors)
+    rank, shared = (tensors.given["latent"][name] for name in ("key_value_rank", "rope_key_dim"))
+    own, value_dim = head_dim - shared, tensors.given["value_head_dim"]
+    matrices = {part: tensors.get(f"{part}.weight", "out", "in") for part in ("query", "kv", "kv_up", "output")}
+    for part, rows in (("query", heads * head_dim), ("kv", rank + shared), ("kv_up", heads * (own + value_dim))):
+        if len(matrices[part]) != rows:
+            raise tensors.misfit(f"{part}.weight", f"{rows} rows, as the config has them")
+    query = np.roll(matrices["query"].reshape(heads, head_dim, -1), shared, axis=1)
+    up = matrices["kv_up"].reshape(heads, own + value_dim, -1)
+    weights: Weights = {"output.weight": matrices["output"], "query.weight": query.reshape(heads * head_dim, -1)}
+    weights |= {f"{name}.weight": rows.reshape(-1, up.shape[2]) for name, rows in (("key", up[:, :own]), ("value", up[:, own:]))}
+    weights |= {part: tensors.arrays[part] for part in ("query_down.weight", "query_down.bias") if tensors.has(part)}
+    weights |= {
+        f"{part}_norm.weight": tensors.get(f"{part}_norm.weight", "n")
+        for part in ("query_down", "key_value_down")
+        if tensors.has(f"{part}_norm.weight")
+    }
+    for kind in ("weight", "bias"):
+        if tensors.has(f"kv.{kind}"):
+            weights[f"key_value_down.{kind}"], weights[f"rope_key.{kind}"] = np.split(tensors.arrays[f"kv.{kind}"], [rank])
+    return _converted(tensors, weights)
+
+
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
     heads, kv_heads, head_dim = _sizes(tensors)
@@ -160,5 +204,12 @@ MODEL_LAYOUTS: dict[str, Layout] = {
         _layout("grouped", packed(grouped_rows), "qkv"),
         _layout("codegen", packed(codegen_rows), "qkv"),
         _layout("conv", packed(stacked_rows, transposed=True), "qkv"),
+        Layout(
+            "latent",
+            LATENT_NAMES,
+            latent,
+            optional=(("query_down.weight", "query_down_norm.weight"), ("query_down.bias",), ("kv.bias",), ("output.bias",)),
+            ignored=IGNORED,
+        ),
     )
 }

@@ -36,6 +36,7 @@ class Rotary:
     theta: float | None = None  # if the config has none; None: required
     partial: float | None = None  # share of a head that is rotated where the config has none; None: always the whole head
     interleaved: bool = False
+    interleaved_field: str = ""  # flag of the config that decides it, by default true
     negate_angles: bool = False  # rotates by the opposite angles
     theta_fields: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta in transformers 4, and default
     scaled_layer_types: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
@@ -65,7 +66,8 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         raise config.refusal("rope_theta", "a positive number", None)
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
     dims = config.count(rotary.dims_field, most=head_dim) if rotary.dims_field else dims
-    rope: Fields = {"theta": theta, "dims": dims, "interleaved": rotary.interleaved}
+    interleaved = config.flag(rotary.interleaved_field, default=True) if rotary.interleaved_field else rotary.interleaved
+    rope: Fields = {"theta": theta, "dims": dims, "interleaved": interleaved}
     with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
         plain = theta ** (-np.arange(0, dims, 2) / dims)
         rope |= SCALINGS[kind](RopeInputs(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
@@ -173,6 +175,14 @@ def yarn(inputs: RopeInputs) -> Fields:
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     default = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
     return {"frequencies": frequencies.tolist(), "attention_factor": settings.number("attention_factor", default=default)}
+
+
+def score_mscale(config: Config, layer_type: str) -> float:
+    """DeepSeek's factor on scores of longer contexts: the square of yarn's mscale, by `mscale_all_dim`; 1 without it."""
+    settings = _settings(config, Rotary(), layer_type)
+    if settings.get("rope_type", "type", default="default") == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(settings.number("factor"), settings.number("mscale_all_dim")) ** 2
 
 
 def _mscale(factor: float, multiplier: float) -> float:

@@ -48,10 +48,11 @@ LLAMA_ROPE = (
 )
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
 FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
-GATE = ("gate.weight", "gate.bias")
-EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias", *GATE)}
+ROUTES = tuple(f"{name}.{kind}" for name in ("gate", "query_down", "key_value_down", "rope_key") for kind in ("weight", "bias"))
+OTHERS = (*ROUTES, "query_down_norm.weight", "key_value_down_norm.weight")
+EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias", *OTHERS)}
 EITHER = (QKV_BIASES, ("output.bias",))
-EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",), *((part,) for part in GATE))
+EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",), *((part,) for part in OTHERS))
 TABLE = "relative_attention_bias.weight"
 CROSS = "EncDecAttention"
 
@@ -59,8 +60,8 @@ CROSS = "EncDecAttention"
 def canonical(tensors: LayerTensors) -> Converted:
     table = {"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {}
     known = {"relative_bias": {"buckets": len(table["relative_bias"])}} if table else {}
-    gate = {part: tensors.arrays[part] for part in GATE if tensors.has(part)}
-    return Converted(as_linear(tensors) | table | gate, known)
+    others = {part: tensors.arrays[part] for part in OTHERS if tensors.has(part)}
+    return Converted(as_linear(tensors) | table | others, known)
 
 
 def _d2l(weight: str, bias: str) -> dict[str, str]:

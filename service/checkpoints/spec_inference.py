@@ -13,6 +13,7 @@ from service.errors import InvalidRequest
 from service.spec import PROJECTIONS
 
 WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks", "output_gate": "gate.weight"}
+WITH_WEIGHTS |= {"latent": "key_value_down.weight"}
 
 
 def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
@@ -50,7 +51,8 @@ def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, 
     (q_out, q_in), (k_out, k_in), (v_out, v_in), (o_out, o_in) = (weights[f"{name}.weight"].shape for name in PROJECTIONS)
     heads = _heads(weights, tensors, known_fields, q_out)
     head_dim = q_out // heads
-    kv_heads, rest = divmod(k_out, head_dim)
+    latent = _latent(weights, tensors, head_dim)
+    kv_heads, rest = divmod(k_out, head_dim - latent.get("rope_key_dim", 0))
     if rest or not kv_heads or heads % kv_heads:
         raise _unfit(tensors, "key.weight", f"a number of heads that divides {heads} for the keys, {head_dim} wide each")
     value_head_dim, rest = divmod(v_out, kv_heads)
@@ -61,7 +63,27 @@ def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, 
     _check_others(weights, tensors, heads, head_dim)
     fields: Fields = _gate(weights, tensors, heads, value_head_dim)
     fields |= {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
-    return fields | {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out}
+    fields |= {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out}
+    if latent:
+        (_, of_queries), (_, of_keys) = (
+            weights.get(f"{name}_down.weight", weights["query.weight"]).shape for name in ("query", "key_value")
+        )
+        fields |= {"latent": latent, "d_model": of_queries, "key_dim": of_keys, "value_dim": of_keys}
+    return fields
+
+
+def _latent(weights: Weights, tensors: LayerTensors, head_dim: int) -> Fields:
+    """What the tensors of multi-head latent attention show of it; {} for other layers. Raises InvalidRequest for shapes that do not fit."""
+    if "key_value_down.weight" not in weights:
+        return {}
+    if (shared := weights.get("rope_key.weight")) is None or shared.ndim != 2 or not 0 < len(shared) < head_dim:
+        raise _unfit(tensors, "rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
+    for name in ("query_down", "key_value_down"):
+        if f"{name}.weight" in weights and weights[f"{name}.weight"].ndim != 2:
+            raise _unfit(tensors, f"{name}.weight", "shape [rank, in]")
+    rank = len(weights["query_down.weight"]) if "query_down.weight" in weights else None
+    ranks = {"query_rank": rank, "key_value_rank": len(weights["key_value_down.weight"])}
+    return ranks | {"rope_key_dim": len(shared), "bias": "key_value_down.bias" in weights}
 
 
 def _gate(weights: Weights, tensors: LayerTensors, heads: int, value_head_dim: int) -> Fields:

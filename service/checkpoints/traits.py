@@ -8,6 +8,7 @@ from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.layout import Fields
+from service.checkpoints.rope import score_mscale
 from service.spec import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
@@ -131,6 +132,17 @@ def laguna(config: Config, n: int, layer_type: str) -> Fields:
     granularity = "elementwise" if config.get("gating") == "per-element" else "headwise"
     own = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
     return own | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
+
+
+def latent(config: Config, n: int, layer_type: str) -> Fields:
+    """DeepSeek's multi-head latent attention. The norms of its latents have eps 1e-6 regardless of the config."""
+    own, shared = (config.count(f"qk_{kind}_head_dim", most=WIDEST_HEAD) for kind in ("nope", "rope"))
+    config.expect("qk_head_dim", own + shared)
+    config.expect("num_key_value_heads", config.count("num_attention_heads"))
+    ranks = {"query_rank": config.get("q_lora_rank") and config.count("q_lora_rank"), "key_value_rank": config.count("kv_lora_rank")}
+    section = ranks | {"rope_key_dim": shared, "eps": 1e-6, "bias": config.flag("attention_bias", default=False)}
+    scale = (own + shared) ** -0.5 * score_mscale(config, layer_type)
+    return {"head_dim": own + shared, "value_head_dim": config.count("v_head_dim", most=WIDEST_HEAD), "scale": scale, "latent": section}
 
 
 def no_rope_layers(config: Config, n: int, layer_type: str) -> Fields:
@@ -398,6 +410,14 @@ def repmixer(config: Config, n: int) -> str:
 
 def sliding(config: Config, n: int) -> str:
     return SLIDING
+
+
+def kimi_linear_type(config: Config, n: int) -> str:
+    """By lists of layers that count from 1, or every fourth layer has full attention but the first."""
+    settings = config.section("linear_attn_config")
+    if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
+        return FULL if n + 1 in layers else LINEAR
+    return FULL if n and n % 4 == 0 else LINEAR
 
 
 def from_layer(field: str, condition: str) -> LayerType:

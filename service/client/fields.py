@@ -64,6 +64,8 @@ class Tokens(TypedDict, total=False):
 
     query: Sequence[str] | Sequence[Sequence[str]] | None
     key: Sequence[str] | Sequence[Sequence[str]] | None
+    omit: Literal["special"] | Sequence[str] | None
+    """Tokens to leave out of pictures and metrics, such as [CLS] and </s>, which are "special"; weights stay as they are."""
 
 
 class CallFields(TypedDict, total=False):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from service.tensors import Array
+from service.wire.schemas.attend import Tokens
 
 MAPS = 16  # most heat maps
 SIDE = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
@@ -25,7 +26,8 @@ RAMP = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 18
 def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, Any], about: str) -> str | None:
     """A heat map for each head of the first batch item; None without weights.
 
-    `weights`: [b,h,q,k], [h,q,k], or without h if `select` averages. `select` and `tokens` are those of the request.
+    `weights`: [b,h,q,k], [h,q,k], or without h if `select` averages. `select` and `tokens` are those of the request; queries and keys whose
+    tokens `omit` has are left out.
     """
     if not weights.size:
         return None
@@ -36,6 +38,11 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
     maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAPS].astype(np.float64)
     rows, columns = (_labels(tokens, side) for side in ("query", "key"))
     rows = [rows[i] for i in select.get("queries") or () if i < len(rows)] or rows
+    omits = Tokens.model_construct(omit=tokens.get("omit")).omits
+    for axis, labels in ((1, rows), (2, columns)):
+        kept = [i for i, token in enumerate(labels) if not omits(token)]
+        if kept and len(labels) == maps.shape[axis]:
+            maps, labels[:] = maps.take(kept, axis), [labels[i] for i in kept]
     drawn = "".join(_heat_map(cells, name, rows, columns) for cells, name in zip(maps, names, strict=False))
     more = [about]
     if batched and len(weights) > 1:

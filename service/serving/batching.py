@@ -149,13 +149,13 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
     if (growth := layer.spec.query_scale) is not None and call.masks.positions.numel():
         score *= 1 + growth.factor * math.log1p(max(0, int(call.masks.positions.max())) / growth.length)
     if score <= MAX_SCORE and layer.spec.qk_norm is None:
-        query = _size(call.query)
-        score *= query * (query if call.key is call.query else _size(call.key))
+        query = _max_row_norm(call.query)
+        score *= query * (query if call.key is call.query else _max_row_norm(call.key))
     bias = call.masks.bias
     return score > MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
 
 
-def _size(rows: Tensor) -> float:
+def _max_row_norm(rows: Tensor) -> float:
     """The largest root mean square of a row; at least 1, since biases of the projections do not shrink with small inputs."""
     if not rows.numel():
         return 1.0

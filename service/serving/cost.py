@@ -100,17 +100,21 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
     query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
     value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
-    projections = q * (spec.d_model * (query_width + spec.gate_dim) + joined_width * spec.output_dim)
-    projections += k * (spec.key_dim * key_width + spec.value_dim * value_width)
+    weights = {name: math.prod(shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name}
+    of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
+    projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     # softmax, dropout and sorting take time per score, beyond the matrix products
     per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
-    products = 2 * (projections * spec.projections + q * k * (query_width + joined_width))
+    products = 2 * (projections + q * k * (query_width + joined_width))
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
     rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
     scores = b * k * rows
     per_query = spec.query_dim + query_width + 2 * joined_width + (spec.gate_dim + joined_width if spec.output_gate else 0)
-    sequences = b * (q * per_query + k * (spec.key_dim + spec.value_dim + key_width + value_width))
+    per_key = spec.key_dim + spec.value_dim + key_width + value_width
+    if (latent := spec.latent) is not None:
+        per_query, per_key = per_query + 2 * (latent.query_rank or 0), per_key + 2 * latent.key_value_rank + latent.rope_key_dim
+    sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
     memory = (sequences + elements) * size + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}

@@ -56,14 +56,14 @@ class Application(FastAPI):
     async def _strip_slash(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
         path = scope.get("path", "")
-        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2}/"):
+        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2_PREFIX}/"):
             scope = {**scope, "path": path.rstrip("/")}
         if path.endswith("/openapi.json") and self.openapi_schema is None:
             await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
         try:
             await super().__call__(scope, receive, send)
         except HTTPException as error:
-            await errors.unrouted(error, self.router.routes, scope)(scope, receive, send)
+            await errors.routing_error(error, self.router.routes, scope)(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._access(scope, receive, send)

@@ -30,7 +30,7 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
-from service.web.errors import problem
+from service.web.errors import problem_document
 from service.web.http_parser import Parser
 from service.web.slow_peers import SlowPeerTimer
 from service.wire.negotiation import PROBLEM_JSON
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
             log.info(
                 "request", request_id=request_id, method="", path="", client=client, status=status, reason=refusal.reason, detail=detail
             )
-        body = problem(status, refusal.title, detail, request_id, problems)
+        body = problem_document(status, refusal.title, detail, request_id, problems)
         headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self._refusal = refusal
         self._refusal_reply = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body

@@ -42,8 +42,8 @@ STATUSES: dict[type[errors.AttendError], int] = {
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
-V2 = "/v2"
-UNEXPECTED = "unexpected error; the server's log has the cause"
+V2_PREFIX = "/v2"
+UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
 def status_of(error: errors.AttendError) -> int:
@@ -51,29 +51,29 @@ def status_of(error: errors.AttendError) -> int:
     return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
 
 
-def refusal(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
+def error_body(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
     """(status, media type, body) of a refusal, in the form that this path uses."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path == V2 or path.startswith(f"{V2}/"):  # the protocol has no 422
+    if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
         return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
-    return status, PROBLEM_JSON, problem(status, title, detail, scope["attend"].request_id, problems)
+    return status, PROBLEM_JSON, problem_document(status, title, detail, scope["attend"].request_id, problems)
 
 
-def problem(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
+def problem_document(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
     """The body of a refusal as problem details."""
     found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     return json.dumps({**document, "request_id": request_id, "errors": found}).encode()
 
 
-def respond(error: errors.AttendError, scope: Any) -> Response:
+def error_response(error: errors.AttendError, scope: Any) -> Response:
     """The response to an error. Writes the reason into the request's record."""
     record = scope["attend"]
     record.reason, record.detail = type(error).__name__, error.detail
     status = status_of(error)
     if status == 500:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
-    status, media_type, body = refusal(scope, status, error.title, error.detail, error.problems)
+    status, media_type, body = error_body(scope, status, error.title, error.detail, error.problems)
     headers = {"Retry-After": retry_after(error)} if isinstance(error, errors.Overloaded) else None
     if isinstance(error, errors.Unauthenticated):
         headers = {"WWW-Authenticate": 'Bearer realm="attend"'}
@@ -88,16 +88,16 @@ def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = rand
 def out_of_memory(error: Exception, scope: Any) -> Response:
     """The response when memory ran out. Frees the memory of the failed request first."""
     traceback.clear_frames(error.__traceback__)
-    return respond(errors.OutOfMemory("there was not enough memory for this request"), scope)
+    return error_response(errors.OutOfMemory("there was not enough memory for this request"), scope)
 
 
 def internal_error(scope: Any) -> Response:
     """The response to an unexpected exception."""
-    status, media_type, body = refusal(scope, 500, "internal error", UNEXPECTED)
+    status, media_type, body = error_body(scope, 500, "internal error", UNEXPECTED_ERROR)
     return Response(body, status, media_type=media_type)
 
 
-def unrouted(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> Response:
+def routing_error(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> Response:
     """The response to the framework's 404 and 405."""
     scope["attend"].reason, status, headers, detail = f"status_{error.status_code}", error.status_code, {}, error.detail
     if status == 405:
@@ -107,5 +107,5 @@ def unrouted(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> R
         headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {scope['method']}"
     elif status == 404:
         detail = f"nothing is served at {scope['path']}; see /docs"
-    status, media_type, body = refusal(scope, status, TITLES.get(status, "error"), detail)
+    status, media_type, body = error_body(scope, status, TITLES.get(status, "error"), detail)
     return Response(body, status, headers, media_type=media_type)

@@ -16,7 +16,7 @@ MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 
 
-def array_over(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
+def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
     """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
     if datatype.kind == "bool":
         _require_flags(piece, at)
@@ -69,7 +69,7 @@ def beyond_float64(numbers: Array, dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "iu" and dtype.itemsize == 8 and bool((np.abs(numbers) >= MAX_EXACT_INTEGER).any())
 
 
-def converted(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
+def convert(numbers: Array, dtype: np.dtype[Any], at: str) -> Array:
     """Float64 numbers as `dtype`. Raises InvalidRequest at the first number that it cannot represent."""
     if numbers.dtype == dtype:
         return numbers

@@ -15,7 +15,7 @@ import orjson
 
 from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge, pointer
 from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
-from service.wire.arrays import MAX_RANK, Kind, array_over
+from service.wire.arrays import MAX_RANK, Kind, array_of_bytes
 from service.wire.json import reader as json_reader
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing take
 MAX_CACHED_BYTES = 4096  # parsed headers of up to this many bytes are cached
 LIST_FIELDS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
-OTHER_FILES = {  # first bytes -> the format
+OTHER_FORMATS = {  # first bytes -> the format
     b"PK": "a zip archive, as torch.save and numpy.savez write",
     b"\x80": "a pickle",
     b"\x89HDF": "HDF5",
@@ -44,10 +44,11 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     if len(body) < 8:
         raise MalformedBody.where("", "safetensors: eight bytes of header length", f"{len(body)} bytes")
     size = int.from_bytes(body[:8], "little")
-    if size > MAX_HEADER_BYTES and (other := _recognised(bytes(body[:8]))):
+    if size > MAX_HEADER_BYTES and (other := _format_of(bytes(body[:8]))):
         raise MalformedBody.where("", "safetensors", other)
     if len(body) > 8 and body[8] != OPENING:
-        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", "something else")
+        got = _format_of(bytes(body[:8])) or "something else"
+        raise MalformedBody.where("", "safetensors: eight bytes of header length, then a JSON object", got)
     if size > MAX_HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
@@ -58,9 +59,9 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
 
 
-def _recognised(start: bytes) -> str:
+def _format_of(start: bytes) -> str:
     """The other format of a file that begins with these bytes, "" if it is unknown."""
-    return next((kind for magic, kind in OTHER_FILES.items() if start.startswith(magic)), "")
+    return next((kind for magic, kind in OTHER_FORMATS.items() if start.startswith(magic)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _span(name: str, entry: Any, available: int) -> Span:
 
 
 def _view(span: Span, buffer: memoryview) -> Array:
-    return array_over(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
+    return array_of_bytes(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:

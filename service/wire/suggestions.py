@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from itertools import islice
+from heapq import nlargest
+from os.path import commonprefix
 
-COMPARED = 256  # most known names that an unknown one is compared with, which takes milliseconds
+COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 
 _CAUSAL = "causal (key j is visible to query i if j <= i + query_offset)"
 _DROPOUT = 'dropout {"p", "seed"}, without which nothing is dropped'
@@ -76,6 +77,10 @@ OTHER_NAMES = {
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """ " (did you mean NAME?)" with the known name that is most like this one; "" if none is, or if this is no text."""
-    near = get_close_matches(name[:64], list(islice(known, COMPARED)), 1) if isinstance(name, str) else []
+    """The words " (did you mean NAME?)" with the known name that is most like this one; "" if none is, or if this is no text."""
+    if not isinstance(name, str):
+        return ""
+    text = name[:64]
+    compared = nlargest(COMPARED, known, key=lambda other: len(commonprefix((text, other))))  # noqa: RUF071  # characters are meant
+    near = get_close_matches(text, compared, 1)
     return f" (did you mean {near[0]}?)" if near else ""

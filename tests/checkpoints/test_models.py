@@ -190,10 +190,45 @@ def test_a_gate_that_config_and_tensors_disagree_about_is_refused() -> None:
         assert refusal.value.problems[0].at.startswith(at)
 
 
+@pytest.mark.parametrize(
+    ("config", "cut", "at"),
+    [
+        ({"kv_lora_rank": 6}, {}, "/weights/layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        ({"q_lora_rank": 5}, {}, "/spec/latent/query_rank"),
+        ({"q_lora_rank": None}, {}, "/spec/latent/query_rank"),
+        ({"attention_bias": True}, {}, "/spec/"),
+        ({"v_head_dim": 4}, {}, "/weights/layers.0.self_attn.kv_b_proj.weight"),
+        ({"qk_rope_head_dim": 2}, {}, "/config/qk_head_dim"),
+        ({"qk_rope_head_dim": 2, "qk_head_dim": None}, {}, "/weights/layers.0.self_attn.q_b_proj.weight"),
+        ({"num_key_value_heads": 2}, {}, "/config/num_key_value_heads"),
+        ({"qk_head_dim": 9}, {}, "/config/qk_head_dim"),
+        ({}, {"q_a_layernorm": None}, "/weights/layers.0.self_attn.q_a_layernorm.weight"),
+        ({}, {"kv_a_layernorm": None}, "/layer"),
+        ({}, {"kv_a_layernorm": 5}, "/weights/"),
+        ({}, {"q_a_proj": 5}, "/spec/latent/query_rank"),
+    ],
+    ids=str,
+)
+def test_latents_that_config_and_tensors_disagree_about_are_refused(
+    layers: httpx.Client, config: dict[str, Any], cut: dict[str, int | None], at: str
+) -> None:
+    """`cut`: tensors that are left out, or of which these rows are left."""
+    tensors = tensors_of(MODELS["deepseek_v3"]["cases"][0])
+    for part, rows in cut.items():
+        (name,) = (name for name in tensors if part in name)
+        whole = tensors.pop(name)
+        tensors |= {} if rows is None else {name: whole[:rows]}
+    refused = put(layers, "deepseek_v3", 0, tensors, **config)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+
+
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
-@pytest.mark.parametrize("model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna"])
+@pytest.mark.parametrize(
+    "model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn"]
+)
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
@@ -346,7 +381,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
-    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None}
+    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None}
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()

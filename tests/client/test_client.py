@@ -27,7 +27,7 @@ from service.client import fields as arguments
 from service.client.responses import CLASSES
 from service.client.retries import Attempts
 from service.spec import LayerSpec, Window
-from service.web.errors import STATUSES, problem
+from service.web.errors import STATUSES, problem_document
 from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Dropout, LayerReference, ReplyOptions, Select, Tokens
 from service.wire.schemas.figure import Figure, FigureRequest
@@ -384,7 +384,7 @@ def answering(*responses: httpx.Response) -> Client:
 @pytest.mark.parametrize("kind", sorted(STATUSES, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
 def test_every_class_of_the_tree_comes_back_as_itself(kind):
     found = (errors.Problem("/query", "this", "that"),)
-    body = problem(STATUSES[kind], kind.title, "the detail", "id-7", found)
+    body = problem_document(STATUSES[kind], kind.title, "the detail", "id-7", found)
     response = httpx.Response(STATUSES[kind], content=body, headers={"X-Request-Id": "id-7", "Retry-After": "9"})
     with pytest.raises(kind) as raised:
         answering(response).layers()

@@ -40,6 +40,10 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped": ({"num_kv_heads": 2}, {}),
     "softcap": ({"softcap": 0.5}, {}),
     "norms": ({"qk_norm": {"kind": "rms"}}, {}),
+    "latent": (
+        {"latent": {"key_value_rank": 5, "rope_key_dim": 2}, "rope": {"dims": 2}, "value_dim": 17},
+        {"query_offset": 4, "value": KEY[:, ::-1].copy()},
+    ),
     "gate": ({"output_gate": {"granularity": "headwise", "bias": True}}, {}),
     "sinks": ({"sinks": True}, {"causal": True, "query_offset": 13}),
     "all": (

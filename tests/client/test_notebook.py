@@ -90,6 +90,17 @@ def test_the_maps_are_of_the_selected_heads(client, fields, names, batched):
         assert elements.texts.count("&") == 2 and elements.texts.count("the") == 1  # query 3 alone, and every key
 
 
+def test_omitted_tokens_are_left_out(client):
+    tokens = {"query": ["[CLS]", "the", "cat", "sat", "[SEP]"], "omit": "special"}
+    weights = client.attend(QUERY[0], tokens=tokens)
+    elements = shown(weights)
+    assert elements.texts.count("cat") == 16 and "[CLS]" not in elements.texts
+    inner = weights.attention_weights[:, 1:4, 1:4].max((1, 2))
+    assert [text.rpartition(" ")[2] for text in elements.texts if "largest" in text] == [f"{x:.2f}" for x in inner]
+    rows = shown(client.attend(QUERY[0], tokens=tokens, select={"queries": [0, 2]}))
+    assert rows.texts.count("cat") == 16 and rows.texts.count("sat") == 8
+
+
 def test_what_has_no_weights_is_shown_as_text(client):
     assert client.attend(QUERY, outputs=["output"])._repr_html_() is None
     assert client.attend(QUERY, select={"top_k": 2})._repr_html_() is None

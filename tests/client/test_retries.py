@@ -11,7 +11,7 @@ import pytest
 from service.client import AsyncClient, Client, Retries, Unreachable, operations
 from service.client.retries import Attempts, retry_after
 from service.errors import AttendError, NotReady, Overloaded, ServiceFault
-from service.web.errors import problem
+from service.web.errors import problem_document
 
 QUERY = np.ones((2, 3, 6), np.float32)
 ATTEND, DELETE = operations.attend(QUERY), operations.delete_layer("x")
@@ -23,7 +23,7 @@ SLOW = httpx.ReadTimeout("slow")
 
 def ours(kind, status, **headers):
     return httpx.Response(
-        status, content=problem(status, kind.title, "", "id"), headers={"content-type": "application/problem+json", **headers}
+        status, content=problem_document(status, kind.title, "", "id"), headers={"content-type": "application/problem+json", **headers}
     )
 
 

@@ -22,7 +22,12 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 FOLDER = Path(__file__).parent / "models"
-PARTS = (("query.weight", "qkv.weight"), ("key.weight", "qkv.weight"), ("value.weight", "qkv.weight"), ("output.weight",))
+PARTS = (
+    ("query_down.weight", "query.weight", "qkv.weight"),
+    ("key.weight", "kv.weight", "qkv.weight"),
+    ("value.weight", "kv.weight", "qkv.weight"),
+    ("output.weight",),
+)
 OTHER_LAYERS = ("/config/layer_types", "/config/layers_block_type", "dense_bias")
 MOST_KINDS = 3  # of layers of one part that are kept
 TOLERANCE = 3e-5  # of the largest value

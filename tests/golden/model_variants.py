@@ -3,6 +3,8 @@
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
+LATENT = {"q_lora_rank": 6, "kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "hidden_size": 20}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
@@ -52,6 +54,9 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 32},
     "audio-spectrogram-transformer": {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
     "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
+    "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
+    "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
@@ -68,6 +73,11 @@ VARIANTS = {  # name -> (model_type, fields)
     "falcon_all": ("falcon", {"multi_query": False}),
     "gpt_bigcode_all": ("gpt_bigcode", {"multi_query": False}),
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "deepseek_v2_one_step": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False, "attention_bias": True},
+    ),
     "molmo2_text_olmo": ("molmo2_text", {"qk_norm_type": "olmo", "attention_bias": True}),
     "granitemoehybrid_rope": ("granitemoehybrid", {"position_embedding_type": "rope"}),
     "clip": ("clip", {}),  # a section for text and one for images

@@ -72,7 +72,7 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
 
 
 def took(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Entry]:
-    """The batch alone, where nothing has expired and nobody has gone."""
+    """The batch; asserts that no call has expired or is abandoned."""
     batch, expired, abandoned = take(waiting, limits, now)
     assert not expired
     assert not abandoned
@@ -438,7 +438,7 @@ def alike(case: Any, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
-    """The request for its only item: every field drops its leading axis, where it has one."""
+    """The unbatched request of its only item: every field without its leading axis."""
     for name, value in fields.items():
         pairwise = name in ("attend_mask", "block_mask", "bias")
         drops = isinstance(value, np.ndarray) and not (pairwise and value.ndim == 2) and not (name == "head_scale" and value.ndim == 1)
@@ -579,7 +579,7 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
         bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
         for x in (query, huge)
     ]
-    assert batch_key_of(LAYER, calls[1]) is None  # scores of that size are not stacked; were they, nobody would suffer
+    assert batch_key_of(LAYER, calls[1]) is None  # calls with scores of that size are not stacked, although they could be
 
     own, spoilt = split(LAYER.attention.forward(stack(calls)), [1, 1])
 

@@ -18,7 +18,7 @@ REFUSED = 'attend_requests_total{endpoint="/attend",status="422"}'
 
 
 def told(url: str) -> Counter[str]:
-    """Sample -> value, as whoever answers tells it."""
+    """Sample -> value, as reported by the worker that answers."""
     lines = [line for line in ask(url, path="/metrics").text.splitlines() if not line.startswith("#")]
     return Counter({name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)})  # type: ignore[misc]
 
@@ -40,7 +40,7 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
             for document in [DOCUMENT] * count + [{"layer": "more", "query": [[1.0]]}]:
                 reply = ask(server.url, "POST", "/attend", json=document)
                 sent, received = sent + len(reply.request.content), received + len(reply.content)
-            # A worker counts a request after its reply; what is counted must be written before the worker stands still.
+            # A worker counts a request after its reply, and must have written the count before it is stopped.
             until(lambda refused=count - 1: told(server.url)[REFUSED] - before[REFUSED] == refused, "the last refusal counted")
     for worker in workers_of(server.process.pid):
         with only(worker, server.process.pid):

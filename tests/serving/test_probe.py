@@ -64,7 +64,7 @@ def test_a_hung_device_is_not_ready_until_it_responds() -> None:
         clock.now += EVER
         for _ in range(3):
             assert not await service.answers()
-            assert service.ready  # what is not asked of the device says so still
+            assert service.ready  # the state that does not depend on a probe
         assert not service.scheduler.waiting
         attention.door.set()
         await hung

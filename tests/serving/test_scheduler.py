@@ -259,7 +259,7 @@ def test_law_2_a_settled_future_is_not_set_again() -> None:
 
 
 class Once:
-    """Fails the first time it is called, and is what it replaces from then on."""
+    """Raises an exception when it is first called; later calls go to the function that it replaces."""
 
     def __init__(self, what: Callable[..., Any]) -> None:
         self.what, self.failed = what, False
@@ -505,7 +505,7 @@ def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
     run(test())
 
 
-# 6. No waiting for more calls: what is there when the device is free is the batch.
+# 6. The batch is what waits when the device becomes free; there is no delay by default.
 
 
 def test_law_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:

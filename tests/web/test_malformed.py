@@ -667,6 +667,7 @@ LAYERS = [
     put("init", "/spec/init", '"xavier_uniform"', '"kaiming"', spec(init="kaiming")),
     put("dtype", "/spec/dtype", '"bfloat16"', '"FP32"', spec(dtype="FP32")),
     put("unknown", "/spec/heads", "no field of that name", 'a field "heads" (did you mean num_heads?)', spec(heads=2)),
+    put("embed-dim", "/spec/embed_dim", "d_model", 'a field "embed_dim"', spec(embed_dim=4)),
     put("gain", "/spec/gain", "greater than 0", "0", spec(gain=0)),
     put("gain-beyond-dtype", "/spec/gain", "a factor whose weights are finite in float16", "1e+30", spec(gain=1e30, dtype="float16")),
     put("numpy-key-dim", "/spec/key_dim", "4, since init numpy_normal", "3", spec(init="numpy_normal", key_dim=3)),

@@ -141,7 +141,7 @@ def test_the_size_limit_is_exact(coding: str) -> None:
 
 
 class Spy:
-    """A decompressor that notes what it gave out, and how much of the input it was given."""
+    """A decompressor that records the number of bytes in and out."""
 
     out, fed = 0, 0
     real: Callable[..., Any] = zlib.decompressobj

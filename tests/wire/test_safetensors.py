@@ -55,7 +55,7 @@ def some(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
 
 
 def theirs(came: bytes) -> dict[str, Array]:
-    """As the library reads it; what it hands to numpy has no bfloat16, so that one is put together from its parts."""
+    """The tensors as the library reads them. Its NumPy interface lacks bfloat16, which is read from the raw bytes."""
     if '"BF16"' not in came[8 : 8 + struct.unpack("<Q", came[:8])[0]].decode():
         return load(came)
     parts = dict(deserialize(came))

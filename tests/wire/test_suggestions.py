@@ -4,8 +4,11 @@ import re
 
 import pytest
 
+from service.errors import InvalidRequest
+from service.spec import LayerSpec
+from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend import AttendRequest, PutLayer
 from service.wire.schemas.figure import FigureRequest
 from service.wire.suggestions import COMPARED, OTHER_NAMES, did_you_mean
 
@@ -16,6 +19,14 @@ FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureReq
 def test_a_name_of_another_library_is_no_field_and_is_answered_with_one(name: str) -> None:
     assert name not in FIELDS
     assert re.match("|".join([*FIELDS, "the name of a layer"]), OTHER_NAMES[name])
+
+
+@pytest.mark.parametrize(("name", "meaning"), LayerSpec.instead.items())
+def test_so_is_a_name_in_a_spec(name: str, meaning: str) -> None:
+    assert name not in LayerSpec.model_fields
+    assert meaning.partition(" ")[0] in {*LayerSpec.model_fields, "no"}
+    with pytest.raises(InvalidRequest, match=re.escape(f'expected {meaning}, got a field "{name}", at /spec/{name}')):
+        validate(PutLayer, {"spec": {"d_model": 4, "num_heads": 2, name: 1}})
 
 
 def test_the_table_is_in_alphabetical_order() -> None:
@@ -30,6 +41,7 @@ def test_the_closest_name_is_suggested() -> None:
 
 
 def test_the_comparison_is_bounded() -> None:
-    """A server may have a thousand layers, and a name any length."""
-    assert did_you_mean("layer", [*("x" * COMPARED), "layer"]) == ""
+    """A server may have a thousand layers, and a name any length. Names with the same beginning come first."""
+    assert did_you_mean("layer", [*("xlayer" for _ in range(COMPARED)), "slayer"]) == " (did you mean xlayer?)"
+    assert did_you_mean("layer", [*("xxlayer" for _ in range(COMPARED)), "layers"]) == " (did you mean layers?)"
     assert did_you_mean("layer" + "x" * 10**6, ["layer"]) == ""

@@ -44,6 +44,7 @@ LAYER_FEATURES = (
     "sinks",
     "weights",  # explicit ones, even if they could be seeded
     "output_gate",
+    "latent",
     "chunk_size",
     "query_scale",
 )
@@ -178,7 +179,7 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
     if init == "torch_mha" or init.startswith("numpy_"):
         settled.discard("biases")
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
-        settled.discard("output_gate")
+        settled -= {"output_gate", "latent"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
@@ -239,6 +240,11 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "output_gate" in drawn:
         granularity, activation = rng.choice(["elementwise", "headwise"]).item(), rng.choice(["sigmoid", "softplus"]).item()
         fields["output_gate"] = {"granularity": granularity, "activation": activation, "bias": bool(rng.random() < 0.5)}
+    if "latent" in drawn:
+        fields["value_dim"] = fields.get("key_dim", fields["d_model"])
+        ranks = {"query_rank": 11 if rng.random() < 0.5 else None, "key_value_rank": 13}
+        fields["latent"] = ranks | {"rope_key_dim": int(rng.integers(1, sizes.head_dim)), "bias": bool(rng.random() < 0.5)}
+        fields["latent"]["eps"] = rng.choice([1e-6, 0.1]).item()
     if "chunk_size" in drawn:
         fields["chunk_size"] = int(rng.integers(1, 6))
     if "query_scale" in drawn:
@@ -281,8 +287,8 @@ def _draw_norm(rng: np.random.Generator) -> dict[str, Any]:
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
     """All weights of a layer; None if its seed draws all of them.
 
-    Layers with norms, sinks, relative bias or a gate always get explicit weights. Norms are not 1; biases, sinks and relative biases are
-    not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias, a gate or latents always get explicit weights. Norms are not 1; biases, sinks and relative
+    biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):

@@ -160,11 +160,37 @@ def project_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: A
     """A query, key or value as heads, [b, n, in] -> [b, heads, n, d]: projected and normalised if the layer does that."""
     heads = spec.num_heads if name == "query" else spec.num_kv_heads
     width = spec.value_head_dim if name == "value" else spec.head_dim
-    projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
-    if projected.shape[-1] != heads * width:
-        raise ValueError(f"expected a {name} of {heads} heads of {width} numbers, got {projected.shape[-1]} numbers")
-    split = split_heads(projected, heads)
+    if spec.latent:
+        split = latent_heads(spec, weights, name, x)
+    else:
+        projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
+        if projected.shape[-1] != heads * width:
+            raise ValueError(f"expected a {name} of {heads} heads of {width} numbers, got {projected.shape[-1]} numbers")
+        split = split_heads(projected, heads)
     return normalise_heads(split, weights, name, spec.qk_norm) if spec.qk_norm and normalises(spec.qk_norm, name) else split
+
+
+def latent_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    """Multi-head latent attention, DeepSeek-AI 2024 (arXiv 2405.04434), equations 9 to 17: [b, n, in] -> [b, heads, n, d], before RoPE.
+
+    c = norm(W^D x); a query or value is W^U c. A key is [k^R; k^C] with k^C = W^UK c and k^R = W^KR x, which is the same for all heads.
+    """
+    assert spec.latent is not None
+    heads = spec.num_heads if name == "query" else spec.num_kv_heads
+    up = split_heads(project(compress(spec, weights, name, x), weights, name), heads)
+    if name != "key":
+        return up
+    shared = project(x, weights, "rope_key")[:, None]
+    return np.concatenate([np.broadcast_to(shared, (*up.shape[:3], spec.latent.rope_key_dim)), up], axis=-1)
+
+
+def compress(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    """The latent vectors of a query, key or value: [b, n, in] -> [b, n, rank]; x itself for queries without a rank."""
+    assert spec.latent is not None
+    down = "query_down" if name == "query" else "key_value_down"
+    if name == "query" and spec.latent.query_rank is None:
+        return x
+    return normalise_heads(project(x, weights, down), weights, down, QKNorm(eps=spec.latent.eps))
 
 
 def normalises(norm: QKNorm, name: str) -> bool:

@@ -141,10 +141,28 @@ def _back_through_projection(spec: LayerSpec, weights: Mapping[str, Array], name
     """Reverses `project_heads`: from the gradient of the heads [b, heads, n, d] to that of the input x [b, n, in]."""
     norm = spec.qk_norm
     if norm and (normalises(norm, name) or (norm.after_rope and not spec.rope and name != "value")):
-        projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
-        back = _back_through_norm(split_heads(projected, back.shape[1]), weights, name, norm, back)
+        without_norm = spec.model_copy(update={"qk_norm": None})
+        back = _back_through_norm(project_heads(without_norm, weights, name, x), weights, name, norm, back)
+    if spec.latent:
+        return _back_through_latent(spec, weights, name, x, back)
     back = merge_heads(back)
     return back @ np.asarray(weights[f"{name}.weight"], np.float64) if spec.projections else back
+
+
+def _back_through_latent(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
+    """Reverses `latent_heads`. The part of the keys that all heads share has the sum of their gradients."""
+    assert spec.latent is not None
+    in_float64 = {n: np.asarray(w, np.float64) for n, w in weights.items()}
+    direct = np.zeros(1)
+    if name == "key":
+        shared, back = np.split(back, [spec.latent.rope_key_dim], axis=-1)
+        direct = shared.sum(axis=1) @ in_float64["rope_key.weight"]
+    back = merge_heads(back) @ in_float64[f"{name}.weight"]
+    if name == "query" and spec.latent.query_rank is None:
+        return back
+    down = "query_down" if name == "query" else "key_value_down"
+    back = _back_through_norm(project(x, weights, down), weights, down, QKNorm(eps=spec.latent.eps), back)
+    return direct + back @ in_float64[f"{down}.weight"]
 
 
 def _back_through_norm(x: Array, weights: Mapping[str, Array], name: str, norm: QKNorm, back: Array) -> Array:

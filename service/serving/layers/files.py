@@ -20,7 +20,8 @@ from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 SPEC, FINGERPRINT = "spec", "fingerprint"
-ASSUMABLE = ("scale", "softcap", "window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "qk_norm", "output_gate")
+POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
+ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 

@@ -134,7 +134,9 @@ class LayerRegistry:
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {key: tensor.clone() for key, tensor in _fitting(spec, weights).items()}  # a view would keep the whole body in memory
+            tensors = {
+                key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()
+            }  # a view would keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
@@ -162,7 +164,10 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
-    return math.sqrt(spec.head_dim * _variance(tensors, "query") * _variance(tensors, "key"))
+    keys = _variance(tensors, "key")
+    if (latent := spec.latent) is not None:
+        keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
+    return math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
@@ -173,7 +178,7 @@ def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
     return float(variance.mean())
 
 
-def _fitting(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     shapes = spec.weight_shapes()
     problems = [
         Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights

@@ -19,7 +19,7 @@ from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, T
 from service.serving.admission import CallLimit
 from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
-from service.web.errors import UNEXPECTED, retry_after
+from service.web.errors import UNEXPECTED_ERROR, retry_after
 from service.web.grpc.channel import MAX_CALLS, MAX_STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.codes import code_of
@@ -176,7 +176,7 @@ class Calls:
             if record.code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
         except Exception:
-            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED, "unforeseen"
+            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "unforeseen"
             log.exception("unforeseen", method=name, request_id=record.request_id)
         finally:
             seconds = service.clock() - started

@@ -16,7 +16,7 @@ from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import inference_pb2
 from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split, varints
-from service.wire.arrays import Kind, array_over, require_exact
+from service.wire.arrays import Kind, array_of_bytes, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
@@ -154,7 +154,7 @@ def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | mem
     if len(piece) != math.prod(shape) * datatype.size:
         wanted = f"{math.prod(shape) * datatype.size} bytes for shape {list(shape)} of {datatype.name}"
         raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
-    return InputPath(entry.name, shape), array_over(piece, datatype, shape, at)
+    return InputPath(entry.name, shape), array_of_bytes(piece, datatype, shape, at)
 
 
 def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape: tuple[int, ...], at: str) -> Array:

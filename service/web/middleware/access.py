@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import AttendError, CallerGone, TooLarge
 from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
-from service.web.errors import internal_error, out_of_memory, respond
+from service.web.errors import error_response, internal_error, out_of_memory
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, endpoint_label
 from service.web.record import Record, record_of
@@ -106,7 +106,7 @@ class Access:
         except CallerGone:
             record.reason = "CallerGone"
         except AttendError as error:
-            await respond(error, scope)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         except Exception as error:
             if is_out_of_memory(error) and not record.status:
                 await out_of_memory(error, scope)(scope, receive, send)

@@ -12,7 +12,7 @@ import numpy as np
 
 from service.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
 from service.tensors import BY_NUMPY, Array
-from service.wire.arrays import MAX_RANK, Kind, beyond_float64, converted, range_text
+from service.wire.arrays import MAX_RANK, Kind, beyond_float64, convert, range_text
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
@@ -54,7 +54,7 @@ class NumberList(NamedTuple):
         if (found := numbers.read(self.text, self.start, self.stop, self.limits.lists, dtype)) is not None:
             array, literals = found
             if not literals & ~LITERALS.get(kind, 0) and not beyond_float64(array, dtype):
-                return converted(array, dtype, at)
+                return convert(array, dtype, at)
         return self._read_in_pieces(ArrayBuilder(kind, at, dtype))
 
     def _read_in_pieces(self, builder: "ArrayBuilder") -> Array:
@@ -64,7 +64,7 @@ class NumberList(NamedTuple):
             piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE_BYTES]
             left = opened + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
             lists += piece.count(b"[")
-            self._demand_bounded(builder.at, lists, opened + _deepest(piece))
+            self._require_bounded(builder.at, lists, opened + _max_depth(piece))
             if stop < 0:
                 raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
             try:
@@ -85,7 +85,7 @@ class NumberList(NamedTuple):
         place_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
         return parse_strictly(b"".join((before, piece, after)), place_of=place_of)
 
-    def _demand_bounded(self, at: str, lists: int, depth: int) -> None:
+    def _require_bounded(self, at: str, lists: int, depth: int) -> None:
         if depth > self.limits.depth:
             raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if lists > self.limits.lists:
@@ -98,7 +98,7 @@ class NumberList(NamedTuple):
         return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
 
 
-def _deepest(piece: bytes) -> int:
+def _max_depth(piece: bytes) -> int:
     """How many more lists are open, at most, than at the beginning of the piece."""
     characters = np.frombuffer(piece, np.int8)
     return int(np.cumsum((characters == ord("[")).view(np.int8) - (characters == ord("]")).view(np.int8), dtype=np.int32).max(initial=0))
@@ -125,7 +125,7 @@ class ArrayBuilder:
     def array(self) -> Array:
         """The whole array."""
         array = np.concatenate(self.pieces) if len(self.pieces) > 1 else self.pieces[0]
-        return converted(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
+        return convert(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
 
     def in_whole(self, problem: Problem) -> Problem:
         """A problem of the next piece, with a pointer into the whole. The first items at each depth continue open lists."""
@@ -145,7 +145,7 @@ class ArrayBuilder:
         if depth > opened:
             self.places.append(0)
         if depth > left:
-            self._demand_length(depth, self.places[depth - 1] + len(items))
+            self._require_length(depth, self.places[depth - 1] + len(items))
         if not self.rank and not (items and isinstance(items[0], list)):
             self.rank = depth
         if depth == self.rank:
@@ -177,7 +177,7 @@ class ArrayBuilder:
         self.numbers += items
         self.places[-1] += len(items)
 
-    def _demand_length(self, depth: int, length: int) -> None:
+    def _require_length(self, depth: int, length: int) -> None:
         expected = self.lengths.setdefault(depth, length)
         if length != expected:
             at = self.at + pointer(self.places[: depth - 1])

@@ -8,7 +8,7 @@ from typing import Any
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
 
 LONG_INTEGER = b"0" * 309  # an integer with fewer digits is in the range of float64
-ZEROS = bytes.maketrans(b"123456789", b"000000000")
+DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 SCALARS = {str, int, float, bool, type(None)}
 
 
@@ -52,9 +52,9 @@ def parse_strictly(
         if len(found) == len(pairs):
             return found
         faults += 1
-        return _RepeatedKey(_repeated(key for key, _ in pairs))
+        return _RepeatedKey(_first_repeated(key for key, _ in pairs))
 
-    huge = LONG_INTEGER in body.translate(ZEROS)
+    huge = LONG_INTEGER in body.translate(DIGITS_TO_ZEROS)
     try:
         text = body.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=members, parse_constant=constant, parse_int=_integer if huge else None)
@@ -79,7 +79,7 @@ def _integer(text: str) -> int | float:
     return int(text) if len(text) < len(LONG_INTEGER) else float(text)
 
 
-def _repeated(keys: Iterable[str]) -> str:
+def _first_repeated(keys: Iterable[str]) -> str:
     """The first key that is there already."""
     seen: set[str] = set()
     return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]

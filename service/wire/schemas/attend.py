@@ -113,11 +113,11 @@ def unique(noun: str) -> AfterValidator:
 
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
-Words = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
+TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
 Index = Annotated[int, Field(ge=0, strict=True)]
 Indices = Annotated[list[Index], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("index")]
-Positive = Annotated[int, Field(ge=1, strict=True)]
-Strict = Annotated[bool, Field(strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+StrictBool = Annotated[bool, Field(strict=True)]
 
 
 class Document(BaseModel):
@@ -148,8 +148,8 @@ class Select(Document):
 
     heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
     queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
-    average: Strict = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
-    top_k: Positive | None = Field(
+    average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
+    top_k: PositiveInt | None = Field(
         default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
     )
 
@@ -172,8 +172,8 @@ class ReplyOptions(Document):
 class Tokens(Document):
     """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: Words | None = Field(default=None, description="A token for each query.")
-    key: Words | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    query: TokenLists | None = Field(default=None, description="A token for each query.")
+    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
     omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
         default=None,
         description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
@@ -214,7 +214,7 @@ class AttendRequest(Document):
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
     )
-    causal: Strict = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
+    causal: StrictBool = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
     fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
     head_scale: HeadScale | None = Field(default=None, description="[h] or [b,h]. Factor on each head's output.")
@@ -229,7 +229,7 @@ class AttendRequest(Document):
     output_gradient: Sequences | None = Field(default=None, description="[b, q, output_dim]. Required by the outputs that are gradients.")
     select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
-    reproducible: Strict = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
+    reproducible: StrictBool = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from service.spec import Finite, disagreement
-from service.wire.schemas.attend import AttendRequest, Document, Index, Strict, unique
+from service.wire.schemas.attend import AttendRequest, Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
 
@@ -27,7 +27,7 @@ class Figure(Document):
     )
     item: Index = Field(default=0, description="Index of the batch item to draw.")
     pool: Literal["mean", "max"] | None = Field(default=None, description="How pairs that share a cell are pooled; the mean if null.")
-    values: Strict | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
+    values: StrictBool | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
     scale: Literal["linear", "log"] = Field(default="linear", description="Colour scale. `log` needs values of one sign.")
     maximum: PositiveFinite | None = Field(default=None, description="Value of the last colour; the largest if null (1 for `similarity`).")
     width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="CSS pixels; as needed if null.")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from service.errors import Problem
 from service.wire.codec import ErrorPaths
-from service.wire.v2.parameters import OPTIONS, TENSORS
+from service.wire.v2.parameters import INPUT_FIELDS, PARAMETER_FIELDS
 
 
 class InputPath(NamedTuple):
@@ -36,9 +36,9 @@ class V2ErrorPaths(ErrorPaths):
         for i, input_path in enumerate(self.inputs):
             if input_path.name == name:
                 return _in_input(problem, f"/inputs/{i}", input_path, index)
-        if name in OPTIONS:
+        if name in PARAMETER_FIELDS:
             return replace(problem, at=f"/parameters{problem.at}")
-        return replace(problem, at="/inputs") if name in TENSORS else problem
+        return replace(problem, at="/inputs") if name in INPUT_FIELDS else problem
 
 
 def _in_input(problem: Problem, at: str, input_path: InputPath, parts: Sequence[str]) -> Problem:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.tensors import Array, Datatype
-from service.wire.arrays import Kind, array_over
+from service.wire.arrays import Kind, array_of_bytes
 from service.wire.json.reader import shape_of
 from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -42,7 +42,7 @@ class BinaryTensor(NamedTuple):
 
     def array(self, following: memoryview) -> Array:
         """The array, a view of `following`, the bytes after the JSON. Raises InvalidRequest."""
-        return array_over(following[self.start : self.stop], self.datatype, self.shape, self.at)
+        return array_of_bytes(following[self.start : self.stop], self.datatype, self.shape, self.at)
 
 
 class CutList(NamedTuple):

@@ -21,11 +21,11 @@ from service.wire.schemas.attend import AttendRequest, Output
 from service.wire.suggestions import did_you_mean
 
 VERSION = "1"  # of every model
-TENSORS = {*AttendRequest.tensors, *LIST_FIELDS}
-INPUTS = [name for name in AttendRequest.model_fields if name in TENSORS]
-OPTIONS = {*AttendRequest.model_fields} - TENSORS - {"layer", "outputs"} | LIST_FIELDS
-NESTED = {"window", "dropout", "select", "reply", "tokens"}
-PER_ITEM = ("valid_lens", "query_offset")  # one number per batch item
+INPUT_FIELDS = {*AttendRequest.tensors, *LIST_FIELDS}
+INPUT_NAMES = [name for name in AttendRequest.model_fields if name in INPUT_FIELDS]
+PARAMETER_FIELDS = {*AttendRequest.model_fields} - INPUT_FIELDS - {"layer", "outputs"} | LIST_FIELDS
+JSON_TEXT_FIELDS = {"window", "dropout", "select", "reply", "tokens"}
+PER_ITEM_FIELDS = ("valid_lens", "query_offset")  # one number per batch item
 OUTPUTS = get_args(Output)
 DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
 TOP_K_KEYS = "attention_weights.keys"
@@ -61,8 +61,8 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
         at = "/parameters" + pointer([name])
         if name == FINAL_RESPONSE_PARAMETER and isinstance(value, bool):
             continue
-        if name not in OPTIONS:
-            raise _unknown(name, at, OPTIONS | PROTOCOL_PARAMETERS, "another parameter")
+        if name not in PARAMETER_FIELDS:
+            raise _unknown(name, at, PARAMETER_FIELDS | PROTOCOL_PARAMETERS, "another parameter")
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
@@ -119,7 +119,7 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
 
 def squeeze_per_item(members: dict[str, Any]) -> None:
     """Replaces arrays [b, 1] of one number per item by [b]: the metadata announces them with a second axis."""
-    for name in PER_ITEM:
+    for name in PER_ITEM_FIELDS:
         array, query = members.get(name), members.get("query")
         if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
             members[name] = array[:, 0]
@@ -149,11 +149,11 @@ def require_version(version: str | None) -> None:
 
 def require_input(name: str, at: str) -> None:
     """Raises InvalidRequest, with the known names, if no input has that name."""
-    if name in TENSORS:
+    if name in INPUT_FIELDS:
         return
-    if name in OPTIONS:
+    if name in PARAMETER_FIELDS:
         raise InvalidRequest.where(at, f"{name} among the parameters", "an input of that name")
-    raise _unknown(name, at, INPUTS, describe_value(name))
+    raise _unknown(name, at, INPUT_NAMES, describe_value(name))
 
 
 def _unknown(name: str, at: str, known: Iterable[str], got: str) -> InvalidRequest:
@@ -178,7 +178,7 @@ def _option(name: str, value: Any, at: str) -> Any:
     """The value of an option; JSON text is parsed. AttendRequest validates the value later."""
     if not isinstance(value, str | int | float | bool):
         raise InvalidRequest.where(at, "a string, a number or a boolean", describe_value(value))
-    if name in NESTED:
+    if name in JSON_TEXT_FIELDS:
         if not isinstance(value, str):
             raise InvalidRequest.where(at, "JSON text", describe_value(value))
         nested = read_nested(value, at)

@@ -13,7 +13,7 @@ from service.wire.arrays import MAX_RANK
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
 from service.wire.v2.header import MAX_INPUTS
-from service.wire.v2.parameters import INPUTS, NESTED, OPTIONS, OUTPUTS, TOP_K_OUTPUTS
+from service.wire.v2.parameters import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
 
 Parameters = dict[str, str | float | bool]
 
@@ -142,11 +142,11 @@ def _options(schema: dict[str, Any]) -> None:
     """Adds the fields of AttendRequest to the parameters' JSON schema."""
     fields = AttendRequest.model_json_schema(ref_template=REFERENCE)["properties"]
     text = {"type": "string", "contentMediaType": "application/json"}
-    for name in sorted(OPTIONS):
+    for name in sorted(PARAMETER_FIELDS):
         field = {key: value for key, value in fields[name].items() if key not in ("title", "default", "anyOf", "$ref")}
         forms = [form for form in fields[name].get("anyOf", [fields[name]]) if form.get("type") not in ("null", "array")]
         shape = {"anyOf": forms} if len(forms) > 1 else {key: forms[0][key] for key in forms[0] if key not in ("title", "default")}
-        schema["properties"][name] = {**(text if name in NESTED else shape), **field}
+        schema["properties"][name] = {**(text if name in JSON_TEXT_FIELDS else shape), **field}
 
 
 class InferenceParameters(CodecParameters):
@@ -161,7 +161,7 @@ class InferenceParameters(CodecParameters):
 
 
 class InferenceInput(StrictModel):
-    name: Literal[tuple(INPUTS)]  # type: ignore[valid-type]
+    name: Literal[tuple(INPUT_NAMES)]  # type: ignore[valid-type]
     shape: list[Annotated[int, Field(ge=0, le=MAX_AXIS)]] = Field(max_length=MAX_RANK)
     datatype: Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
     parameters: InputParameters | None = None

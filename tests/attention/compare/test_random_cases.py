@@ -80,6 +80,9 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {spec.relative_bias.bidirectional for spec in specs if spec.relative_bias} == {True, False}
     assert {spec.qk_norm.kind for spec in specs if spec.qk_norm} == {"rms", "layer"}
     assert any(spec.sinks for spec in specs)
+    assert {(spec.latent.query_rank, spec.latent.bias) for spec in specs if spec.latent} == {
+        (n, bias) for n in (None, 11) for bias in (0, 1)
+    }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
@@ -93,10 +96,10 @@ def test_features_that_do_not_go_together_are_dropped():
     everything = set(FEATURES)
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
-    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate"}
-    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases", "output_gate"}
-    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate"} - widths
-    assert settle(everything, "torch_mha") == everything - {"biases", "output_gate"} - widths
+    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}
+    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases", "output_gate", "latent"}
+    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate", "latent"} - widths
+    assert settle(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
     assert settle({"value"}, "torch_mha") == set()
     assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
     assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}

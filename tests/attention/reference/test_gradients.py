@@ -15,6 +15,7 @@ from service.spec import PROJECTIONS, LayerSpec
 
 NAMES = ("query", "key", "value")
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")
+LATENT = {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1}
 ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}
 
 
@@ -96,9 +97,17 @@ def torchs(spec, weights, request, inputs, forward):
 
 def torch_heads(spec, weights, name, x):
     heads = spec.num_heads if name == "query" else spec.num_kv_heads
+    given = x
+    if spec.latent and (name != "query" or spec.latent.query_rank):
+        down = "query_down" if name == "query" else "key_value_down"
+        x = functional.linear(x, weights[f"{down}.weight"], weights.get(f"{down}.bias"))
+        x = functional.rms_norm(x, x.shape[-1:], weights[f"{down}_norm.weight"], spec.latent.eps)
     if spec.projections:
         x = functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
     x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    if spec.latent and name == "key":
+        shared = functional.linear(given, weights["rope_key.weight"], weights.get("rope_key.bias"))
+        x = torch.cat([shared[:, None].repeat(1, heads, 1, 1), x], dim=-1)
     if not spec.qk_norm or not (spec.qk_norm.values if name == "value" else not spec.qk_norm.after_rope):
         return x
     return torch_norm(x, weights, name, spec.qk_norm)
@@ -300,7 +309,18 @@ def test_uniform_rows_are_constants():
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
 def test_axes_without_length(queries, keys):
-    spec = LayerSpec(d_model=4, num_heads=2, dtype="float64", rope={}, alibi=True, sinks=True, qk_norm={}, relative_bias={}, output_gate={})
+    spec = LayerSpec(
+        d_model=4,
+        num_heads=2,
+        dtype="float64",
+        rope={},
+        alibi=True,
+        sinks=True,
+        qk_norm={},
+        relative_bias={},
+        output_gate={},
+        latent=LATENT,
+    )
     weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
     got = gradients(
         spec, weights, np.ones((2, queries, 4)), query=np.ones((2, queries, 4)), key=np.ones((2, keys, 4)), causal=True, query_offset="end"

@@ -62,6 +62,37 @@ def test_a_gate_of_any_size_overflows_nothing():
         assert attend(spec, weights | {"gate.weight": np.full((1, 1), logit)}, query=[[1.0]]).output.item() == expected
 
 
+# --- latents --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_share_what_comes_from_the_input_and_have_what_comes_from_the_latent():
+    """Two heads of two numbers: the first is the input's second number, the other is the latent's only number, its sign, times 2 and 3."""
+    latent = {"key_value_rank": 1, "rope_key_dim": 1, "eps": 1e-12}
+    spec = LayerSpec(d_model=2, num_heads=2, head_dim=2, value_head_dim=1, bias=False, latent=latent, dtype="float64")
+    weights = {"query.weight": np.ones((4, 2)), "output.weight": np.ones((2, 2)), "rope_key.weight": np.array([[0.0, 1.0]])}
+    weights |= {"key_value_down.weight": np.array([[1.0, 0.0]]), "key_value_down_norm.weight": np.array([1.0])}
+    weights |= {"key.weight": np.array([[2.0], [3.0]]), "value.weight": np.array([[5.0], [7.0]])}
+    got = attend(spec, weights, query=[[-4.0, 9.0]])
+    np.testing.assert_allclose(got.key_projection, [[[9.0, -2.0]], [[9.0, -3.0]]], rtol=1e-12)
+    np.testing.assert_allclose(got.value_projection, [[[-5.0]], [[-7.0]]], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"projections": False}, "/latent"),
+        ({"init": "torch_mha"}, "/latent"),
+        ({"latent": {"key_value_rank": 3, "rope_key_dim": 2}}, "/latent/rope_key_dim"),
+        ({"value_dim": 5}, "/value_dim"),
+    ],
+    ids=str,
+)
+def test_latents_that_no_layer_can_have(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(**{"d_model": 4, "num_heads": 2, "latent": {"key_value_rank": 3, "rope_key_dim": 1}} | fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------
 
 

@@ -89,8 +89,13 @@ def same(got, expected):
 def head(spec, weights, name, x, n, position=None):
     """Head n of one query, key or value: its own rows of the projection, its norm, and its points turned."""
     width = spec.value_head_dim if name == "value" else spec.head_dim
+    if spec.latent and name == "key":
+        width -= spec.latent.rope_key_dim
     every = [slice(i * width, (i + 1) * width) for i in range(spec.num_heads if name == "query" else spec.num_kv_heads)]
-    heads = [projected(spec, weights, name, x, rows) for rows in every]
+    heads = [projected(spec, weights, name, latent(spec, weights, name, x), rows) for rows in every]
+    if spec.latent and name == "key":
+        shared = weights["rope_key.weight"] @ x + weights.get("rope_key.bias", 0.0)
+        heads = [np.array([*shared, *own]) for own in heads]
     rotates, norm = spec.rope and name != "value", spec.qk_norm
     if norm and (norm.values if name == "value" else not norm.after_rope):
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
@@ -115,6 +120,15 @@ def gate(spec, weights, x, n):
     logits = weights["gate.weight"][rows] @ x + weights.get("gate.bias", np.zeros(spec.num_heads * width))[rows]
     function = {"sigmoid": lambda z: 1 / (1 + math.exp(-z)), "softplus": lambda z: math.log1p(math.exp(z))}[spec.output_gate.activation]
     return np.array([function(z) for z in logits])
+
+
+def latent(spec, weights, name, x):
+    """What a layer with latents projects in its second step: the first step's numbers over their root mean square."""
+    down = "query_down" if name == "query" else "key_value_down"
+    if f"{down}.weight" not in weights:
+        return x
+    first = weights[f"{down}.weight"] @ x + weights.get(f"{down}.bias", 0.0)
+    return first / math.sqrt(math.fsum(a * a for a in first) / len(first) + spec.latent.eps) * weights[f"{down}_norm.weight"]
 
 
 def projected(spec, weights, name, x, rows):

@@ -185,7 +185,7 @@ def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tm
         ('"pipe.safetensors"', other),
     ]
     assert not (tmp_path / ".good.0123.part").exists()
-    put(second, "next", OTHER, 201)  # and nobody waits for the dead
+    put(second, "next", OTHER, 201)  # the reply does not wait for the dead process
     assert not (tmp_path / ".peer-0123").exists()
 
 
@@ -252,7 +252,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_layer(start: Star
     """SIGKILL in the middle of writing, before the rename, and after it."""
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], capture_output=True, text=True, check=True)
     killed = -signal.SIGKILL
-    assert [line.split() for line in done.stdout.splitlines()] == [  # name, who kills, exit code, and whether a part is left
+    assert [line.split() for line in done.stdout.splitlines()] == [  # name, step of the kill, exit code, whether a partial file is left
         ["write", "nobody", "0", "False"],
         ["write", "write", f"{killed}", "True"],
         ["rename", "nobody", "0", "False"],

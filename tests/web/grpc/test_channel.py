@@ -188,7 +188,7 @@ def test_a_reply_larger_than_a_message_is_refused(v2_server: Server) -> None:
 
 
 class Call:
-    """A call whose message comes when it is told to."""
+    """A call whose message arrives when the test sets it."""
 
     def __init__(self) -> None:
         self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

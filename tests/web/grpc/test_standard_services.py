@@ -30,7 +30,7 @@ SPEC = {"parameters": {"config": '{"d_model": 4, "num_heads": 2}'}}
 
 
 def watched(channel: grpc.Channel, name: str = "") -> Iterator[int]:
-    """The states that a watcher is told, one after the other."""
+    """Yields the states that a watcher receives."""
     stream = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)
     return (message.status for message in stream)
 

@@ -385,7 +385,7 @@ def test_a_field_as_tensor_and_in_the_metadata_is_refused(post: Post, name: str)
 
 
 def written(header: str, data: bytes = b"") -> bytes:
-    """A body with this header, as it stands."""
+    """A body with exactly this header."""
     return struct.pack("<Q", len(header)) + header.encode() + data
 
 

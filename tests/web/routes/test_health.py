@@ -29,7 +29,7 @@ def test_health_endpoints(http: httpx.Client, layers: dict[str, Any]) -> None:
 
 
 def metric(text: str, name: str, **labels: str) -> float:
-    """The value of one line of the Prometheus text; 0 where it does not stand there yet."""
+    """The value of a sample in the Prometheus text; 0 if there is none yet."""
     for line in text.splitlines():
         if line.startswith(name + ("{" if labels else " ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
             return float(line.rpartition(" ")[2])

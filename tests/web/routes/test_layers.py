@@ -155,7 +155,12 @@ def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> Non
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "more", [{}, {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5}, {"output_gate": {"bias": True}}]
+    "more",
+    [
+        {},
+        {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5},
+        {"output_gate": {"bias": True}, "latent": {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1, "bias": True}},
+    ],
 )
 def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
     """Same fingerprint, which covers every bit. The file is equal except for `init` and `seed`."""
@@ -368,7 +373,7 @@ def test_a_gain_multiplies_what_is_drawn(http: httpx.Client, init: str) -> None:
 
 
 def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Client) -> None:
-    """The fingerprint has the weights themselves. A gain of 1 is what is meant without one; given weights have none."""
+    """The fingerprint covers the weights. Without a gain it is 1, and it is 1 for given weights."""
     spec = {"d_model": 4, "num_heads": 2, "seed": 3, "bias": False}
     plain, one, null, two = (
         http.put("/layers/gained", json={"spec": {**spec, **gain}}).json() for gain in ({}, {"gain": 1}, {"gain": None}, {"gain": 2})

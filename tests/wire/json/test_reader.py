@@ -70,7 +70,7 @@ def paths(draw: Callable[..., Any], shape: list[int], depth: int) -> tuple[int, 
 
 
 def changed(value: Nested, path: tuple[int, ...], change: Callable[[Nested], Nested]) -> Nested:
-    """The tensor with what stands at `path` changed."""
+    """The tensor with the item at `path` changed."""
     if not path:
         return change(value)
     return [changed(item, path[1:], change) if i == path[0] else item for i, item in enumerate(value)]

@@ -128,7 +128,7 @@ PLACES = [
 
 
 def with_value(place: tuple[Any, ...], value: Any) -> bytes:
-    """A good request in which `value` stands at one place."""
+    """A valid request with one member replaced by `value`."""
     document: Any = {"id": "x", "parameters": {}, "inputs": in_json(query=QUERY), "outputs": [{"name": "output", "parameters": {}}]}
     inner = document
     for step in place[:-1]:

@@ -1,0 +1,42 @@
+"""Visits to the page in a browser. Each ends with a look at its console: no error, no breach of the policy, nothing fetched elsewhere."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.browser import Visit
+from support.page import Visitor
+from support.server import Server
+
+
+@pytest.fixture
+def visit(browser: Any, server: Server) -> Iterator[Visitor]:
+    """Opens the page; keywords are those of a browser's context. At the end, every visit is looked through for complaints."""
+    visits: list[Visit] = []
+
+    def begin(layer: str = "default", **context: Any) -> Visit:
+        page = browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **context}).new_page()
+        page.set_default_timeout(20000)
+        visits.append(Visit(page, server.url).begin(layer))
+        return visits[-1]
+
+    yield begin
+    for one in visits:
+        one.end()
+
+
+@pytest.fixture(scope="session")
+def layers(http: httpx.Client) -> Iterator[None]:
+    """Layers of other shapes than `default`."""
+    made = {
+        "odd": {"d_model": 6, "num_heads": 2, "key_dim": 5, "value_dim": 7, "seed": 2},
+        "wide": {"d_model": 48, "num_heads": 12, "seed": 3},
+        "grouped": {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "softcap": 2.0, "alibi": True, "seed": 4},
+        **{f"tiny-{number}": {"d_model": 8, "num_heads": 2, "seed": number} for number in (0, 2, 10)},
+    }
+    for name, spec in made.items():
+        assert http.put(f"/layers/{name}", json={"spec": spec}).is_success
+    yield
+    for name in made:
+        http.delete(f"/layers/{name}")
