@@ -59,14 +59,14 @@ def changed(config, path, value):
 
 
 def verdict(config):
-    """Of all layers together: wrong, refused, right or not built."""
+    """wrong if any layer is, right if some are and none is wrong, else refused or not built."""
     try:
         found = {kind for kind, _ in compare(config).values()}
     except InvalidRequest:
         return "refused"
     except Exception:  # transformers has no such model
         return "not built"
-    return next((kind for kind in ("wrong", "refused", "right") if kind in found), "not built")
+    return next((kind for kind in ("wrong", "right", "refused") if kind in found), "not built")
 
 
 def perturb(name):
