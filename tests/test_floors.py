@@ -29,7 +29,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "tensors": {"ml_dtypes"},
     "spec": {"pydantic", "pydantic_core"},
     "settings": {"pydantic"},
-    "wire": {"pydantic", "pydantic_core", "orjson", "safetensors"},
+    "wire": {"pydantic", "pydantic_core", "orjson", "pybase64", "safetensors"},
     "attention": {"torch", "safetensors", "matplotlib"},
     "checkpoints": {"safetensors"},
     "serving": {"torch", "asyncio", "prometheus_client", "structlog", "safetensors", "tokenizers"},

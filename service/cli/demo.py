@@ -25,7 +25,7 @@ from service.cli.infer import headline
 from service.cli.terminal import fail, report_errors
 from service.client import AttendResult, Client, operations
 from service.client.responses import read_attend
-from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
+from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
 from service.settings import Settings
 from service.tensors import Array
 from service.wire.schemas.attend import is_special
@@ -114,7 +114,7 @@ def read_sentence(sentence: str, vectors: Vectors, layer: int | None = None) -> 
             return hash_words(sentence, default), HASH_NOTE
         try:
             return read_minilm(sentence, layer or 0), MINILM_NOTE.format(layer or 0)
-        except NoModel as error:
+        except ModelNotInstalled as error:
             if vectors is Vectors.MINILM or layer is not None:
                 fail("demo", str(error))
             return hash_words(sentence, default), f"{HASH_NOTE}\nFor trained heads: {error}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from service.checkpoints.detection import find_matches
 from service.errors import InvalidRequest
-from service.serving.layers.files import ReadLayer, Source, read_checkpoint, read_layer_file, without_init
+from service.serving.layers.files import CheckpointQuery, ParsedLayer, read_checkpoint, read_layer_file, without_init
 from service.serving.requests import RawRequest
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
@@ -41,7 +41,7 @@ def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     return document
 
 
-def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer:
+def read_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     """The layer of a PUT. Raises RequestError."""
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
@@ -54,7 +54,7 @@ def read_layer(raw: RawRequest, source: Source, limits: WireLimits) -> ReadLayer
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
         return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
     document = validate(PutLayer, members)
-    return ReadLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)
+    return ParsedLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)
 
 
 def _is_checkpoint(members: dict[str, Any]) -> bool:

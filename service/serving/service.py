@@ -16,8 +16,8 @@ from service.serving.cost import ServingLimits
 from service.serving.decoding import read_document, read_layer, read_object
 from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
-from service.serving.layers.files import Source, write_layer_file
-from service.serving.layers.loader import Added, LayerLoader
+from service.serving.layers.files import CheckpointQuery, write_layer_file
+from service.serving.layers.loader import AddedLayer, LayerLoader
 from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
 from service.serving.lifecycle import ShutdownGate
@@ -135,9 +135,9 @@ class Service:
         """Concatenate the pieces of a body in another thread, so that copying does not block the event loop."""
         return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
 
-    async def put_layer(self, name: str, raw: RawRequest, source: Source | None = None) -> Added:
+    async def put_layer(self, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
         """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-        read = partial(self.engine.check_and_run, raw.caller_state, read_layer, raw, source or Source(), self.wire_limits)
+        read = partial(self.engine.check_and_run, raw.caller_state, read_layer, raw, source or CheckpointQuery(), self.wire_limits)
         return await self.loader.put(name, read, raw.deadline)
 
     async def export_layer(self, name: str) -> list[Buffer]:

@@ -6,8 +6,8 @@ If all-MiniLM-L6-v2 is installed, its layers are loaded on first use. A layer wi
 import asyncio
 
 from service.errors import InvalidRequest
-from service.serving.embeddings import NoModel, Sentence, hash_words, read_minilm
-from service.serving.layers.files import ReadLayer
+from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
+from service.serving.layers.files import ParsedLayer
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
@@ -42,7 +42,7 @@ class TextEncoder:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)
                 sentence = await asyncio.to_thread(read_minilm, request.text, number)
-                layer = await self._layer_of(request.layer, sentence)
+                layer = await self._layer_of(request.layer, sentence, number)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
                     return await asyncio.to_thread(_words, layer, sentence, True, TRAINED_NOTE.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
@@ -53,11 +53,12 @@ class TextEncoder:
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words, layer, sentence, False, UNTRAINED_NOTE)
 
-    async def _layer_of(self, name: str, sentence: Sentence) -> LoadedLayer:
+    async def _layer_of(self, name: str, sentence: Sentence, number: int) -> LoadedLayer:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
         if (layer := self.service.registry.get(name)) is not None:
             return layer
-        return (await self.service.loader.put(name, lambda: ReadLayer(sentence.spec, sentence.weights))).layer
+        parsed = ParsedLayer(sentence.spec, sentence.weights, origin=f"attention layer {number} of all-MiniLM-L6-v2")
+        return (await self.service.loader.put(name, lambda: parsed)).layer
 
 
 def _installed() -> Vocabulary:
@@ -68,7 +69,7 @@ def _installed() -> Vocabulary:
             names.append(read_minilm("word", len(names)).layer)
     except ValueError:
         return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its attention layers can be chosen.")
-    except NoModel as error:
+    except ModelNotInstalled as error:
         return Vocabulary(layers=[], note=str(error))
 
 

@@ -128,13 +128,13 @@ def _grpc(
     if settings.grpc_port is None:
         return nullcontext()
     from service.web.grpc.calls import GrpcOptions  # needs the extra `grpc`
-    from service.web.grpc.server import serving
+    from service.web.grpc.server import run_grpc_server
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
     largest = min(settings.max_grpc_bytes, settings.max_body_bytes)
     options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, traces)
-    return serving(service, extensions, address, options)
+    return run_grpc_server(service, extensions, address, options)
 
 
 def _why_not_writable(settings: Settings) -> Exception | None:

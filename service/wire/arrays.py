@@ -1,11 +1,11 @@
 """Converts bytes, base64 and numbers to arrays of a datatype, and describes elements that the datatype cannot represent."""
 
-import binascii
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import pybase64
 
 from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, Array, Datatype
@@ -24,29 +24,13 @@ def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequenc
     return array if array.flags.aligned else array.copy()
 
 
-def decode_base64(pieces: Iterator[bytes]) -> bytearray:
-    """Decodes a base64 text in pieces of any length. Raises ValueError."""
-    data, rest = bytearray(), b""
-    for piece in pieces:
-        rest += piece
-        whole = max(0, len(rest) // 4 * 4 - 4)  # only the last four characters may be padded
-        if b"=" in rest[:whole]:
-            raise ValueError("Excess data after padding")
-        if whole:
-            data += binascii.a2b_base64(rest[:whole], strict_mode=True)
-            rest = rest[whole:]
-    if rest:
-        data += binascii.a2b_base64(rest, strict_mode=True)
-    return data
-
-
 def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
-    """The array of a base64 text, which is a string or an iterator over pieces. Raises InvalidRequest."""
-    if not isinstance(text, str | Iterator):
+    """The array of a base64 text, a string or its bytes. Raises InvalidRequest."""
+    if not isinstance(text, str | bytes | memoryview):
         raise InvalidRequest.where(at, "a base64 string", describe_value(text))
     try:
-        data = decode_base64(iter([text.encode(errors="replace")]) if isinstance(text, str) else text)
-    except (binascii.Error, ValueError) as error:
+        data = pybase64.b64decode_as_bytearray(text, validate=True)
+    except ValueError as error:
         raise InvalidRequest.where(at, "base64", f"something else ({error})") from None
     if len(data) != math.prod(shape) * dtype.itemsize:
         wanted = f"{math.prod(shape) * dtype.itemsize} bytes for shape {list(shape)} of {BY_NUMPY[dtype].name}"

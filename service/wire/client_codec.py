@@ -7,13 +7,13 @@ without changing them.
 Replies in base64 or safetensors keep the datatypes of the server. Nested lists have none: numbers become float64, keys int64.
 """
 
-import binascii
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import orjson
+import pybase64
 
 from service.errors import InvalidRequest, MalformedBody, pointer
 from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, little_endian, raw
@@ -82,7 +82,7 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
     array = _array(value, kind, at)
     datatype = BY_NUMPY[array.dtype.newbyteorder("<")]
     if not array.size or array.nbytes > MAX_NESTED_BYTES or (datatype.kind == "float" and not np.isfinite(array).all()):
-        text = binascii.b2a_base64(raw(array), newline=False)
+        text = pybase64.b64encode(raw(array))
         return {"shape": list(array.shape), "datatype": datatype.name, "base64": orjson.Fragment(b'"' + text + b'"')}
     if datatype.kind == "float":
         array = array.astype(np.float64)  # the shortest text of a float32 is read as another number in float64
@@ -191,7 +191,8 @@ def decode_tensor(value: Any, at: str, integers: bool = False) -> Array:
             return np.array(value, np.int64 if integers else np.float64)
         dtype = DATATYPES[value["datatype"]].numpy
         if "base64" in value:
-            array = np.frombuffer(binascii.a2b_base64(value["base64"]), dtype).copy()  # an array over bytes is read-only
+            data = pybase64.b64decode_as_bytearray(value["base64"], validate=True)  # an array over bytes would be read-only
+            array = np.frombuffer(data, dtype)
         else:
             array = np.array(value["data"], dtype if dtype.kind in "iu" else np.float64).astype(dtype, copy=False)
         return array.reshape(value["shape"])

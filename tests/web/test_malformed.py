@@ -202,6 +202,7 @@ CODECS = [
     Bad("base64-characters", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", "????")),
     Bad("base64-line-breaks", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4")[:8] + "\n")),
     Bad("base64-padding", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", packed([1, 2, 3, 4], "<f4").rstrip("="))),
+    Bad("base64-padding-surplus", 422, "/query/base64", "base64", "", coded([1, 3], "FP32", packed([1, 2, 3], "<f4") + "=")),
     Bad("base64-padding-inside", 422, "/query/base64", "base64", "", coded([1, 4], "FP32", "AAA=AAAA")),
     Bad("base64-short", 422, "/query/base64", "16 bytes", "12", coded([1, 4], "FP32", packed([1, 2, 3], "<f4"))),
     Bad("base64-long", 422, "/query/base64", "16 bytes", "20", coded([1, 4], "FP32", packed([1, 2, 3, 4, 5], "<f4"))),

@@ -19,14 +19,15 @@ from service.wire.problems import validate
 from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
-SPEC, FINGERPRINT = "spec", "fingerprint"
+MAX_ORIGIN = 200  # characters
+SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"
 POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
 ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointQuery:
     """The query of PUT /layers/{name}: which layer of a checkpoint to read, and spec fields (JSON) that its tensors do not determine."""
 
     layout: str | None = None
@@ -34,22 +35,24 @@ class Source:
     spec: str | None = None
 
 
-class ReadLayer(NamedTuple):
+class ParsedLayer(NamedTuple):
     """The layer of a request or a file; weights are None if they are to be drawn from the spec's `init` and `seed`."""
 
     spec: LayerSpec
     weights: Mapping[str, Array] | None
     assumed: Mapping[str, Any] = MappingProxyType({})  # fields of the spec that neither tensors nor caller gave
+    origin: str | None = None  # where the weights are from, if that is known
 
 
-def read_layer_file(body: bytes, source: Source) -> ReadLayer:
+def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
     """The layer, with weights that are views of the body. Raises MalformedBody, TooLarge or InvalidRequest with the tensor or field."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
-            return ReadLayer(without_init(validate(LayerSpec, fields, "/spec")), weights)
+            origin = f"layer {metadata[LAYER]} of a model, by its config.json"
+            return ParsedLayer(without_init(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
         return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -58,14 +61,15 @@ def read_layer_file(body: bytes, source: Source) -> ReadLayer:
     for name in ("prefix", "spec"):
         if getattr(source, name):
             raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    return ReadLayer(without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")), tensors)
+    spec = without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"))
+    return ParsedLayer(spec, tensors, origin=_origin(metadata))
 
 
-def read_checkpoint(tensors: Mapping[str, Array], source: Source, given: Mapping[str, Any]) -> ReadLayer:
+def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given: Mapping[str, Any]) -> ParsedLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
     spec = without_init(validate(LayerSpec, fields, "/spec"))
-    return ReadLayer(spec, weights, assumed_fields(spec, given))
+    return ParsedLayer(spec, weights, assumed_fields(spec, given))
 
 
 def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_by_config(
-    tensors: Mapping[str, Array], metadata: Mapping[str, str], source: Source, spec: Mapping[str, Any]
+    tensors: Mapping[str, Array], metadata: Mapping[str, str], source: CheckpointQuery, spec: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Fields and weights of the layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
     for name in ("layout", "prefix"):
@@ -96,12 +100,18 @@ def _read_by_config(
     return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)
 
 
-def read_stored(body: bytes) -> tuple[LayerSpec, dict[str, Array], str]:
-    """Spec, weights and fingerprint ("" if there is none) of a file that this service stored. Raises as `read_layer_file` does."""
+def read_stored(body: bytes) -> tuple[ParsedLayer, str]:
+    """The layer and its fingerprint ("" if there is none) in a file that this service stored. Raises as `read_layer_file` does."""
     tensors, metadata = read_tensors(body)
     if SPEC not in metadata:
         raise InvalidRequest.where("/__metadata__", "the spec of a layer in the entry spec", "none")
-    return validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"), tensors, metadata.get(FINGERPRINT, "")
+    spec = validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec")
+    return ParsedLayer(spec, tensors, origin=_origin(metadata)), metadata.get(FINGERPRINT, "")
+
+
+def _origin(metadata: Mapping[str, str]) -> str | None:
+    """The origin in the metadata of a file, cut, since any file may have any text there."""
+    return metadata.get(ORIGIN, "")[:MAX_ORIGIN] or None
 
 
 def without_init(spec: LayerSpec) -> LayerSpec:
@@ -131,7 +141,8 @@ def _require_file_size(size: int, largest: int) -> None:
 
 def write_layer_file(layer: LoadedLayer, **more: str) -> list[Buffer]:
     """The layer as safetensors, in pieces: canonical names; the spec and `more` in the metadata."""
-    return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **more})
+    known = {} if layer.origin is None else {ORIGIN: layer.origin}
+    return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **known, **more})
 
 
 def _object(text: str, at: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
-from service.serving.layers.files import ReadLayer, require_storable, require_storable_spec
+from service.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
@@ -27,10 +27,10 @@ T = TypeVar("T")
 log = structlog.get_logger("attend")
 SCAN_INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
 CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
-Read = Callable[[], ReadLayer]
+Read = Callable[[], ParsedLayer]
 
 
-class Added(NamedTuple):
+class AddedLayer(NamedTuple):
     """A layer that was added, whether its name is new, and the fields of its spec that neither tensors nor caller gave."""
 
     layer: LoadedLayer
@@ -62,7 +62,7 @@ class LayerLoader:
             await self._follow(self.store)
             self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
-    async def put(self, name: str, read: Read, deadline: float | None = None) -> Added:
+    async def put(self, name: str, read: Read, deadline: float | None = None) -> AddedLayer:
         """Load the layer that `read` returns. With a store, write it and wait for all processes.
 
         Raises what `read` raises, InvalidRequest, TooLarge, LayerConflict, StorageFull, or as `_exclusive` and `_wait_for_others` do.
@@ -70,16 +70,16 @@ class LayerLoader:
         self._require_not_configured(name)
         change = 0
         async with self._exclusive(deadline), self._changing:
-            spec, weights, assumed = await self._run_in_thread(read)
+            spec, weights, assumed, origin = await self._run_in_thread(read)
             self.registry.admit(name, spec)
             require_storable_spec(spec, self.largest)
-            layer = await self._make(name, spec, weights)
+            layer = await self._make(name, spec, weights, origin)
             await self._run_in_thread(require_storable, layer, self.largest)
             if self.store is not None:
                 change, self._files[name] = await self._run_in_thread(self.store.write, layer)
             new = self._add(layer)
         await self._wait_for_others(change, deadline)
-        return Added(layer, new, assumed)
+        return AddedLayer(layer, new, assumed)
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
@@ -108,7 +108,7 @@ class LayerLoader:
                 change, self._files[name] = await self._run_in_thread(self.store.unload, name)
             elif layer.spec.init is None:
                 weights = layer.arrays()
-            self._mark_unloaded(UnloadedLayer(name, layer.spec, layer.fingerprint, weights))
+            self._mark_unloaded(UnloadedLayer(name, layer.spec, layer.fingerprint, weights, layer.origin))
         await self._wait_for_others(change, deadline)
 
     async def load(self, name: str, deadline: float | None = None) -> None:
@@ -123,7 +123,7 @@ class LayerLoader:
                 self.registry.find(name, at="")
                 return
             if self.store is None:
-                layer = await self._make(name, unloaded.spec, unloaded.weights)
+                layer = await self._make(name, unloaded.spec, unloaded.weights, unloaded.origin)
             else:
                 with storage_faults():
                     layer = await self._read(self.store, name, UNLOADED)
@@ -221,10 +221,11 @@ class LayerLoader:
         loaded = self.registry.get(name)
         try:
             if loaded is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
-                spec, fingerprint = loaded.spec, loaded.fingerprint
+                unloaded = UnloadedLayer(name, loaded.spec, loaded.fingerprint, origin=loaded.origin)
             else:
-                spec, _, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
-            self._mark_unloaded(UnloadedLayer(name, spec, fingerprint))
+                read, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
+                unloaded = UnloadedLayer(name, read.spec, fingerprint, origin=read.origin)
+            self._mark_unloaded(unloaded)
         except FileNotFoundError:  # removed since; the next scan shows that
             del self._files[name]
         except (AttendError, OSError, MemoryError) as error:
@@ -252,8 +253,8 @@ class LayerLoader:
 
     async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> LoadedLayer:
         """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
-        spec, weights, fingerprint = await self._run_in_thread(store.read, name, kind)
-        layer = await self._make(name, spec, weights)
+        read, fingerprint = await self._run_in_thread(store.read, name, kind)
+        layer = await self._make(name, read.spec, read.weights, read.origin)
         if fingerprint not in ("", layer.fingerprint):
             raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
         return layer
@@ -262,9 +263,9 @@ class LayerLoader:
         """Run `work` in the loader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None) -> LoadedLayer:
+    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None, origin: str | None = None) -> LoadedLayer:
         self.registry.admit(name, spec)
-        layer = await self._run_in_thread(self.registry.make, name, spec, weights)
+        layer = await self._run_in_thread(self.registry.make, name, spec, weights, origin)
         await self.probe.warm(layer, self.registry.limits)
         return layer
 

@@ -31,6 +31,7 @@ class LoadedLayer:
     fingerprint: str
     attention: MultiHeadAttention
     score_deviation: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
+    origin: str | None = None  # where the weights are from, if that is known
     validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
@@ -46,6 +47,7 @@ class UnloadedLayer:
     spec: LayerSpec
     fingerprint: str
     weights: Mapping[str, Array] | None = None
+    origin: str | None = None
 
 
 class LayerRegistry:
@@ -102,6 +104,7 @@ class LayerRegistry:
             fingerprint=layer.fingerprint,
             parameters=layer.spec.num_parameters,
             device=str(self.device),
+            origin=layer.origin,
         )
 
     def _named(self) -> str:
@@ -129,7 +132,7 @@ class LayerRegistry:
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
-    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None) -> LoadedLayer:
+    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None, origin: str | None = None) -> LoadedLayer:
         """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
@@ -140,7 +143,7 @@ class LayerRegistry:
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
-        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _score_deviation(spec, tensors))
+        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _score_deviation(spec, tensors), origin)
 
     def put(self, layer: LoadedLayer) -> bool:
         """Add or replace the layer. Returns whether the name is new."""

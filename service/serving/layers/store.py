@@ -22,10 +22,8 @@ import structlog
 
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
 from service.serving.layers.coordination import Claim, Coordinator, create_locked, remove_unlocked
-from service.serving.layers.files import read_stored, stored_pieces
+from service.serving.layers.files import ParsedLayer, read_stored, stored_pieces
 from service.serving.layers.registry import LoadedLayer
-from service.spec import LayerSpec
-from service.tensors import Array
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import LAYER_NAME
 
@@ -89,8 +87,8 @@ class LayerStore:
         self._ignored = frozenset(others)
         return changes, dict(sorted(found.items()))
 
-    def read(self, name: str, kind: str = SUFFIX) -> tuple[LayerSpec, dict[str, Array], str]:
-        """Spec, weights and stated fingerprint of a file. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
+    def read(self, name: str, kind: str = SUFFIX) -> tuple[ParsedLayer, str]:
+        """The layer and the stated fingerprint of a file. Raises OSError, MalformedBody, InvalidRequest or TooLarge."""
         file = os.open(self._path(name, kind), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(file, "rb") as reader:
             about = os.fstat(file)

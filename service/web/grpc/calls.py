@@ -67,7 +67,7 @@ class GrpcOptions:
     traces: Telemetry | None = None
 
 
-class Calls:
+class CallHandlers:
     """The handlers of all methods."""
 
     def __init__(self, service: Service, methods: Methods, options: GrpcOptions) -> None:

@@ -10,7 +10,7 @@ import structlog
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
-from service.web.grpc.calls import SERVICE, Calls, GrpcOptions
+from service.web.grpc.calls import SERVICE, CallHandlers, GrpcOptions
 from service.web.grpc.channel import channel_options
 from service.web.grpc.methods import Methods
 from service.web.grpc.standard_services import NAMES, Health, Reflection
@@ -20,11 +20,11 @@ log = structlog.get_logger("attend")
 
 
 @asynccontextmanager
-async def serving(service: Service, extensions: ProtocolExtensions, address: str, options: GrpcOptions) -> AsyncIterator[None]:
+async def run_grpc_server(service: Service, extensions: ProtocolExtensions, address: str, options: GrpcOptions) -> AsyncIterator[None]:
     """Serves until the service's gate closes or the block ends; then gives running calls `options.grace` seconds to end."""
     largest, seconds = options.largest, options.seconds
     server = grpc.aio.server(options=channel_options(largest, seconds))
-    calls = Calls(service, Methods(service, extensions, largest), options)
+    calls = CallHandlers(service, Methods(service, extensions, largest), options)
     checks = Health(service, frozenset({SERVICE.full_name}), largest, seconds)
     server.add_generic_rpc_handlers((calls.handler(), checks.handler()))
     names = (SERVICE.full_name, *NAMES)

@@ -80,7 +80,7 @@ class OpenSpan:
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-class Finished(Protocol):
+class FinishedRequest(Protocol):
     """The record of a request or a call that has ended."""
 
     request_id: str
@@ -145,7 +145,7 @@ class Telemetry:
         """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Finished, failed: bool, seconds: float) -> None:
+    def end_call(self, open_span: OpenSpan, method: str, code: str, record: FinishedRequest, failed: bool, seconds: float) -> None:
         """Closes the span of a call. `failed`: through a fault of this server."""
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
         if failed:
@@ -157,7 +157,7 @@ class Telemetry:
         now = time.time_ns()
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
-    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Finished, failed: bool, seconds: float) -> None:
+    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: FinishedRequest, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
         span.set_attributes({**labels, "attend.request_id": record.request_id})

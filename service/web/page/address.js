@@ -4,8 +4,8 @@ import { $ } from "./dom.js";
 import { mode, showMasks, showPasted } from "./form.js";
 
 const TEXTS = ["text", "keys", "request"];
-const SWITCHES = ["cross", "special"];
 const MASKS = ["left", "right", "length", "offset"];
+const SWITCHES = ["causal", "special"];
 const LONGEST = 16384; // characters; a longer request is left out
 
 /** Sets the form from the address; returns the rest of the state, texts by name. */
@@ -13,12 +13,13 @@ export function readAddress() {
   const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   $(state.input === "request" ? "input-request" : "input-sentence").checked = true;
   for (const id of TEXTS) $(id).value = state[id] ?? $(id).defaultValue;
-  for (const id of SWITCHES) $(id).checked = id in state;
+  $("cross").checked = "cross" in state;
   $("scale").value = state.scale ?? "head";
+  $("special").checked = false;
   if (mode() === "request") showPasted();
   else showMasks({});
   for (const id of MASKS) $(id).value = state[id] ?? $(id).value;
-  if (state.causal) $("causal").checked = state.causal === "1";
+  for (const id of SWITCHES) if (id in state) $(id).checked = state[id] === "1";
   return state;
 }
 
@@ -28,9 +29,9 @@ export function writeAddress(rest) {
   const pasted = mode() === "request"; // has masks of its own, which empty controls remove
   if (pasted) state.set("input", "request");
   for (const id of TEXTS) if ($(id).value !== $(id).defaultValue && $(id).offsetParent) state.set(id, $(id).value);
-  for (const id of SWITCHES) if ($(id).checked) state.set(id, "1");
+  if ($("cross").checked) state.set("cross", "1");
   for (const id of MASKS) if ($(id).value || (pasted && !$(id).disabled)) state.set(id, $(id).value);
-  if ($("causal").checked || pasted) state.set("causal", $("causal").checked ? "1" : "0");
+  for (const id of SWITCHES) if ($(id).checked || pasted) state.set(id, $(id).checked ? "1" : "0");
   if ($("scale").value !== "head") state.set("scale", $("scale").value);
   for (const [name, value] of Object.entries(rest)) if (value) state.set(name, value);
   if (String(state).length > LONGEST) state.delete("request");

@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 import * as form from "./form.js";
-import { fromWords, lengths, tokensOf, withMasks } from "./request.js";
+import { fromWords, lengths, tokensOf, withMasks, withOmitted } from "./request.js";
 import { get, post, Refusal } from "./wire.js";
 
 const MAX_CACHED = 32; // replies of /words
@@ -42,7 +42,8 @@ async function composeSentence(layer, blocked, signal) {
   if (cross || key_dim !== d_model || value_dim !== key_dim) await read("key", others);
   if (value_dim !== key_dim) await read("value", others);
   const tokens = { query: sides.query.tokens, key: (sides.key ?? sides.query).tokens };
-  const request = withMasks(fromWords(layer, sides), form.masks(blocked), tokens.query.length, tokens.key.length);
+  const body = withOmitted(fromWords(layer, sides), $("special").checked);
+  const request = withMasks(body, form.masks(blocked), tokens.query.length, tokens.key.length);
   return { request, tokens: () => tokens, texts, note: sides.query, cross };
 }
 
@@ -57,7 +58,8 @@ function composePasted(layer, blocked) {
   if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
   const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
   const { queries, keys } = lengths(rest);
-  const request = withMasks({ ...rest, layer }, form.masks(blocked), queries, keys);
+  const whole = withOmitted({ ...rest, layer }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), queries, keys);
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
 }
 

@@ -41,6 +41,7 @@ export function showPasted() {
   try {
     const body = JSON.parse($("request").value);
     showMasks(body);
+    $("special").checked = body.tokens?.omit === "special";
     showLayer(String(body.layer ?? "default"));
   } catch {
     // not JSON yet

@@ -205,10 +205,9 @@ function listen() {
   onEach("[data-example]", "click", ({ dataset }) => (($("text").value = dataset.example), unblock(), run()));
   on("request", "input", () => (unblock(), form.showPasted(), soon()));
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", soon);
-  for (const id of ["causal", "layer"]) on(id, "change", run);
+  for (const id of ["causal", "layer", "special"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
   on("item", "change", () => (views.show(), showMetrics(), remember()));
-  on("special", "change", () => (views.show(), remember()));
   on("unblock", "click", () => (unblock(), run()));
   on("scale", "change", () => (views.redraw(), remember()));
   on("all", "click", () => views.switchAllOn());

@@ -2,6 +2,7 @@
 
 import { Refusal } from "./wire.js";
 
+const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 
 /** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
@@ -68,7 +69,19 @@ export function tokensOf(request, item, queries, keys) {
   return { query, key };
 }
 
-/** Whether a token is one that a tokenizer adds around or between words, such as [CLS], [SEP] and <s>. */
+/** The body with special tokens left out of pictures and statistics, or not; a list of other tokens to leave out is unchanged. */
+export function withOmitted(body, special) {
+  if (!body.tokens || (!special && body.tokens.omit !== "special")) return body;
+  const { omit, ...tokens } = body.tokens;
+  return { ...body, tokens: special ? { ...tokens, omit: "special" } : tokens };
+}
+
+/** Whether a body leaves a token out of pictures and statistics. */
+export function omits({ tokens }, token) {
+  return tokens?.omit === "special" ? isSpecial(token) : (tokens?.omit?.includes(token) ?? false);
+}
+
+/** Whether a token marks the beginning, the end or the padding of a sequence, or a turn in it; as `is_special` of the service decides. */
 export function isSpecial(token) {
-  return /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?(s|bos|eos|pad)>|<\|[^|]*\|>)$/i.test(token);
+  return SPECIAL.test(token);
 }

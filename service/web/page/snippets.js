@@ -33,6 +33,7 @@ function curlOfTexts(request, texts, url, keyed) {
   const words = parts.map((part) => `${post(url, "words", keyed)} -d '${quotable({ ...texts[part], part: part === "query" ? undefined : part })}'`);
   const vectors = parts.map((part, i) => `${part}: .[${i}].vectors`);
   const labels = parts.flatMap((part, i) => (part === "value" ? [] : [`${part}: .[${i}].tokens`]));
+  if (tokens.omit) labels.push(`omit: "${tokens.omit}"`);
   return [
     words.length === 1 ? `${words[0]} |` : `{ ${words.join("\n  ")}; } |`,
     `  jq -s '${quotable(rest)} + {${vectors.join(", ")}, tokens: {${labels.join(", ")}}}' |`,
@@ -54,6 +55,7 @@ function attendTexts(request, texts) {
   const [, ...others] = Object.keys(texts);
   const read = ({ layer, text, part }) => `${part} = client.words(${literal(text)}, layer=${literal(layer)}${part === "query" ? "" : `, part="${part}"`})`;
   const labels = ["query", ...others.filter((part) => part === "key")].map((part) => `"${part}": ${part}.tokens`);
+  if (tokens.omit) labels.push(`"omit": "${tokens.omit}"`);
   const fields = [
     "query.vectors",
     ...others.map((part) => `${part}=${part}.vectors`),

@@ -15,9 +15,16 @@ export function followFiles(added) {
   document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attempt(async () => offer(...(await dropped(event.dataTransfer))))));
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attempt(() => offer(...chosen([...$(id).files]))));
+    $(id).addEventListener("change", () => attempt(() => offer(...chosen(taken($(id))))));
   }
   $("upload").addEventListener("submit", (event) => (event.preventDefault(), attempt(() => add(added))));
+}
+
+/** The files of an input, which is emptied, so that the same files can be chosen again. */
+function taken(input) {
+  const files = [...input.files];
+  input.value = "";
+  return files;
 }
 
 const hasFiles = ({ dataTransfer }) => dataTransfer.types.includes("Files");
@@ -43,7 +50,7 @@ async function entriesOf(reader) {
 /** [name, files] of a chosen folder, without what is in folders below it, or of a chosen file. */
 function chosen(files) {
   const parts = (file) => file.webkitRelativePath.split("/");
-  return [parts(files[0])[0], files.filter((file) => parts(file).length <= 2)];
+  return [files.length ? parts(files[0])[0] : "", files.filter((file) => parts(file).length <= 2)];
 }
 
 /** Shows what can be added of these files. */

@@ -10,7 +10,7 @@ import { layersOfModel, Model } from "./model.js";
 import { Numbers } from "./numbers.js";
 import { Pattern, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
-import { isSpecial } from "./request.js";
+import { isSpecial, omits } from "./request.js";
 import { Steps } from "./steps.js";
 import { Words } from "./words.js";
 
@@ -92,6 +92,7 @@ export class Views {
   show() {
     const { labels } = this;
     $("special-field").hidden = ![...labels.query, ...labels.key].some(isSpecial);
+    const visible = (words) => visibleOf(words, this.composed.request);
     this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
     this.pattern = this.patternOf(this.reply);
     const wording = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
@@ -180,9 +181,9 @@ export class Views {
   }
 }
 
-/** Indices of the words to show: all, or those that are not special. */
-function visible(labels) {
-  const all = labels.map((_, i) => i);
-  const plain = all.filter((i) => !isSpecial(labels[i]));
-  return $("special").checked && plain.length ? plain : all;
+/** Indices of the words to show: those that the request does not omit, or all if it omits all. */
+function visibleOf(words, request) {
+  const all = words.map((_, i) => i);
+  const some = all.filter((i) => !omits(request, words[i]));
+  return some.length ? some : all;
 }

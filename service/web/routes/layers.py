@@ -8,7 +8,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from service.errors import InvalidRequest, Problem, pointer
-from service.serving.layers.files import Source
+from service.serving.layers.files import CheckpointQuery
 from service.serving.service import Service
 from service.web.openapi.operations import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
@@ -87,7 +87,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         require_query([name for name, _ in request.query_params.multi_items()])
         require_started(service)
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
-        layer, new, assumed = await service.put_layer(name, raw, Source(layout, prefix, spec))
+        layer, new, assumed = await service.put_layer(name, raw, CheckpointQuery(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return service.registry.describe(layer).model_copy(update={"assumed": dict(assumed) or None})
 

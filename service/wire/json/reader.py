@@ -40,8 +40,14 @@ class Base64Text:
     start: int
     stop: int
 
-    def pieces(self) -> Iterator[bytes]:
-        """The content in pieces, none of which ends within an escape. Raises MalformedBody."""
+    def content(self) -> bytes | memoryview:
+        """The content without escapes; a view if it has none. Raises MalformedBody."""
+        if self.text.find(b"\\", self.start, self.stop) < 0:
+            return memoryview(self.text)[self.start : self.stop]
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The content in pieces, none of which ends within an escape."""
         start = self.start
         while start < self.stop:
             stop = min(start + PIECE_BYTES, self.stop)
@@ -187,7 +193,7 @@ class Reader:
         if isinstance(value, NumberList):
             return value.array(kind, at)
         if isinstance(value, Base64Text):
-            return next(value.pieces())[: 2 * SHOWN].decode(errors="replace")
+            return bytes(value.content()[: 2 * SHOWN]).decode(errors="replace")
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         if isinstance(value, dict):
@@ -214,7 +220,7 @@ class Reader:
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), describe_value(name))
         dtype = DATATYPES[name].numpy if name else np.dtype(np.float64)
         if base64 is not None:
-            text = base64.pieces() if isinstance(base64, Base64Text) else [] if isinstance(base64, NumberList) else base64
+            text = base64.content() if isinstance(base64, Base64Text) else [] if isinstance(base64, NumberList) else base64
             return array_of_base64(text, shape, dtype, f"{at}/base64")
         if data is not None:
             return array_of_data(data, kind, shape, dtype, f"{at}/data")

@@ -5,11 +5,11 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 `options.nonfinite` requires.
 """
 
-import binascii
 from typing import Any
 
 import numpy as np
 import orjson
+import pybase64
 
 from service.tensors import BY_NUMPY, Array, raw
 from service.wire.native import numbers
@@ -85,9 +85,9 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
 def _base64(array: Array) -> str | LongText:
     data = raw(array)
     if len(data) <= 4 * NUMBERS_PER_PIECE:
-        return binascii.b2a_base64(data, newline=False).decode()
+        return pybase64.b64encode_as_string(data)
     step = 3 * NUMBERS_PER_PIECE  # bytes, a multiple of three, so that only the last piece is padded
-    pieces: list[Buffer] = [binascii.b2a_base64(data[i : i + step], newline=False) for i in range(0, len(data), step)]
+    pieces: list[Buffer] = [pybase64.b64encode(data[i : i + step]) for i in range(0, len(data), step)]
     return LongText([b'"', *pieces, b'"'])
 
 

@@ -317,6 +317,7 @@ class LayerDocument(Document):
     fingerprint: str
     parameters: int
     device: str
+    origin: str | None = Field(default=None, description="Where given weights are from; absent if that is not known.")
     assumed: dict[str, Any] | None = Field(
         default=None,
         description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
@@ -324,8 +325,8 @@ class LayerDocument(Document):
 
     @model_serializer(mode="wrap")
     def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
-        """The document, without `assumed` if nothing was."""
-        return {name: value for name, value in serialize(self).items() if value is not None or name != "assumed"}
+        """The document, without `origin` and `assumed` if they are null."""
+        return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed")}
 
 
 class Layers(Document):

@@ -3,9 +3,9 @@
 `serving/embeddings.py` computes the vectors; `serving/text.py` chooses the layer.
 """
 
-import binascii
 from typing import Annotated, Literal
 
+import pybase64
 from pydantic import Field
 
 from service.tensors import Array, datatype_of, raw
@@ -46,5 +46,4 @@ class Vocabulary(Document):
 
 def base64_tensor(array: Array) -> Base64Tensor:
     """The array as shape, datatype and base64."""
-    text = binascii.b2a_base64(raw(array), newline=False).decode()
-    return Base64Tensor(shape=list(array.shape), datatype=datatype_of(array).name, base64=text)
+    return Base64Tensor(shape=list(array.shape), datatype=datatype_of(array).name, base64=pybase64.b64encode_as_string(raw(array)))

@@ -58,6 +58,27 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith((".changes", ".peer-")))
 
 
+def test_the_origin_of_weights_is_kept(tmp_path: Path) -> None:
+    """From file to file, through a restart, and while the layer is unloaded, with a folder and without; it is cut to 200 characters."""
+    tensors = {f"{name}.weight": np.eye(4, dtype=np.float32) for name in ("query", "key", "value", "output")}
+    spec = json.dumps({"d_model": 4, "num_heads": 2, "bias": False})
+    for origin, folder in (("layer 3 of a small model", tmp_path / "layers"), ("x" * 300, None)):
+        save_file(tensors, tmp_path / "layer.safetensors", metadata={"spec": spec, "origin": origin})
+        body, media = (tmp_path / "layer.safetensors").read_bytes(), {"Content-Type": "application/vnd.safetensors"}
+        with here(folder) as first:
+            made = ask(first, "PUT", "/layers/mine", content=body, headers=media).json()
+            assert made["origin"] == origin[:200] and "origin" not in put(first, "drawn", TINY, 201)
+            exported = ask(first, "GET", "/layers/mine/weights").content
+            assert ask(first, "PUT", "/layers/copy", content=exported, headers=media).json()["origin"] == origin[:200]
+            ask(first, "POST", "/v2/repository/models/mine/unload")
+            assert ask(first, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+            ask(first, "POST", "/v2/repository/models/mine/load")
+            assert ask(first, "GET", "/layers/mine").json() == made
+        if folder is not None:
+            with here(folder) as second:
+                assert ask(second, "GET", "/layers/mine").json() == made
+
+
 def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start: Start, tmp_path: Path) -> None:
     """Same document, seed and fingerprint. Every user can read the file, and another server accepts it."""
     folder = tmp_path / "new" / "layers"

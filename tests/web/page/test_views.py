@@ -9,6 +9,8 @@ import pytest
 from support.browser import Visit
 from support.page import WORDS, Grid, Visitor, numbers_beside, side, tip, weights_of
 
+from service.wire.schemas.attend import is_special
+
 pytestmark = pytest.mark.browser
 
 
@@ -224,7 +226,7 @@ def test_special_tokens_are_hidden_by_a_switch(visit: Visitor, http: httpx.Clien
     body = {"query": np.eye(4, 64).tolist(), "tokens": {"query": ["[CLS]", "a", "b", "[SEP]"]}}
     weights = weights_of(http, page.asking(lambda: page.page.fill("#request", json.dumps(body)))).mean(0)
     assert side(page, "k").count() == 4
-    page.page.check("#special")
+    assert page.asking(lambda: page.page.check("#special"))["tokens"]["omit"] == "special"
     assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == ["a", "b"]
     assert page.page.locator("#heads canvas").first.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2]
     grid = Grid(page, 2, 2)
@@ -233,6 +235,13 @@ def test_special_tokens_are_hidden_by_a_switch(visit: Visitor, http: httpx.Clien
     page.page.click("#block")
     asked = page.asking(lambda: grid.click(0, 1))
     assert [(q, k) for q, row in enumerate(asked["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
+
+
+def test_special_tokens_are_those_of_the_service(visit: Visitor) -> None:
+    """The page knows them by itself, to offer the switch."""
+    tokens = ["[CLS]", "[sep]", "[MASK]", "<s>", "</s>", "<unk>", "<pad>", "<|im_end|>", "<\uff5cend\uff5c>", "<start_of_turn>", "<", "cat"]
+    known = "async (tokens) => { const { isSpecial } = await import('/page/request.js'); return tokens.map(isSpecial); }"
+    assert visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
 
 
 def test_the_strongest_link_is_not_clipped(visit: Visitor) -> None:

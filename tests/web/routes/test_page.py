@@ -164,8 +164,9 @@ def test_the_models_layers_are_loaded_on_first_use(start: Any) -> None:
         assert len(names) == 6 and [layer["name"] for layer in client.get("/layers").json()["layers"]] == ["default"]
 
         reply = client.post("/words", json={"text": SENTENCE, "layer": names[3]})
-        spec = client.get(f"/layers/{names[3]}").json()["spec"]
-        assert (spec["init"], spec["seed"]) == (None, None)  # its weights are those of the model
+        document = client.get(f"/layers/{names[3]}").json()
+        assert (document["spec"]["init"], document["spec"]["seed"]) == (None, None)  # its weights are those of the model
+        assert document["origin"] == "attention layer 3 of all-MiniLM-L6-v2"
         assert reply.json()["meaningful"] is True and reply.json()["tokens"] == ["[CLS]", *SENTENCE.lower().split(), "[SEP]"]
         assert names[3] in [layer["name"] for layer in client.get("/layers").json()["layers"]]
         answer = client.post("/attend", json={"layer": names[3], "query": reply.json()["vectors"]}).json()
