@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
@@ -388,3 +391,12 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     assert "assumed" not in layers.get("/layers/model").json()
     assert "assumed" not in put(layers, "llama", 0).json()
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
+
+
+@pytest.mark.slow
+@pytest.mark.checkpoint
+def test_changed_configs_are_followed_or_refused() -> None:
+    """A sample of what `golden/perturb_models.py` does with every family."""
+    command = [sys.executable, str(GOLDEN / "perturb_models.py"), "ministral3"]
+    tried = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(GOLDEN)}, capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stdout + tried.stderr
