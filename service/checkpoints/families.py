@@ -44,6 +44,7 @@ from service.checkpoints.traits import (
     llama4_type,
     mimo,
     ministral3,
+    mistral4,
     mobilebert,
     modernbert_decoder_window,
     modernbert_window,
@@ -241,6 +242,18 @@ DECODERS: dict[str, Family] = {
             traits=(latent, only("mla_use_nope", True), only("rope_scaling", None)),
             layer_type=kimi_linear_type,
             irrelevant="^linear_",
+        )
+    },
+    "mistral4": {
+        "decoder": replace(
+            LATENT["decoder"],
+            traits=(latent, mistral4, ministral3),
+            rotary=Rotary(
+                interleaved_field="rope_interleave",
+                dims_field="qk_rope_head_dim",
+                partial=1.0,
+                others=("llama_4_scaling_beta", "max_position_embeddings"),
+            ),
         )
     },
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
@@ -450,7 +463,7 @@ REASONS = {  # what the layer cannot compute -> model types that need it
     "keys selected by an indexer": "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4",
     "factors on latent vectors": "longcat_flash",
     "code that transformers does not have": "kimi_k2",
-    "an output gate with a bias for each head": "beam",
+    "queries scaled by a power of their position": "beam",
     "a norm of head outputs": "muse_spark_text bitnet",
     "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
         parakeet_encoder nemotron_asr_streaming_encoder vits sam_vision_model sam_hq_vision_model vitdet""",
@@ -465,9 +478,10 @@ REASONS = {  # what the layer cannot compute -> model types that need it
     "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
     "queries of their own for entities": "luke",
     "quantised arithmetic": "ibert",
-    "queries scaled by position": "mistral4",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
-COMPOSITES = """aria gemma3 gemma4 got_ocr2 idefics3 internvl llava llava_next llava_onevision mistral3 qwen2_vl qwen2_5_vl qwen3_vl
-qwen3_5 qwen3_5_moe step3p7 smolvlm vipllava llama4 clip siglip"""  # model types with images or sounds, described in sections
+COMPOSITES = """aria audioflamingo3 clip embedding_gemma2 exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr
+glmga got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 idefics3 internvl lighton_ocr llama4 llava
+llava_next llava_onevision minimax_m3_vl mistral3 musicflamingo ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr
+qwen3_vl siglip smolvlm step3p7 vipllava"""  # model types with images or sounds, described in sections

@@ -186,6 +186,16 @@ def ministral3(config: Config, n: int, layer_type: str) -> Fields:
     return {"query_scale": {"factor": settings.number("llama_4_scaling_beta"), "length": length}}
 
 
+def mistral4(config: Config, n: int, layer_type: str) -> Fields:
+    """The width of a head, and the share of it that is rotated, also have fields of their own."""
+    shared = config.count("qk_rope_head_dim")
+    width = config.count("qk_nope_head_dim") + shared
+    config.expect("head_dim", width)
+    if (settings := config.section("rope_parameters")) is not None:
+        settings.expect("partial_rotary_factor", shared / width)
+    return {}
+
+
 def mimo(config: Config, n: int, layer_type: str) -> Fields:
     """MiMo-V2: layers with a window have sinks, and twice as many kv heads; values have a factor and a width of their own."""
     _require_present(config, "attention_value_scale")

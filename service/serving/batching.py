@@ -146,6 +146,8 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
     if layer.spec.dtype == "float64":
         return False
     score = layer.score_deviation * abs(call.scale)
+    if (growth := layer.spec.query_scale) is not None and call.masks.positions.numel():
+        score *= 1 + growth.factor * math.log1p(max(0, int(call.masks.positions.max())) / growth.length)
     if score <= MAX_SCORE and layer.spec.qk_norm is None:
         query = _max_row_norm(call.query)
         score *= query * (query if call.key is call.query else _max_row_norm(call.key))

@@ -130,7 +130,7 @@ def fused_expected(x, per_head, added=0.0):
 def test_fused_rows_are_never_guessed():
     """The same names and shapes stand for two packings: without a layout they are refused, with one read as it says."""
     x = draw(5, B, Q, 15)
-    with pytest.raises(InvalidRequest, match=r"bloom .* neox .* fused .*at /layout"):
+    with pytest.raises(InvalidRequest, match=r"bloom .* fused .* neox .*at /layout"):
         read_layer(fused(), spec={"num_heads": 3})
     far = -np.abs(np.arange(Q) - np.arange(Q)[:, None])
     slopes = np.array([2**-4, 2**-8, 2**-2])[:, None, None]

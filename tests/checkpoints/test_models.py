@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
@@ -227,7 +230,8 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
 @pytest.mark.parametrize(
-    "model", ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn"]
+    "model",
+    ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn", "mistral4"],
 )
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""
@@ -387,3 +391,12 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     assert "assumed" not in layers.get("/layers/model").json()
     assert "assumed" not in put(layers, "llama", 0).json()
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
+
+
+@pytest.mark.slow
+@pytest.mark.checkpoint
+def test_changed_configs_are_followed_or_refused() -> None:
+    """A sample of what `golden/perturb_models.py` does with every family."""
+    command = [sys.executable, str(GOLDEN / "perturb_models.py"), "ministral3"]
+    tried = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(GOLDEN)}, capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stdout + tried.stderr

@@ -53,6 +53,8 @@ def compare(config):
         modules[layer] = tuple(model.module(tensors[next(names[part] for part in parts if part in names)]) for parts in PARTS)
         loaded[layer] = LayerSpec.model_validate(fields), weights, tensors, described
     for layer, seen in model.run(modules).items():
+        if not seen:  # such as a tower for images, in a run on tokens
+            continue
         spec, weights, tensors, described = loaded[layer]
         inputs = {name: seen[name] for name in ("query", "key", "value")}
         ours = attend(spec, weights, **inputs, causal=described.attention.causal).output

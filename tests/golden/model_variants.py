@@ -55,6 +55,11 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "audio-spectrogram-transformer": {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
     "step3p5": TWO_KINDS | {"num_sliding_attention_heads": 6},
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
+    "mistral4": LATENT
+    | {
+        "head_dim": 7,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 4, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.5},
+    },
     "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }

@@ -6,6 +6,7 @@ which a layer is wrong, and for each model how many changes led to what: right, 
 
 import copy
 import json
+import re
 import sys
 from collections import Counter
 
@@ -14,7 +15,10 @@ from generate_models import FOLDER, compare
 from service.errors import InvalidRequest
 
 REMOVED = object()
-KEPT = {"model_type", "dtype", "torch_dtype", "transformers_version", "num_hidden_layers", "n_layer", "vocab_size", "architectures"}
+KEPT = re.compile(  # what the model is, and settings of training, generation and output
+    r"^(model_type|(torch_)?dtype|architectures|vocab_size|num_hidden_layers|n_layers?|problem_type|return_dict|use_cache|output_\w+)$|"
+    r"dropout|pdrop|token_id|initializer|id2label|label2id|chunk_size_feed_forward|is_(encoder_)?decoder|tie_word|router_\w+_coef"
+)
 
 
 def alternatives(value):
@@ -36,7 +40,7 @@ def alternatives(value):
 def places(fields, *above):
     """The path of each field, also inside of others."""
     for name, value in fields.items():
-        if name not in KEPT:
+        if not KEPT.search(name):
             yield (*above, name), value
             if isinstance(value, dict):
                 yield from places(value, *above, name)
@@ -55,14 +59,14 @@ def changed(config, path, value):
 
 
 def verdict(config):
-    """Of all layers together: wrong, refused, right or not built."""
+    """wrong if any layer is, right if some are and none is wrong, else refused or not built."""
     try:
         found = {kind for kind, _ in compare(config).values()}
     except InvalidRequest:
         return "refused"
     except Exception:  # transformers has no such model
         return "not built"
-    return next((kind for kind in ("wrong", "refused", "right") if kind in found), "not built")
+    return next((kind for kind in ("wrong", "right", "refused") if kind in found), "not built")
 
 
 def perturb(name):

@@ -18,7 +18,6 @@ from service.wire.problems import describe_value, one_of
 from service.wire.schemas.attend import LayerDocument
 from service.wire.suggestions import did_you_mean
 
-LAST_POSITION = 1 << 31
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
 MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
@@ -165,13 +164,7 @@ class LayerRegistry:
 
 
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
-
-    With `query_scale`, it is multiplied by the factor of the last position.
-    """
-    if (growth := spec.query_scale) is not None:
-        factor = 1 + growth.factor * math.log1p(LAST_POSITION / growth.length)
-        return factor * _score_deviation(spec.model_copy(update={"query_scale": None}), tensors)
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     keys = _variance(tensors, "key")
