@@ -126,7 +126,7 @@ def test_layers_of_a_server_are_those_it_answers(server, http):
     assert json.loads(run_attend("layers", "--url", server.url, "--json").stdout) == http.get("/layers").json()
     shown = run_attend("layers", "--url", server.url, env={**WIDE, "COLUMNS": "80"}).stdout.decode()
     fingerprint = http.get("/layers/default").json()["fingerprint"]
-    assert any(row.split() == f"default 64 8 float32 xavier_uniform 0 16,640 {fingerprint[:8]}".split() for row in shown.splitlines())
+    assert any(row.split() == f"default 64 8 float32 seed 0 16,640 {fingerprint[:8]}".split() for row in shown.splitlines())
 
 
 def test_layers_without_a_server_are_those_it_would_have(server, http, tmp_path):

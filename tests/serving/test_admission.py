@@ -42,7 +42,7 @@ def test_one_caller_can_use_two_thirds_of_the_budget() -> None:
     budget = ByteBudget(CAPACITY)
     most = CAPACITY * SHARE_OF_FREE // (SHARE_OF_FREE + 1)
     assert most - PIECE < fill(budget, "a") <= most
-    with pytest.raises(Overloaded, match="one caller's request bodies and replies"):
+    with pytest.raises(Overloaded, match="request bodies and replies of one caller"):
         budget.lease("a").add(PIECE)
 
 
