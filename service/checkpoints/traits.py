@@ -231,7 +231,8 @@ def lfm3(config: Config, n: int, layer_type: str) -> Fields:
 
 
 def muse_glimmer(config: Config, n: int, layer_type: str) -> Fields:
-    """A factor on queries after their norm."""
+    """A factor on queries after their norm. By default, transformers derives the thetas of layers from their types."""
+    _require_present(config, "layer_rope_theta")
     return {"scale": _head_dim(config) ** -0.5 * config.number("qk_scale_factor", default=3.87)}
 
 
