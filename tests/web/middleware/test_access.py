@@ -25,7 +25,9 @@ def test_a_valid_request_id_is_returned_and_otherwise_one_is_generated(http: htt
 
 def test_server_timing_has_the_four_phases(http: httpx.Client, layers: dict[str, Any]) -> None:
     """In milliseconds, in the order of the path."""
-    header = http.post("/attend", json={"layer": "tiny", "query": QUERY}).headers["server-timing"]
+    reply = http.post("/attend", json={"layer": "tiny", "query": QUERY})
+    assert reply.is_success, reply.text
+    header = reply.headers["server-timing"]
 
     number = r"(\d+\.\d+)"
     match = re.fullmatch(rf"decode;dur={number}, queue;dur={number}, compute;dur={number}, encode;dur={number}", header)
