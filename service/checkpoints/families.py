@@ -178,9 +178,8 @@ DECODERS: dict[str, Family] = {
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
     "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0)),
     "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0)),
-    **dict.fromkeys(
-        ("glm4v_moe_text", "glm_image_text"), decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0))
-    ),
+    "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5)),
+    "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0)),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
     "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
