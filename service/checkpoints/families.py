@@ -143,14 +143,14 @@ LATENT = decoder(
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
     **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_docling_text"), decoder(GRANITE)),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
     **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
     **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
     "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
-    "hyperclovax": decoder(scale("attention_multiplier")),
+    **dict.fromkeys(("hyperclovax", "granite_docling_text"), decoder(scale("attention_multiplier"))),
     "qwen2_vl_text": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen2_5_vl_text": decoder(window, bias=QKV, layer_type=qwen_type),
     "qwen3_moe": decoder(normed(), window_if_used),
@@ -179,9 +179,8 @@ DECODERS: dict[str, Family] = {
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
     "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0)),
     "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0)),
-    **dict.fromkeys(
-        ("glm4v_moe_text", "glm_image_text"), decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0))
-    ),
+    "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5)),
+    "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0)),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
     "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
