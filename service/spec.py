@@ -111,11 +111,14 @@ class Rope(Part):
 
 
 class QueryScale(Part):
-    """Queries grow with their position p, by 1 + factor · ln(1 + ⌊(p + shift)/length⌋), after norm and RoPE (Nakanishi 2025; Llama 4)."""
+    """Queries grow with their position p, by 1 + factor · ln(1 + ⌊(max(p, 0) + shift)/length⌋), after norm and RoPE.
 
-    factor: Positive = Field(description="0.1 in Llama 4 and Ministral 3.")
+    Nakanishi 2025 and Llama 4.
+    """
+
+    factor: Annotated[Positive, Field(le=LARGEST)] = Field(description="0.1 in Llama 4 and Ministral 3.")
     length: Width = Field(description="Number of positions with the same factor.")
-    shift: Count = Field(default=0, description="1 in Llama 4, 0 in Ministral 3.")
+    shift: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] = Field(default=0, description="1 in Llama 4, 0 in Ministral 3.")
 
 
 class RelativeBias(Part):

@@ -641,6 +641,16 @@ LAYERS = [
     ),
     put("spec-null", "/spec", "an object", "null", b'{"spec": null}'),
     put("spec-list", "/spec", "an object", "a list of 0", b'{"spec": []}'),
+    *(
+        put(
+            f"query-scale-{name}-{value}",
+            f"/spec/query_scale/{name}",
+            "less than or equal to",
+            "",
+            spec(query_scale={"factor": 1, "length": 1, name: value}),
+        )
+        for name, value in (("shift", 2**31), ("shift", 2**64), ("factor", 1e31))
+    ),
     put("twice", "/spec/seed", "each key once", "twice", b'{"spec": {"seed": 1, "d_model": 4, "num_heads": 2, "seed": 2}}', status=400),
     put("d-model-missing", "/spec/d_model", "a value", "nothing", b'{"spec": {"num_heads": 2}}'),
     put("heads-missing", "/spec/num_heads", "a value", "nothing", b'{"spec": {"d_model": 4}}'),
