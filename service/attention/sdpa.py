@@ -18,13 +18,25 @@ def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fu
     """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly.
 
     They support no sinks, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or overflow in a masked key reaches the
-    outputs; masked outputs that are not finite are therefore rejected.
+    outputs; masked outputs that are not finite are therefore rejected. A row whose scores all overflow to -inf they take for a fully masked
+    one and return zeros; outputs with zeros are therefore rejected if scores may have overflowed.
     """
     uniform = fully_masked is not None and call.fully_masked == "uniform"
     if eager.spec.sinks or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:
         return None
     outputs = _in_blocks(eager, call, query, key, value, fully_masked)
+    if not outputs[..., 0].all() and _may_overflow(call.scale, query, key):
+        return None
     return outputs if not call.masks.has_any or torch.isfinite(outputs).all() else None
+
+
+def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:
+    """Whether |scale · query · key| may exceed the largest number of the scores, which are float32 for narrower inputs."""
+    largest = torch.finfo(torch.promote_types(query.dtype, torch.float32)).max
+    bound = abs(scale) * query.shape[-1]
+    for rows in (query, key):
+        bound *= float(rows.abs().amax())
+    return not bound < largest
 
 
 def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor:

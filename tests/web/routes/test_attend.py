@@ -638,6 +638,21 @@ def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
             np.testing.assert_allclose(unpack(alone[name]), unpack(one[name]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("more", [{}, {"causal": True, "query_offset": 1}, {"attend_keys": [1, 1]}, {"bias": [[0.5, 0.25]]}])
+def test_scores_that_overflow_are_refused_whatever_is_requested(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
+    """A row whose scores are all -inf has no softmax; without overflow, a value of zeros gives zeros."""
+    assert http.put("/layers/large", json={"spec": {"d_model": 1, "num_heads": 1, "projections": False, "dtype": dtype}}).is_success
+    large = 1e200 if dtype == "float64" else 1e25
+    fields = {"layer": "large", "key": [[-large], [-2 * large]], "value": [[3], [5]], **more}
+    for outputs in (["output"], ["head_outputs"], ["output", "attention_weights"]):
+        answer = http.post("/attend", json={**fields, "query": [[large]], "outputs": outputs})
+        assert (answer.status_code, answer.json()["errors"][0]["at"]) == (422, "/reply/nonfinite"), answer.text
+    answer = http.post("/attend", json={**fields, "query": [[1e-3]], "value": [[0], [0]], "outputs": ["output"]})
+    assert answer.json()["output"] == [[0.0]], answer.text
+    assert http.delete("/layers/large").status_code == 204
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_replies_have_the_dtype_of_the_layer(http: httpx.Client, layers: dict[str, Any], dtype: str) -> None:
     """The wider the dtype, the closer to float64."""
