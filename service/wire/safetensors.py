@@ -37,6 +37,7 @@ OTHER_FORMATS = {  # first bytes -> the format
     b"version ": "a pointer of Git LFS in place of the file",
 }
 ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
+METADATA_ENTRIES = {"request", "spec", "config", "layer", "part"}  # those that the service reads
 
 
 def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
@@ -86,6 +87,9 @@ def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise MalformedBody.where("/__metadata__", "an object of strings", "something else")
+    for name in metadata:  # "Request" would otherwise be ignored, and every option in it
+        if name not in METADATA_ENTRIES and (known := name.lower()) in METADATA_ENTRIES:
+            raise MalformedBody.where("/__metadata__" + pointer([name]), f"the entry {known} in lower case", f'"{name}"')
     spans = [_span(name, entry, available) for name, entry in header.items()]
     position = 0
     for span in sorted(spans, key=lambda span: (span.begin, span.end, span.name)):

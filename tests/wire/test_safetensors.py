@@ -241,6 +241,7 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
     ("metadata with a number", body({"__metadata__": {"request": 1}}), MalformedBody, "/__metadata__"),
     ("metadata with an object", body({"__metadata__": {"request": {"causal": True}}}), MalformedBody, "/__metadata__"),
     ("metadata with null", body({"__metadata__": {"request": None}}), MalformedBody, "/__metadata__"),
+    ("an entry of the metadata in other case", body({"__metadata__": {"Request": "{}"}}), MalformedBody, "/__metadata__/Request"),
     ("an entry that is null", body({"x": None}), MalformedBody, "/x"),
     ("an entry that is a list", body({"x": [1]}, DATA), MalformedBody, "/x"),
     ("an entry without a dtype", body({"x": {"shape": [2], "data_offsets": [0, 8]}}, DATA), MalformedBody, "/x"),
