@@ -10,7 +10,6 @@ COMPARED = 64  # most known names that an unknown one is compared with, which ta
 _CAUSAL = "causal (key j is visible to query i if j <= i + query_offset)"
 _DROPOUT = 'dropout {"p", "seed"}, without which nothing is dropped'
 _KEY = "key, which is also the value if that is left out"
-_LAYER = "the name of a layer, whose spec has the number of heads and the widths (PUT /layers/{name})"
 _LENGTHS = "valid_lens (only the first n keys are real)"
 _PADDING = "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite"
 _PAIRS = (
@@ -32,11 +31,9 @@ OTHER_NAMES = {
     "attn_mask": _PAIRS,
     "average_attn_weights": 'select {"average": true} for the mean over the heads; without it the weights are of each head',
     "causal_mask": _CAUSAL,
-    "d_model": _LAYER,
     "deterministic": _DROPOUT,
     "dropout_p": _DROPOUT,
     "dropout_rate": _DROPOUT,
-    "embed_dim": _LAYER,
     "head_mask": "head_scale (a factor on each head's output)",
     "hidden_states": _QUERY,
     "inputs_k": _KEY,
@@ -53,7 +50,6 @@ OTHER_NAMES = {
     "memory_key_padding_mask": _PADDING,
     "memory_mask": _PAIRS,
     "need_weights": _WEIGHTS,
-    "num_heads": _LAYER,
     "output_attentions": _WEIGHTS,
     "position_bias": "bias (added to the scores)",
     "q": _QUERY,
