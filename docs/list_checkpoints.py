@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "checkpoints.md"
 HEAD = """# Families of models
 
 `attend layers add NAME FOLDER --layer N` loads a layer as the model's own `config.json` describes it ([layers.md](layers.md)). This
-list is made by `python docs/list_checkpoints.py` from the table in `service/checkpoints/families.py` and the cases in
+list is made by `python docs/list_checkpoints.py` from the table in `service/checkpoints/families/` and the cases in
 `tests/golden/models`. Those are tiny models that `tests/golden/generate_models.py` makes with transformers 5.23.0, draws weights for
 and saves; the service repeats their eager attention over HTTP to 3e-5 of the largest value. Every other `model_type` is refused by
 name, and so is every field about attention that is not understood.
