@@ -43,7 +43,7 @@ def number_of_layers(attention: Attention, config: Config) -> int:
 
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    layer_type = _layer_type(attention, config, n)
+    layer_type = type_of_layer(attention, config, n)
     if layer_type == LINEAR:
         raise config.refusal(
             attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
@@ -71,7 +71,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
 
 
-def _layer_type(attention: Attention, config: Config, n: int) -> str:
+def type_of_layer(attention: Attention, config: Config, n: int) -> str:
     """By the field that lists them, or by the family's rule for configs without them."""
     ruled = attention.layer_type(config, n) if attention.layer_type else None
     listed = config.each(attention.types_field, n)
