@@ -49,6 +49,7 @@ LAYER_FEATURES = (
     "chunk_size",
     "query_scale",
     "differential",
+    "normalizer",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -186,7 +187,7 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
         settled -= {"output_gate", "latent"}
     if "differential" in settled:
-        settled -= {"qk_norm", "latent", "sinks", "dropout"}
+        settled -= {"qk_norm", "latent", "sinks", "dropout", "normalizer"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
@@ -260,6 +261,8 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "differential" in drawn:
         norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
         fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
+    if "normalizer" in drawn:
+        fields["normalizer"] = rng.choice(["scalable_softmax", *([] if "sinks" in drawn else ["sigmoid"])]).item()
     return LayerSpec.model_validate(fields)
 
 

@@ -85,6 +85,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert {spec.normalizer for spec in specs} == {"softmax", "scalable_softmax", "sigmoid"}
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
@@ -102,6 +103,7 @@ def test_features_that_do_not_go_together_are_dropped():
         "latent",
         "sinks",
         "dropout",
+        "normalizer",
     }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
