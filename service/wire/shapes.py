@@ -187,10 +187,10 @@ def _omission(request: Any) -> None:
     """Tokens to omit must occur, and leave a query and a key in each batch item."""
     omit, sides = request.tokens.omit, {side: _rows(request.words(side)) for side in ("query", "key")}
     if isinstance(omit, list):
-        known = sorted({token for rows in sides.values() for row in rows for token in row})
+        known = {token for rows in sides.values() for row in rows for token in row}
         for i, token in enumerate(omit):
             if token not in known:
-                got = describe_value(token) + did_you_mean(token, known)
+                got = describe_value(token) + did_you_mean(token, sorted(known))
                 raise disagreement(f"/tokens/omit/{i}", "a token of the queries or keys", got)
     for side, rows in sides.items():
         for i, row in enumerate(rows):

@@ -5,6 +5,7 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -188,7 +189,11 @@ class Tokens(Document):
 
     def omits(self, token: str) -> bool:
         """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
 
 
 def is_special(token: str) -> bool:
