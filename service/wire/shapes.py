@@ -29,6 +29,7 @@ def check(request: Any) -> None:
                 raise disagreement(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
     _lengths(request, b, q, k)
     _positions(request, b, q, k)
+    _rotary_positions(request, b, {"positions": q, "key_positions": k})
     _head_scale(request, b)
     _selection(request, q)
     _gradients(request)
@@ -87,6 +88,22 @@ def _positions(request: Any, b: int | None, q: int, k: int) -> None:
         field = "causal" if request.causal else "window"
         expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
         raise disagreement("/query_offset", expected, "nothing")
+
+
+def _rotary_positions(request: Any, b: int | None, rows: dict[str, int]) -> None:
+    given = [name for name in rows if getattr(request, name) is not None]
+    if given == ["key_positions"]:
+        raise disagreement("/key_positions", "positions in addition to key_positions", "key_positions alone")
+    if given == ["positions"] and request.key is not None:
+        raise disagreement("/key_positions", "the positions of the keys, as there are some of the queries", "nothing")
+    if len(given) == 2 and request.key is None:
+        raise disagreement("/key_positions", "positions alone, since the key is the query", "both")
+    for name in given:
+        shape, lead = getattr(request, name).shape, () if b is None else (b,)
+        wanted = (*lead, rows[name])
+        if not (shape[: len(wanted)] in (wanted, (1, *wanted[1:])) and len(shape) - len(wanted) in (0, 1)):
+            text = ", ".join(map(str, wanted))
+            raise disagreement(f"/{name}", f"shape [{text}] or [{text}, axes]", f"shape {list(shape)}")
 
 
 def _head_scale(request: Any, b: int | None) -> None:
