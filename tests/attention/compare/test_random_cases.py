@@ -94,7 +94,8 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
     assert {gate.bias for gate in gates} == {True, False}
-    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
+    fuller = [case.spec for case in cases(rate=0.6)]
+    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in fuller)
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
 
@@ -160,8 +161,8 @@ def test_masks_come_in_every_form():
 def test_values_reach_their_edges():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
-    masks = {"attend_mask", "block_mask", "attend_keys", "block_keys"}
-    assert fields == {"query", "key_positions", *REQUEST_FEATURES} - {"mask", "key_mask"} | masks
+    masks = {"attend_mask", "block_mask", "attend_keys", "block_keys", "query_segments", "key_segments"}
+    assert fields == {"query", "key_positions", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
     assert any(np.any(np.equal(request.get("valid_lens", 1), 0)) for request in requests)
     assert any(np.isneginf(request["bias"]).any() for request in requests if "bias" in request)
     assert {None, 0} <= {side for request in requests for side in request.get("window", {}).values()}

@@ -98,6 +98,21 @@ def test_positions_in_bytes_are_those_in_text(made: httpx.Client) -> None:
         np.testing.assert_allclose(read(answer).arrays["output"], expected, rtol=0, atol=1e-12)
 
 
+def test_sequences_in_one_query_have_their_own_positions_and_grids(made: httpx.Client) -> None:
+    """Four and three rows: as calls of their own."""
+    rows, key, lengths = QUERY[0], RNG.standard_normal((5, 21)), {"query_lengths": [4, 3], "key_lengths": [2, 3]}
+    where, of_keys = places(7, 2), places(5, 2)
+    images = {"query": rows, "key": key, "positions": where, "key_positions": of_keys, "query_offset": 0}
+    grids = {"query": rows, "key": key, "query_offset": 5}
+    for layer, fields in (("images", images), ("grid", grids)):
+        answer = made.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(fields), **lengths})
+        assert answer.status_code == 200, answer.text
+        for q, k in ((slice(0, 4), slice(0, 2)), (slice(4, 7), slice(2, 5))):
+            own = {name: (x[k if name.startswith("key") else q] if isinstance(x, np.ndarray) else x) for name, x in fields.items()}
+            expected = made.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(own)}).json()["output"]
+            np.testing.assert_allclose(answer.json()["output"][q], expected, rtol=0, atol=1e-12)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "missing": ("images", {"query": QUERY}, "/positions", "the positions of the queries"),
     "of one axis": ("images", {"query": QUERY, "positions": places(2, 7)}, "/positions", "axes [2]"),
