@@ -524,7 +524,8 @@ def test_law_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
     sizes, empty, apart = set(), 0, 0
     for seed in range(100):
         layer, calls = kin_requests(seed, 2 + seed % 4, init)
-        apart += assert_law_7(layer, calls, f"seed {seed}") != [len(calls)]  # those of the largest scores
+        split = assert_law_7(layer, calls, f"seed {seed}") != [len(calls)]  # those of the largest scores
+        apart += split and layer.spec.query_scale is None  # which makes scores large
         sizes |= {call.query.shape[0] for call in calls}
         empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
     assert sizes == {1, 2, 3, 4}
