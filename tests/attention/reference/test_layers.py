@@ -99,75 +99,43 @@ def test_keys_and_values_of_a_latent_layer_have_one_width():
         assert (spec.d_model, spec.key_dim, spec.value_dim, spec.weight_shapes()["key_value_down.weight"]) == (4, 5, 5, (3, 5))
 
 
-# --- grids ----------------------------------------------------------------------------------------------------------------------------
+# --- differential attention -----------------------------------------------------------------------------------------------------------
 
 
-def of_grid(weights, query, key=None, **grid):
-    """The scores of a head of one number whose keys are 0 but for the grid; a grid of 2 x 3 unless said otherwise."""
-    spec = bare(grid_bias={"height": 2, "width": 3} | grid)
-    return attend(spec, weights, query=query, key=np.zeros((6 + spec.grid_bias.class_token, 1)), query_offset=0).scores[0]
+def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_are_normed():
+    """One head: q1 and k1 are the first numbers. Scores are ln 3 and 0 in the first softmax, 0 in the second; lambda is 2 - 1 + 0.5."""
+    spec = bare(d_model=2, head_dim=2, value_head_dim=1, differential={"lambda_init": 0.5, "eps": 1e-12})
+    weights = {"lambda_q1": [np.log(2)], "lambda_k1": [1.0], "lambda_q2": [0.0], "lambda_k2": [5.0], "head_norm.weight": [7.0]}
+    got = attend(spec, weights, query=[[1.0, 0.0]], key=[[np.log(3), 1.0], [0.0, 2.0]], value=[[1.0], [2.0]])
+    np.testing.assert_allclose(got.attention_weights, [[[0.75 - 1.5 * 0.5, 0.25 - 1.5 * 0.5]]], atol=1e-15)
+    np.testing.assert_allclose(got.output, [[-1.0 * 7.0 * 0.5]], rtol=1e-10)  # the norm leaves a single number its sign
 
 
-def test_a_table_has_a_bias_for_each_distance_in_a_grid():
-    """Distances in rows, -1 to 1, by those in columns, -2 to 2: token 0 is at the upper left, so most keys are below it or to its right."""
-    table = np.arange(15.0)[:, None]
-    got = of_grid({"grid_bias": table}, np.zeros((6, 1)))
-    assert got[0].tolist() == [7, 6, 5, 2, 1, 0]
-    assert got[5].tolist() == [14, 13, 12, 9, 8, 7]
-    assert np.diag(got).tolist() == [7] * 6
-
-
-def test_a_class_token_has_biases_of_its_own():
-    got = of_grid({"grid_bias": np.arange(18.0)[:, None]}, np.zeros((7, 1)), class_token=True)
-    assert got[0].tolist() == [17] + [15] * 6
-    assert got[1:, 0].tolist() == [16] * 6
-    assert got[1, 1:].tolist() == [7, 6, 5, 2, 1, 0]
-
-
-def test_decomposed_positions_are_multiplied_with_the_query():
-    """Rows give 10, 20, 30 for distances -1, 0, 1, columns 1 to 5 for -2 to 2, times the query."""
-    weights = {"grid_rows": np.array([[10.0], [20.0], [30.0]]), "grid_columns": np.arange(1.0, 6)[:, None]}
-    got = of_grid(weights, np.array([[1.0], [2], [3], [4], [5], [6]]), kind="decomposed")
-    assert got[0].tolist() == [23, 22, 21, 13, 12, 11]
-    assert got[5].tolist() == [6 * x for x in (35, 34, 33, 25, 24, 23)]
+def test_both_halves_of_a_differential_head_are_rotated():
+    """By the same angles: with q1 = q2, k1 = k2 and lambda 1, nothing is left of the weights."""
+    spec = bare(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
+    query, key, value = draw(3, (5, 4), (5, 4), (5, 3))
+    weights = dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), np.zeros(4)) | {"head_norm.weight": np.ones(3)}
+    got = attend(spec, weights, query=np.tile(query, 2), key=np.tile(key, 2), value=value)
+    np.testing.assert_allclose(got.attention_weights, 0, atol=1e-15)
+    assert spec.rope.dims == 4 and spec.scale == 1.0
 
 
 @pytest.mark.parametrize(
     ("fields", "place"),
     [
-        ({"grid_bias": {"height": 2, "width": 3, "kind": "decomposed", "class_token": True}}, "/class_token"),
-        ({"rope": {"axes": [0, 1]}}, "/axes"),
-        ({"rope": {"axes": [0, 1, 2], "dims": 4}}, "/axes"),
+        ({"head_dim": 3}, "/head_dim"),
+        ({"rope": {"dims": 4}}, "/rope/dims"),
+        ({"qk_norm": {}}, "/qk_norm"),
+        ({"latent": {"key_value_rank": 3, "rope_key_dim": 1}}, "/latent"),
+        ({"sinks": True}, "/sinks"),
     ],
     ids=str,
 )
-def test_grids_and_axes_that_no_layer_can_have(fields, place):
+def test_differential_layers_that_are_not_defined(fields, place):
     with pytest.raises(ValidationError) as caught:
-        LayerSpec(d_model=12, num_heads=2, **fields)
+        LayerSpec(**{"d_model": 8, "num_heads": 2, "differential": {}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
-
-
-# --- axes of positions ----------------------------------------------------------------------------------------------------------------
-
-
-def test_each_pair_turns_by_its_own_axis():
-    """Three pairs at rows 2 and columns 5: the first and last turn by the row, the other by the column. By hand, as complex numbers."""
-    spec = bare(head_dim=6, rope={"frequencies": [1.0, 0.5, 0.25], "axes": [0, 1, 0]})
-    got = attend(spec, {}, query=np.ones((1, 6)), positions=[[2.0, 5.0]]).query_projection[0, 0]
-    points = (1 + 1j) * np.exp(1j * np.array([2.0, 2.5, 0.5]))
-    np.testing.assert_allclose(got, [*points.real, *points.imag], rtol=1e-15)
-
-
-@pytest.mark.parametrize("axes", [None, [0, 1, 2]])
-def test_equal_positions_on_all_axes_are_those_of_text(axes):
-    spec = LayerSpec(d_model=12, num_heads=2, rope={"axes": axes}, dtype="float64")
-    (query,) = draw(5, (2, 7, 12))
-    weights, at = draw_all(6, spec), np.arange(7.0)[None]
-    text = attend(spec, weights, query=query, causal=True)
-    same = attend(spec, weights, query=query, causal=True, positions=at if axes is None else np.repeat(at[..., None], 3, axis=-1))
-    np.testing.assert_array_equal(text.output, same.output)
-    moved = attend(spec, weights, query=query, causal=True, positions=(at if axes is None else np.repeat(at[..., None], 3, axis=-1)) + 1.5)
-    np.testing.assert_allclose(text.output, moved.output, rtol=1e-12, atol=1e-12)
 
 
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------
@@ -199,6 +167,7 @@ def test_shapes():
         "value_projection": (5, 2, 9, 3),
         "head_outputs": (5, 6, 8, 3),
         "concatenated": (5, 8, 18),
+        "normalised": (5, 1, 6, 8, 9),
         "fully_masked": (5, 6, 8),
     }
 
