@@ -9,7 +9,7 @@ import torch
 
 from service.attention.call import Call, Result
 from service.attention.masks import real_keys
-from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
+from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
@@ -48,6 +48,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, s
 
 def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
+    binding.refuse_packed(request)
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
@@ -61,6 +62,12 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
+    for i, name in enumerate(metrics):
+        if spec.differential and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+            expected = (
+                f"metrics of the heads' outputs, such as contribution, {layer}, whose weights may be negative (differential attention)"
+            )
+            raise InvalidRequest.where("/metrics" if request.metrics is None else f"/metrics/{i}", expected, name)
     for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
@@ -130,7 +137,7 @@ def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
-    if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
+    if request.key is not None or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
         return None
     return real_keys(call.masks, call.query.shape[0])
 

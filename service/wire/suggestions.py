@@ -32,7 +32,10 @@ ADVICE = {
         "need_weights output_attentions return_attention_scores"
     ),
     'select {"average": true} for the mean over the heads; without it the weights are of each head': "average_attn_weights",
-    "the name of a layer, whose spec has the number of heads and the widths (PUT /layers/{name})": "d_model embed_dim num_heads",
+    "segments (a query attends only to keys of its own segment), or query_segments and key_segments": (
+        "decoder_segment_ids document_ids segment_ids"
+    ),
+    "query_lengths and key_lengths (the rows of each sequence, not their sums)": "cu_seqlens cu_seqlens_k cu_seqlens_q",
 }
 OTHER_NAMES = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 

@@ -18,7 +18,8 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from service.spec import Finite, Window, disagreement
+from service.errors import InvalidRequest
+from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Kind
 from service.wire.problems import HALF, describe_value, is_unicode
@@ -29,12 +30,15 @@ from service.wire.schemas.tensors import (
     Lengths,
     Mask,
     ReplyTensor,
+    RowCounts,
+    Segments,
     Sequences,
     tensor_kinds,
 )
 from service.wire.suggestions import OTHER_NAMES
 
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
 SPECIAL = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
@@ -102,6 +106,7 @@ def unique(noun: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.instead)  # fields of a layer's spec, and their names in other libraries
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
@@ -130,14 +135,14 @@ class Dropout(Document):
     """Keeps a weight where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divides it by 1 - p. The reply
     has the weights after dropout."""
 
-    p: Annotated[float, Field(ge=0, lt=1, strict=True)]
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+    p: Annotated[float, Field(ge=0, lt=1, strict=True, examples=[0.1])]
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True, examples=[0])]
 
 
 class Select(Document):
     """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
+    heads: Indices | None = Field(default=None, examples=[[0, 1]], description="Heads to return; all if null.")
     queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
     average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
     top_k: PositiveInt | None = Field(
@@ -150,6 +155,7 @@ class ReplyOptions(Document):
 
     form: Literal["nested", "flat", "base64"] = Field(
         default="nested",
+        examples=["nested"],
         description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
     )
     datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
@@ -163,12 +169,12 @@ class ReplyOptions(Document):
 class Tokens(Document):
     """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: TokenLists | None = Field(default=None, description="A token for each query.")
+    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
     key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
     omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
         default=None,
         description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
-        "other marks of a sequence. Weights stay as they are.",
+        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
     )
 
     def omits(self, token: str) -> bool:
@@ -188,6 +194,7 @@ class AttendRequest(Document):
     """
 
     instead: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
         **OTHER_NAMES,
         "figure": "no field of that name, which belongs to POST /attend/figure",
         "metrics": "no field of that name, which belongs to POST /attend/analysis",
@@ -201,6 +208,19 @@ class AttendRequest(Document):
     attend_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = queries may attend to the key.")
     block_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = no query may attend to the key.")
     valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]. Only the first n keys may be attended to.")
+    segments: Segments | None = Field(
+        default=None, description="[b,n]. Queries attend only to keys of their own segment; -1 is padding. For query and key alike."
+    )
+    query_segments: Segments | None = Field(default=None, description="[b,q]. Segments of the queries; needs key_segments.")
+    key_segments: Segments | None = Field(default=None, description="[b,k]. Segments of the keys; needs query_segments.")
+    query_lengths: RowCounts | None = Field(
+        default=None,
+        description="Rows of each sequence, if query [total, query_dim] is several sequences one after the other. Each attends to its own "
+        "keys; weights and scores are returned for each.",
+    )
+    key_lengths: RowCounts | None = Field(
+        default=None, description="Rows of each sequence of keys, as many as in query_lengths; required if there is a key."
+    )
     bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
@@ -239,6 +259,12 @@ class AttendRequest(Document):
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
+def require_layer_name(name: str) -> None:
+    """Raises InvalidRequest if no layer can have this name."""
+    if not re.fullmatch(LAYER_NAME, name):
+        raise InvalidRequest.where("", NAME_EXPECTED, describe_value(name))
+
+
 class LayerReference(Document):
     name: str
     fingerprint: str
@@ -260,6 +286,7 @@ class Selection(Document):
     values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
 
 
+BySequence: TypeAlias = dict[str, ReplyTensor]  # with `query_lengths`: number of the sequence, "0", "1", … -> its tensor
 OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
 
 
@@ -269,13 +296,19 @@ class AttendReply(Document):
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
     output: OptionalTensor = _output("[b,q,output_dim].")
-    attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
-    scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    attention_weights: OptionalTensor | Selection | BySequence = _output(
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks and in fully masked rows. In layers with `differential` they may be negative, "
+        "with any sum."
+    )
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text. Layers with `differential` have none."
+    )
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` have none.")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")

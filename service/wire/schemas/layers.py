@@ -1,17 +1,18 @@
 """The body of PUT /layers/{name}, and the description of a layer in replies, as pydantic models."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from service.spec import LayerSpec
 from service.wire.arrays import Kind
-from service.wire.schemas.attend import Document
+from service.wire.schemas.attend import SPEC_NAMES, Document
 from service.wire.schemas.tensors import Weight
 
 WEIGHTS_DESCRIPTION = (
     "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
-    "`gain`; if given, `init` and `seed` become null, and `gain` 1."
+    "`gain`; if given, nothing is drawn, and these three must be left out, null or at their defaults."
 )
 
 
@@ -19,6 +20,7 @@ class PutLayer(Document):
     """A layer: its spec, and its weights unless they are to be drawn."""
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
+    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
     spec: LayerSpec
     weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
