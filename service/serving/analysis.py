@@ -125,7 +125,7 @@ def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | Non
 
 def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
     """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
-    tokens, words = request.tokens, request.words(side)
+    tokens, words = request.tokens, request.tokens_of(side)
     if tokens is None or not tokens.omit or not words:
         return None
     rows: list[Any] = [words] if isinstance(words[0], str) else words
@@ -221,7 +221,7 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
 
 def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
     """The query and key words of the strongest links; None for missing links."""
-    named = (("query_words", request.words("query"), parts["queries"]), ("key_words", request.words("key"), parts["keys"]))
+    named = (("query_words", request.tokens_of("query"), parts["queries"]), ("key_words", request.tokens_of("key"), parts["keys"]))
     return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
 
 

@@ -202,7 +202,7 @@ def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
 
 def _omission(request: Any) -> None:
     """Tokens to omit must occur, and leave a query and a key in each batch item."""
-    omit, sides = request.tokens.omit, {side: _rows(request.words(side)) for side in ("query", "key")}
+    omit, sides = request.tokens.omit, {side: _rows(request.tokens_of(side)) for side in ("query", "key")}
     if isinstance(omit, list):
         known = sorted({token for rows in sides.values() for row in rows for token in row})
         for i, token in enumerate(omit):

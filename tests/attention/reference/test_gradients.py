@@ -290,7 +290,7 @@ def test_a_sink_takes_its_share_of_the_gradient():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_inputs_that_default_are_separate_and_sum_to_the_gradient_of_the_one(seed):
+def test_gradients_of_defaulted_inputs_sum_to_that_of_the_query(seed):
     rng = np.random.default_rng(seed)
     features = set(FEATURES) - {"key", "value"}
     case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
@@ -330,7 +330,7 @@ def test_blocked_keys_and_empty_rows_have_no_gradient(seed):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e300])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
+def test_values_of_blocked_keys_have_no_effect(poison, softcap):
     square = LayerSpec(d_model=10, num_heads=2, dtype="float64", softcap=softcap)
     weights = draw_weights(square)
     rng = np.random.default_rng(1)
@@ -342,7 +342,7 @@ def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
         close(x, clean[name], 1e-13)
 
 
-def test_uniform_rows_are_constants():
+def test_uniform_rows_have_no_gradient_by_query_and_key():
     """Their weights depend on nothing, so the values alone have a gradient, of 1/k each."""
     got = gradients(TINY, ONES, [[1.0]], query=[[2.0]], key=[[1.0], [3.0]], block_keys=[1, 1], fully_masked="uniform")
     assert {name: x.ravel().tolist() for name, x in got.items()} == {
