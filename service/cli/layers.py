@@ -20,7 +20,7 @@ from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import print_result, report_errors, write_file
 from service.client import Client
-from service.wire.schemas.attend import LayerDocument, Layers
+from service.wire.schemas.layers import LayerDocument, Layers
 
 EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
 

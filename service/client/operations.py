@@ -35,8 +35,9 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer, require_layer_name
+from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
 from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.text import Vocabulary
 
 T = TypeVar("T")

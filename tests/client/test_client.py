@@ -418,12 +418,12 @@ def answering(*responses: httpx.Response) -> Client:
 @pytest.mark.parametrize("kind", sorted(STATUSES, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
 def test_every_exception_of_the_server_is_raised_by_the_client(kind):
     found = (errors.Problem("/query", "this", "that"),)
-    body = problem_document(STATUSES[kind], kind.title, "the detail", "id-7", found)
-    response = httpx.Response(STATUSES[kind], content=body, headers={"X-Request-Id": "id-7", "Retry-After": "9"})
+    body = problem_document(STATUSES[kind][0], kind.title, "the detail", "id-7", found)
+    response = httpx.Response(STATUSES[kind][0], content=body, headers={"X-Request-Id": "id-7", "Retry-After": "9"})
     with pytest.raises(kind) as raised:
         answering(response).layers()
     assert type(raised.value) is kind and raised.value.detail == "the detail" and raised.value.problems == found
-    assert raised.value.__notes__ == [f"HTTP {STATUSES[kind]}, request id id-7"]
+    assert raised.value.__notes__ == [f"HTTP {STATUSES[kind][0]}, request id id-7"]
     if isinstance(raised.value, errors.Overloaded):
         assert raised.value.retry_after == 9
 
