@@ -61,7 +61,9 @@ def torchs(spec, weights, request, inputs, forward):
     q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
     (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
     if spec.rope:
-        places = ((q, torch.arange(queries) + offset[:, None]), (k, torch.arange(keys).expand(len(k), keys)))
+        of_queries = torch.as_tensor(request.get("positions", torch.arange(queries) + offset[:, None]))
+        of_keys = torch.as_tensor(request.get("key_positions", request.get("positions", torch.arange(keys).expand(len(k), keys))))
+        places = ((q, of_queries), (k, of_keys))
         q, k = (torch.cat([torch_rope(part, at, spec.rope) for part in torch_parts(spec, x)], -1) for x, at in places)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
@@ -73,6 +75,8 @@ def torchs(spec, weights, request, inputs, forward):
     blocked = torch.tensor(np.isneginf(forward.scores))
     ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
     bias = torch_bias(spec, weights, request, ahead)
+    if spec.grid_bias:
+        bias = bias + torch_grid(spec.grid_bias, weights, q, torch.arange(queries) + offset[:, None], keys)
     pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
     parts = [torch_weights(spec, weights, request, *pair, bias, blocked) for pair in pairs]
     attention_weights = parts[0]
@@ -107,11 +111,11 @@ def torch_weights(spec, weights, request, q, k, bias, blocked):
         scores = cap * torch.tanh(scores / cap)
     scores = scores + bias
     if spec.normalizer == "scalable_softmax":
-        scores = scores * (~blocked).sum(-1, keepdim=True).clamp(min=1).log()
+        scores = scores * (~blocked).sum(-1, keepdim=True).clamp(min=1).double().log()
     if spec.normalizer == "sigmoid":
         counts = torch.tensor(in_sequence(request, scores.shape).sum(-1)).clamp(min=1)
         sigmoids = torch.sigmoid(scores - counts.double().log()[:, None, :, None]).masked_fill(blocked, 0.0)
-        return sigmoids + blocked.all(-1, keepdim=True) * (1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
+        return sigmoids.masked_fill(blocked.all(-1, keepdim=True), 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
     scores = scores.masked_fill(blocked, -torch.inf)
     sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
     columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
@@ -189,7 +193,8 @@ def torch_rope(x, positions, rope):
         frequencies = torch.lerp(frequencies / rope.scaling.factor, frequencies, smooth.clamp(0, 1))
     if rope.frequencies:
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float64)
-    angles = positions[:, None, :, None] * frequencies
+    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., torch.tensor(rope.axes)]
+    angles = of_pairs[:, None] * frequencies
     lengths = torch.full_like(angles, rope.attention_factor)
     turning, rest = x[..., : rope.dims], x[..., rope.dims :]
     if rope.interleaved:
@@ -216,6 +221,25 @@ def torch_bias(spec, weights, request, ahead):
         buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
         bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
     return bias
+
+
+def torch_grid(grid, weights, q, indices, keys):
+    """The index of Swin's and BEiT's code in transformers, 5.23; and for SAM's, differences of its rows and columns."""
+    coords = torch.stack(torch.meshgrid(torch.arange(grid.height), torch.arange(grid.width), indexing="ij")).flatten(1)
+    relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0)
+    relative = relative + torch.tensor([grid.height - 1, grid.width - 1])
+    if grid.kind == "decomposed":
+        vectors = weights["grid_rows"][relative[..., 0]] + weights["grid_columns"][relative[..., 1]]
+        return torch.einsum("bhid,bijd->bhij", q, vectors[indices][:, :, :keys])
+    tokens, last = grid.num_tokens, len(weights["grid_bias"])
+    index = torch.zeros(tokens, tokens, dtype=torch.int64)
+    inner = index[1:, 1:] if grid.class_token else index
+    inner.copy_((relative * torch.tensor([2 * grid.width - 1, 1])).sum(-1))
+    if grid.class_token:
+        index[0, 0:] = last - 3
+        index[0:, 0] = last - 2
+        index[0, 0] = last - 1
+    return weights["grid_bias"][index[indices][:, :, :keys]].permute(0, 3, 1, 2)
 
 
 def t5_bucket(relative_position, bidirectional, num_buckets, max_distance):
@@ -287,7 +311,7 @@ def test_a_sink_takes_its_share_of_the_gradient():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_inputs_that_default_are_separate_and_sum_to_the_gradient_of_the_one(seed):
+def test_gradients_of_defaulted_inputs_sum_to_that_of_the_query(seed):
     rng = np.random.default_rng(seed)
     features = set(FEATURES) - {"key", "value"}
     case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
@@ -307,7 +331,10 @@ def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
     spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
     request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
     whole = gradients(spec, weights, back, **request)
-    item = {name: x[1] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x for name, x in request.items()}
+    item = {
+        name: x[1 % len(x)] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x
+        for name, x in request.items()
+    }
     for name, x in gradients(spec, weights, back[1], **item).items():
         close(x, whole[name][1], 1e-12)
 
@@ -324,7 +351,7 @@ def test_blocked_keys_and_empty_rows_have_no_gradient(seed):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e300])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
+def test_values_of_blocked_keys_have_no_effect(poison, softcap):
     square = LayerSpec(d_model=10, num_heads=2, dtype="float64", softcap=softcap)
     weights = draw_weights(square)
     rng = np.random.default_rng(1)
@@ -336,7 +363,7 @@ def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
         close(x, clean[name], 1e-13)
 
 
-def test_uniform_rows_are_constants():
+def test_uniform_rows_have_no_gradient_by_query_and_key():
     """Their weights depend on nothing, so the values alone have a gradient, of 1/k each."""
     got = gradients(TINY, ONES, [[1.0]], query=[[2.0]], key=[[1.0], [3.0]], block_keys=[1, 1], fully_masked="uniform")
     assert {name: x.ravel().tolist() for name, x in got.items()} == {
