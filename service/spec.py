@@ -34,9 +34,9 @@ LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults:
 }
 
 
-def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
+def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
-    return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+    return PydanticCustomError("field_error", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
 class Part(BaseModel):
@@ -50,7 +50,7 @@ def _one_or_each(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and set(value) == set(PROJECTIONS) and all(isinstance(flag, bool) for flag in value.values()):
         return Biases(**value)
-    raise disagreement("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
+    raise field_error("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
 
 
 class Biases(Part):
@@ -81,7 +81,7 @@ class RopeScaling(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise disagreement("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
+            raise field_error("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
         return self
 
 
@@ -104,9 +104,9 @@ class Rope(Part):
     def _agree(self) -> Self:
         if self.frequencies is not None:
             if self.scaling is not None:
-                raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
+                raise field_error("/scaling", "null, since frequencies are given", self.scaling.type)
             if self.dims is not None and len(self.frequencies) * 2 != self.dims:
-                raise disagreement("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
+                raise field_error("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
         return self
 
 
@@ -132,7 +132,7 @@ class RelativeBias(Part):
     def _agree(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
-            raise disagreement(
+            raise field_error(
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
@@ -154,9 +154,9 @@ class QKNorm(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.bias and self.weights == "none":
-            raise disagreement("/bias", "false, since the norm has no weights", "true")
+            raise field_error("/bias", "false, since the norm has no weights", "true")
         if self.over == "all" and self.weights == "shared":
-            raise disagreement("/weights", "own or none, since the norm is over all heads", "shared")
+            raise field_error("/weights", "own or none, since the norm is over all heads", "shared")
         return self
 
 
@@ -291,9 +291,9 @@ class LayerSpec(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+            raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
-            raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+            raise field_error("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -304,26 +304,26 @@ class LayerSpec(BaseModel):
             self._require_widths(square | {"key_dim": self.key_dim, "value_dim": self.value_dim}, "as torch.nn.MultiheadAttention has")
             if isinstance(self.bias, Biases):
                 expected = "true or false for all, as torch.nn.MultiheadAttention has"
-                raise disagreement("/bias", expected, "one for each projection")
+                raise field_error("/bias", expected, "one for each projection")
         if self.bias and not self.projections:
-            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+            raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
-            raise disagreement("/bias", f"false, since init {init} has no bias", "true")
+            raise field_error("/bias", f"false, since init {init} has no bias", "true")
         for name in ("output_gate", "latent"):
             if getattr(self, name) and not self.projections:
-                raise disagreement(f"/{name}", "null, since nothing is projected", "one")
+                raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
-                raise disagreement(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+                raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
-            raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
+            raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
-            raise disagreement("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
+            raise field_error("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
         return self
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
-                raise disagreement(f"/{name}", f"{expected[name]}, {reason}", str(width))
+                raise field_error(f"/{name}", f"{expected[name]}, {reason}", str(width))
 
     def _widths(self) -> dict[str, int]:
         """Field -> the width that it determines, for all widths that may differ from d_model."""
@@ -435,7 +435,7 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
-            raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
+            raise field_error("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
     if isinstance(rope := filled.get("rope"), Mapping) and rope.get("dims") is None:

@@ -6,7 +6,7 @@ layer (h and the widths).
 
 from typing import Any
 
-from service.spec import disagreement
+from service.spec import field_error
 from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
 
@@ -18,7 +18,7 @@ def check(request: Any) -> None:
     b, q, k = _sequences(request)
     for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
-            raise disagreement(f"/{block}", f"either {attend} or {block}", "both")
+            raise field_error(f"/{block}", f"either {attend} or {block}", "both")
     for name in ("attend_mask", "block_mask", "bias"):
         if (array := getattr(request, name)) is not None:
             _pairwise(name, array, b, q, k)
@@ -26,7 +26,7 @@ def check(request: Any) -> None:
         if (array := getattr(request, name)) is not None:
             wanted = (k,) if b is None else (b, k)
             if not _broadcasts(array, wanted):
-                raise disagreement(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
+                raise field_error(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
     _lengths(request, b, q, k)
     _positions(request, b, q, k)
     _head_scale(request, b)
@@ -38,16 +38,16 @@ def check(request: Any) -> None:
 def _sequences(request: Any) -> tuple[int | None, int, int]:
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
-        raise disagreement("/value", "a key in addition to the value", "a value alone")
+        raise field_error("/value", "a key in addition to the value", "a value alone")
     key = query if key is None else key
     value = key if value is None else value
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim:
-            raise disagreement(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")
+            raise field_error(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")
         if array.ndim == 3 and array.shape[0] != query.shape[0]:
-            raise disagreement(f"/{name}", f"{query.shape[0]} batch items, as the query has", str(array.shape[0]))
+            raise field_error(f"/{name}", f"{query.shape[0]} batch items, as the query has", str(array.shape[0]))
     if value.shape[-2] != key.shape[-2]:
-        raise disagreement("/value", f"{key.shape[-2]} rows, as the key has", str(value.shape[-2]))
+        raise field_error("/value", f"{key.shape[-2]} rows, as the key has", str(value.shape[-2]))
     return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
 
 
@@ -60,7 +60,7 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
     accepted: list[tuple[int | None, ...]] = [(q, k), (b, q, k), (b, None, q, k)] if b is not None else [(q, k), (None, q, k)]
     if not any(_broadcasts(array, shape) for shape in accepted):
         shapes = " or ".join("[" + ", ".join("heads" if n is None else str(n) for n in shape) + "]" for shape in accepted)
-        raise disagreement(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
+        raise field_error(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
 
 
 def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
@@ -71,49 +71,49 @@ def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
     if lengths.shape not in accepted:
         several = f"{q} numbers, one for each query" if b is None else f"{b} numbers, one for each batch item, or shape [{b}, {q}]"
         got = {0: "a single number", 1: f"a list of {lengths.size}"}.get(lengths.ndim, f"shape {list(lengths.shape)}")
-        raise disagreement("/valid_lens", f"a single number, or {several}" if b is None else several, got)
+        raise field_error("/valid_lens", f"a single number, or {several}" if b is None else several, got)
     stored = without_broadcast(lengths)
     if (wrong := stored > k).any():
         at = first_index(wrong)
-        raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
+        raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
 
 
 def _positions(request: Any, b: int | None, q: int, k: int) -> None:
     offset = request.query_offset
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
-        raise disagreement("/query_offset", wanted, f"a list of {len(offset)}")
+        raise field_error("/query_offset", wanted, f"a list of {len(offset)}")
     if offset is None and q != k and (request.causal or request.window is not None):
         field = "causal" if request.causal else "window"
         expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
-        raise disagreement("/query_offset", expected, "nothing")
+        raise field_error("/query_offset", expected, "nothing")
 
 
 def _head_scale(request: Any, b: int | None) -> None:
     array = request.head_scale
     if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
         wanted = "shape [heads]" if b is None else f"shape [heads] or [{b}, heads]"
-        raise disagreement("/head_scale", wanted, f"shape {list(array.shape)}")
+        raise field_error("/head_scale", wanted, f"shape {list(array.shape)}")
 
 
 def _selection(request: Any, q: int) -> None:
     if request.reply.decimals is not None and request.reply.form == "base64":
-        raise disagreement("/reply/decimals", "numbers in text to round", "form base64")
+        raise field_error("/reply/decimals", "numbers in text to round", "form base64")
     if (select := request.select) is None:
         return
     if "attention_weights" not in request.outputs:
-        raise disagreement("/select", "attention_weights among the outputs", "a selection without them")
+        raise field_error("/select", "attention_weights among the outputs", "a selection without them")
     for i, index in enumerate(select.queries or ()):
         if index >= q:
-            raise disagreement(f"/select/queries/{i}", f"a query below {q}", str(index))
+            raise field_error(f"/select/queries/{i}", f"a query below {q}", str(index))
 
 
 def _gradients(request: Any) -> None:
     gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
     if gradients and request.output_gradient is None:
-        raise disagreement("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
+        raise field_error("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
     if request.output_gradient is not None and not gradients:
-        raise disagreement("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
+        raise field_error("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
 def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
@@ -122,7 +122,7 @@ def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
         rows = [] if tokens is None else [tokens] if not tokens or isinstance(tokens[0], str) else tokens
         if rows and rows is tokens and (b is None or len(rows) != b):
-            raise disagreement(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
+            raise field_error(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
         for row in rows:
             if len(row) != n:
-                raise disagreement(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))
+                raise field_error(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))

@@ -15,7 +15,7 @@ from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
 BATCH, QUERIES, KEYS = 2, 5, 7
-Kind = Literal["plain", "mask", "causal", "padding"]
+CaseKind = Literal["plain", "mask", "causal", "padding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class CheckCase:
     """One call. `mask` is passed to the candidate; `visible` is the reference's mask, which includes the candidate's own causality."""
 
     name: str
-    kind: Kind
+    kind: CaseKind
     query: Array  # [b, q, d_model]
     key: Array  # [b, k, key_dim]
     value: Array  # [b, k, value_dim]
@@ -56,7 +56,7 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
     batch = BATCH if requirements.batched else 1
     same_widths = spec.d_model == spec.key_dim == spec.value_dim
 
-    def draw(name: str, kind: Kind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
+    def draw(name: str, kind: CaseKind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
         query = rng.standard_normal((batch, QUERIES, spec.d_model))
         key = query if keys == QUERIES and same_widths else rng.standard_normal((batch, keys, spec.key_dim))
         value = key if key is query or requirements.value_is_key else rng.standard_normal((batch, keys, spec.value_dim))
