@@ -16,7 +16,7 @@ from service.serving.service import Service
 from service.web.errors import error_response, internal_error, out_of_memory
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, endpoint_label
-from service.web.record import Record, record_of
+from service.web.request_reader import Record, record_of
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")

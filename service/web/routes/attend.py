@@ -21,8 +21,7 @@ from service.web.openapi.operations import (
     error_responses,
     request_body_doc,
 )
-from service.web.record import Record
-from service.web.request_reader import read, read_as
+from service.web.request_reader import Record, read, read_as
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
