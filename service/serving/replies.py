@@ -41,15 +41,15 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
 
 
-def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimits, shards: int) -> Plan:
+def plan_of(request: AttendRequest, layer: LoadedLayer, admission: cost.Admission) -> Plan:
     """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
     check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.check_metrics(request, layer.spec)
-        predicted, shards = analysis.predict(request, layer.spec), 0
+        predicted = analysis.predict(request, layer.spec)
     else:
         predicted = cost.predict(request, layer.spec)
-    problems, _ = cost.refusals(request, predicted, limits, shards if layer.spec.is_relative else 0)
+    problems, _ = admission.refusals(request, layer.spec, predicted)
     outputs = {}
     for name, shape in predicted.outputs.items():
         datatype = _datatype(name, request, layer.spec)

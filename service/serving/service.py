@@ -137,7 +137,7 @@ class Service:
 
     async def put_layer(self, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
         """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-        read = partial(self.engine.check_and_run, raw.caller_state, read_layer, raw, source or CheckpointQuery(), self.wire_limits)
+        read = partial(self.engine.check_and_run, raw, read_layer, raw, source or CheckpointQuery(), self.wire_limits)
         return await self.loader.put(name, read, raw.deadline)
 
     async def export_layer(self, name: str) -> list[Buffer]:

@@ -51,7 +51,7 @@ class Record:
     key: str = ""  # the name of the caller's API key
     lease: Lease | None = None  # the request's share of the memory budget, once it has one
     phases: Phases | None = None
-    log_fields: dict[str, Any] = field(default_factory=dict)
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""

@@ -86,7 +86,7 @@ class FinishedRequest(Protocol):
     request_id: str
     reason: str
     phases: Phases | None
-    log_fields: dict[str, Any]
+    log_fields: Mapping[str, Any]
 
 
 class Telemetry:

@@ -89,8 +89,10 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
 
 async def unload_layer(service: Service, name: str) -> None:
     require_started(service)
-    with V2ErrorPaths():
+    try:
         await service.loader.unload(name)
+    except RequestError as refusal:
+        raise V2ErrorPaths().translated(refusal) from None
 
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
