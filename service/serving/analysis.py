@@ -13,9 +13,9 @@ from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
-from service.serving.casting import cast, numpy_of
 from service.serving.cost import Admission, Cost, reply_sizes
 from service.serving.cost import predict as predict_call
+from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec

@@ -14,8 +14,8 @@ import torch
 from service.attention.call import Call
 from service.attention.masks import Masks, last_keys
 from service.errors import InvalidRequest
-from service.serving.casting import cast
 from service.serving.cost import Admission, predict
+from service.serving.device import cast
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key

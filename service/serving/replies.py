@@ -7,7 +7,7 @@ from service.attention.call import Result
 from service.errors import InvalidRequest
 from service.serving import analysis, cost
 from service.serving.binding import check_against_layer
-from service.serving.casting import numpy_of
+from service.serving.device import numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import IPv6Network
 from random import getrandbits
 from typing import Any
@@ -112,7 +112,12 @@ async def read_as(
         except TimeoutError:
             raise DeadlinePassed("the deadline (X-Request-Timeout or request_timeout) passed before the request's body arrived") from None
     record.received = sum(map(len, body))
-    joined = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
+    if len(body) == 1:
+        joined = body[0]
+    elif record.received <= JOIN_IN_THREAD:
+        joined = b"".join(body)
+    else:
+        joined = await service.engine.codecs.run(partial(b"".join, body), 0, "")
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
