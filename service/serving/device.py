@@ -72,7 +72,7 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     finite = np.isfinite(numbers)
-    if not finite.all():
+    if np.count_nonzero(finite) != finite.size:  # `all` takes a microsecond more
         wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
         if wrong.any():
             at = first_index(wrong)
