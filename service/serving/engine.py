@@ -99,7 +99,7 @@ class Engine:
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
         self.metrics.computed(phases)
-        self.statistics.answered(bound.layer.name, phases, cost.items, outcome.execution, cost.operations)
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 

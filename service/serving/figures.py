@@ -20,7 +20,7 @@ from typing import Literal
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind, check_against_layer, shape_fields
+from service.serving.binding import bind, check_against_layer, refuse_packed, shape_fields
 from service.serving.cost import Admission, predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, RawRequest
@@ -60,6 +60,7 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     # reproducible: equal requests get equal bytes
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
+    refuse_packed(request)
     cost = predict(request, layer.spec)
     admission.require(request, layer.spec, cost)
     operation = operation_for(spec)
