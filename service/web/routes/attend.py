@@ -28,7 +28,7 @@ from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-MAX_JOINED_BYTES = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
+MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 
 
 class Attend:
