@@ -5,6 +5,7 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 `options.nonfinite` requires.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,7 @@ class JsonText:
 
 def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply as JSON, in pieces. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
-    pieces: list[Buffer] = [
-        b'{"layer":{"name":"%b","fingerprint":"%b"},"fully_masked_rows":%d'
-        % (reply.layer["name"].encode(), reply.layer["fingerprint"].encode(), reply.fully_masked_rows)
-    ]
+    pieces: list[Buffer] = [_opening(reply.layer["name"], reply.layer["fingerprint"]), b"%d" % reply.fully_masked_rows]
     for name, tensor in reply.tensors.items():
         pieces.append(b',"%b":' % name.encode())
         if isinstance(tensor, dict):
@@ -47,6 +45,12 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         pieces += [b',"metrics":', *write_json(metrics)]
     pieces.append(b"}")
     return pieces
+
+
+@lru_cache(256)
+def _opening(name: str, fingerprint: str) -> bytes:
+    """The text of a reply up to the value of `fully_masked_rows`."""
+    return orjson.dumps({"layer": {"name": name, "fingerprint": fingerprint}})[:-1] + b',"fully_masked_rows":'
 
 
 def write_json(document: dict[str, Any]) -> list[Buffer]:
