@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.tensors import Array, datatype_of, raw
@@ -19,24 +19,38 @@ Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-LARGEST = 1e30  # largest factor; float32 overflows at 3e38
+LARGEST, SMALLEST = 1e30, 1e-30  # of factors; float32 overflows at 3e38, and is 0 below 1e-45
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, strict=True)]
+Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None},
+    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "differential": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
+
+NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
+NULLABLE |= {"differential"}  # fields in which null has a meaning of its own
 
 
 def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
     return PydanticCustomError("field_error", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+
+
+def _zero_or_normal(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise field_error("", f"0, or a number from {SMALLEST} to 1", str(value))
+    return value
+
+
+Eps = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True), AfterValidator(_zero_or_normal)]  # of a norm
 
 
 class Part(BaseModel):
@@ -65,15 +79,15 @@ class Biases(Part):
 class Window(Part):
     """A query at position p attends to keys from p - left to p + right; null is no bound."""
 
-    left: Count | None = None
-    right: Count | None = None
+    left: Count | None = Field(default=None, examples=[128])
+    right: Count | None = Field(default=None, examples=[0])
 
 
 class RopeScaling(Part):
     """Scaling of RoPE's frequencies for long contexts: all divided by `factor` (linear), or only low frequencies (llama3)."""
 
-    type: Literal["linear", "llama3"]
-    factor: Positive
+    type: Literal["linear", "llama3"] = Field(examples=["linear"])
+    factor: Positive = Field(examples=[8.0])
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position: Width = 8192
@@ -88,7 +102,7 @@ class RopeScaling(Part):
 class Rope(Part):
     """Rotary position embedding (Su et al. 2021) of the first `dims` of each head: halves (GPT-NeoX, Llama) or interleaved pairs."""
 
-    theta: Positive = 10000.0
+    theta: Positive = Field(default=10000.0, examples=[10000.0])
     dims: Width | None = Field(default=None, description="Number of dimensions of each head that are rotated, even; head_dim if left out.")
     interleaved: Flag = False
     scaling: RopeScaling | None = None
@@ -116,16 +130,16 @@ class QueryScale(Part):
     Nakanishi 2025 and Llama 4.
     """
 
-    factor: Annotated[Positive, Field(le=LARGEST)] = Field(description="0.1 in Llama 4 and Ministral 3.")
-    length: Width = Field(description="Number of positions with the same factor.")
+    factor: Positive = Field(examples=[0.1], description="0.1 in Llama 4 and Ministral 3.")
+    length: Width = Field(examples=[8192], description="Number of positions with the same factor.")
     shift: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] = Field(default=0, description="1 in Llama 4, 0 in Ministral 3.")
 
 
 class RelativeBias(Part):
     """T5's biases by bucket of distance (Raffel et al. 2020), from the weight `relative_bias` [buckets, num_heads]."""
 
-    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = 32
-    max_distance: Width = 128
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = Field(default=32, examples=[32])
+    max_distance: Width = Field(default=128, examples=[128])
     bidirectional: Flag = True
 
     @model_validator(mode="after")
@@ -141,8 +155,8 @@ class RelativeBias(Part):
 class QKNorm(Part):
     """Normalisation of queries and keys, with the weights `query_norm.weight` and `key_norm.weight`."""
 
-    kind: Literal["rms", "layer"] = "rms"
-    eps: Positive = 1e-6
+    kind: Literal["rms", "layer"] = Field(default="rms", examples=["rms"])
+    eps: Eps = 1e-6
     over: Literal["head", "all"] = Field(default="head", description="Each head by itself, or all heads as one vector (OLMo-2).")
     weights: Literal["shared", "own", "none"] = Field(
         default="shared", description="One weight [head_dim] for all heads, one for each head [heads, head_dim] (Cohere), or none."
@@ -168,10 +182,12 @@ class Latent(Part):
     all heads, x W^T with `rope_key.weight` [rope_key_dim, key_dim], so `key.weight` has that many fewer rows for each head.
     """
 
-    key_value_rank: Width = Field(description="Width of the latent vector of keys and values.")
+    key_value_rank: Width = Field(examples=[512], description="Width of the latent vector of keys and values.")
     query_rank: Width | None = Field(default=None, description="Width of the latent vector of queries; null if they have none.")
-    rope_key_dim: Width = Field(description="Number of dimensions of each key that all heads share; RoPE rotates the first ones.")
-    eps: Positive = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
+    rope_key_dim: Width = Field(
+        examples=[64], description="Number of dimensions of each key that all heads share; RoPE rotates the first ones."
+    )
+    eps: Eps = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
     bias: Flag = Field(default=False, description="Whether query_down, key_value_down and rope_key have biases.")
 
 
@@ -183,10 +199,25 @@ class OutputGate(Part):
     """
 
     granularity: Literal["elementwise", "headwise"] = Field(
-        default="elementwise", description="One gate for each number of a head's output, or one for each head."
+        default="elementwise", examples=["elementwise"], description="One gate for each number of a head's output, or one for each head."
     )
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
+
+
+class Differential(Part):
+    """Differential attention (Ye et al. 2024, arXiv 2410.05258): weights are the difference of two softmaxes, and may be negative.
+
+    Queries and keys of a head are two halves of head_dim/2 numbers: A = softmax(scale q1 k1^T) - lambda softmax(scale q2 k2^T). The head's
+    output is (1 - lambda_init) norm(A v), with an RMS norm. lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init,
+    with four weights [head_dim/2] of these names, which all heads share.
+    """
+
+    lambda_init: Finite = Field(default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0.")
+    eps: Annotated[Eps, Field(gt=0)] = Field(default=1e-5, description="Of the norm of each head's output.")
+    norm_weights: Flag = Field(
+        default=True, description="Whether that norm has a weight for all heads, `head_norm.weight` [value_head_dim]."
+    )
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
@@ -226,8 +257,8 @@ class LayerSpec(BaseModel):
     )
     head_dim: Width = Field(default=0, description="Width of a head's queries and keys; d_model/num_heads if left out.")
     value_head_dim: Width = Field(default=0, description="Width of a head's values; head_dim if left out.")
-    key_dim: Width = Field(default=0, description="Width of the keys in requests; d_model if left out.")
-    value_dim: Width = Field(default=0, description="Width of the values in requests; d_model if left out.")
+    key_dim: Width = Field(default=0, description="Width of the keys in requests; d_model if left out, or value_dim with `latent`.")
+    value_dim: Width = Field(default=0, description="Width of the values in requests; d_model if left out, or key_dim with `latent`.")
     output_dim: Width = Field(default=0, description="Width of the output; d_model if left out.")
     bias: Annotated[bool | Biases, BeforeValidator(_one_or_each)] = Field(
         default=True, description="Whether projections have a bias, for all or for each; by default true, but false for the numpy_* inits."
@@ -235,7 +266,9 @@ class LayerSpec(BaseModel):
     projections: Flag = Field(
         default=True, description="If false, requests have projected queries, keys and values, and the output is not projected."
     )
-    scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.")
+    scale: Finite = Field(
+        default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out, with `differential` 1/sqrt(head_dim/2)."
+    )
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
@@ -253,11 +286,12 @@ class LayerSpec(BaseModel):
     )
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
+    differential: Differential | None = Field(default=None, description="Differential attention, whose weights may be negative.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
     init: Init | None = Field(default="xavier_uniform", description="Distribution of the drawn weights; null if weights were given.")
-    gain: Annotated[Positive, Field(le=LARGEST)] = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
+    gain: Gain = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
     dtype: DType = Field(default="float32", description="Datatype of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
         default="highest",
@@ -269,8 +303,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init")
-        filled = {k: v for k, v in data.items() if v is not None or k in optional}
+        filled = {k: v for k, v in data.items() if v is not None or k in NULLABLE}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
             filled.setdefault("num_kv_heads", heads)
@@ -292,8 +325,12 @@ class LayerSpec(BaseModel):
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
-        if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
-            raise field_error("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+        if self.differential:
+            self._check_differential()
+        width = self.head_dim // 2 if self.differential else self.head_dim
+        if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
+            most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
+            raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -317,8 +354,16 @@ class LayerSpec(BaseModel):
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
             raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
-            raise field_error("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
+            expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
+            raise field_error("/value_dim", expected, str(self.value_dim))
         return self
+
+    def _check_differential(self) -> None:
+        if self.head_dim % 2:
+            raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
+        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
+            if getattr(self, name):
+                raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
@@ -385,6 +430,18 @@ class LayerSpec(BaseModel):
         uneven = self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer")
         return not (self.chunk_size or self.query_scale or uneven)
 
+    @property
+    def splits_over_keys(self) -> bool:
+        """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
+        return self.is_relative and not self.differential
+
+    @property
+    def undefined_outputs(self) -> dict[str, str]:
+        """Outputs that the layer does not have -> why."""
+        if self.differential:
+            return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+        return {}
+
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
 
@@ -410,6 +467,10 @@ class LayerSpec(BaseModel):
             shapes["gate.weight"] = (self.gate_dim, self.d_model)
             if self.output_gate.bias:
                 shapes["gate.bias"] = (self.gate_dim,)
+        if self.differential:
+            shapes |= dict.fromkeys(LAMBDAS, (self.head_dim // 2,))
+            if self.differential.norm_weights:
+                shapes["head_norm.weight"] = (self.value_head_dim,)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
@@ -438,14 +499,17 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
             raise field_error("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
+    width = head_dim if filled.get("differential") is None else head_dim // 2
     if isinstance(rope := filled.get("rope"), Mapping) and rope.get("dims") is None:
-        filled["rope"] = {**rope, "dims": head_dim}
-    if head_dim > 0:
-        filled.setdefault("scale", 1 / math.sqrt(head_dim))
+        filled["rope"] = {**rope, "dims": width}
+    if width > 0:
+        filled.setdefault("scale", 1 / math.sqrt(width))
     if filled.get("projections") is False and type(value_head_dim) is int:
         filled.setdefault("key_dim", kv * head_dim)
         filled.setdefault("value_dim", kv * value_head_dim)
         filled.setdefault("output_dim", heads * value_head_dim)
+    if filled.get("latent"):  # keys and values have the same width
+        filled.setdefault("value_dim", filled.setdefault("key_dim", filled.get("value_dim", d_model)))
     for name in ("key_dim", "value_dim", "output_dim"):
         filled.setdefault(name, d_model)
 

@@ -21,13 +21,13 @@ from support.server import Server
 
 from service.settings import Settings
 from service.spec import Init
-from service.web.openapi.operations import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
+from service.web.openapi import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
 from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-TESTED_ELSEWHERE = {"examples.md", "heads.md"}  # by test_examples.py and test_docs_heads.py
+TESTED_ELSEWHERE = {"examples.md", "heads.md", "check.md"}  # by test_examples.py, test_docs_heads.py and cli/test_check_layers.py
 
 
 def blocks(language: str, text: str = README) -> list[str]:

@@ -5,7 +5,7 @@
     O = A V                               [batch, heads, rows, value_head_dim]
 
 A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector.
+score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +44,7 @@ class Eager:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
+        self.is_fusible = type(self) is Eager and not spec.sinks  # whether torch's fused kernels compute such weights
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 

@@ -100,6 +100,11 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             raise InvalidRequest.where(f"/{name}", f"{h} heads (or 1) {layer}", str(array.shape[-3]))
     if request.head_scale is not None and request.head_scale.shape[-1] != h:
         raise InvalidRequest.where("/head_scale", f"{h} factors {layer}", str(request.head_scale.shape[-1]))
+    for i, name in enumerate(request.outputs):
+        if (reason := spec.undefined_outputs.get(name)) is not None:
+            raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    if spec.differential and request.dropout is not None:
+        raise InvalidRequest.where("/dropout", f"none {layer}, since dropout of a difference of two softmaxes is not defined", "dropout")
     if request.select and request.select.heads:
         for i, head in enumerate(request.select.heads):
             if head >= h:

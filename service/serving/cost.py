@@ -130,7 +130,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     # softmax, dropout and sorting take time per score, beyond the matrix products
-    per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    softmaxes = 2 if spec.differential else 1
+    per_score = pairs * (10 * softmaxes + 20 * inputs.dropout + 20 * bool(inputs.top_k))
     products = 2 * (projections + q * k * (query_width + joined_width))
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
@@ -142,7 +143,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
         per_query, per_key = per_query + 2 * (latent.query_rank or 0), per_key + 2 * latent.key_value_rank + latent.rope_key_dim
     sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
-    memory = (sequences + elements) * size + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21))
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
     reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
@@ -175,7 +176,7 @@ class Admission(NamedTuple):
         """
         problems = exceeded_limits(cost, self.limits)
         is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
-        if not problems or self.shards < 2 or is_whole or type(request) is not AttendRequest or not spec.is_relative:
+        if not problems or self.shards < 2 or is_whole or type(request) is not AttendRequest or not spec.splits_over_keys:
             return problems, False
         return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
 

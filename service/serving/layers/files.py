@@ -9,20 +9,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from service.checkpoints import parse_config, read_layer, read_model_layer
-from service.errors import InvalidRequest, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, TooLarge
 from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec, Part
 from service.tensors import BY_TORCH, Array
-from service.wire.json import reader as json_reader
-from service.wire.limits import JSON_TEXT_BYTES, WireLimits
-from service.wire.problems import validate
+from service.wire.json.strict import parse_nested
+from service.wire.limits import JSON_TEXT_BYTES
+from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 MAX_ORIGIN = 200  # characters
 SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"
 POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
-ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent")
+ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent", "differential")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
@@ -52,7 +52,7 @@ def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
             origin = f"layer {metadata[LAYER]} of a model, by its config.json"
-            return ParsedLayer(without_init(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
+            return ParsedLayer(spec_of_given_weights(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
         return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -68,7 +68,7 @@ def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
 def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given: Mapping[str, Any]) -> ParsedLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
-    spec = without_init(validate(LayerSpec, fields, "/spec"))
+    spec = spec_of_given_weights(validate(LayerSpec, fields, "/spec"))
     return ParsedLayer(spec, weights, assumed_fields(spec, given))
 
 
@@ -114,6 +114,15 @@ def _origin(metadata: Mapping[str, str]) -> str | None:
     return metadata.get(ORIGIN, "")[:MAX_ORIGIN] or None
 
 
+def spec_of_given_weights(spec: LayerSpec) -> LayerSpec:
+    """The spec without init, seed and gain. Raises InvalidRequest if one of them differs from its default: nothing is drawn."""
+    drawn = {name: getattr(spec, name) for name in ("init", "seed", "gain")}
+    for name, value in drawn.items():
+        if value not in (None, LayerSpec.model_fields[name].default):
+            raise InvalidRequest.where(f"/spec/{name}", "nothing, since the weights are given and none is drawn", describe_value(value))
+    return without_init(spec)
+
+
 def without_init(spec: LayerSpec) -> LayerSpec:
     """The spec without init, seed and gain, for a layer whose weights are given."""
     return spec.model_copy(update={"init": None, "seed": None, "gain": 1.0})
@@ -146,10 +155,7 @@ def write_layer_file(layer: LoadedLayer, **more: str) -> list[Buffer]:
 
 
 def _object(text: str, at: str) -> Mapping[str, Any]:
-    """Parse a JSON object. Raises MalformedBody, InvalidRequest or TooLarge; `at` is prepended to the paths of the errors."""
-    if len(text) > JSON_TEXT_BYTES:
-        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
-    try:
-        return json_reader.parse(text.encode(errors="replace"), {}, WireLimits())
-    except RequestError as error:
-        raise type(error)(problems=[Problem(at + problem.at, problem.expected, problem.got) for problem in error.problems]) from None
+    """The JSON object in a text. Raises MalformedBody, InvalidRequest or TooLarge, with pointers below `at`."""
+    if not isinstance(document := parse_nested(text, at), dict):
+        raise InvalidRequest.where(at, "a JSON object", describe_value(document))
+    return document

@@ -18,7 +18,7 @@ from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 from service.wire.v2.parameters import DEFAULT_OUTPUTS, VERSION
 from service.wire.v2.schemas import (
     BatchStatistics,
@@ -167,7 +167,8 @@ def _required(spec: LayerSpec) -> set[str]:
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
     shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
-    return [TensorMetadata(name=name, datatype=datatype, shape=list(shape)) for name, shape in shapes.items() if "gradient" not in name]
+    names = [name for name in shapes if "gradient" not in name and name not in spec.undefined_outputs]
+    return [TensorMetadata(name=name, datatype=datatype, shape=list(shapes[name])) for name in names]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:

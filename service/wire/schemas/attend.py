@@ -1,4 +1,4 @@
-"""The JSON documents of the service's own endpoints, as pydantic models. The OpenAPI document is made from them.
+"""The body of POST /attend, its reply, plan and refusal, as pydantic models. The OpenAPI document is made from them.
 
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
@@ -14,18 +14,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema, models_json_schema
+from pydantic.json_schema import SkipJsonSchema
 
+from service.errors import InvalidRequest
 from service.spec import Finite, LayerSpec, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
 from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.schemas.tensors import (
-    REFERENCE,
     Bias,
     HeadScale,
     KeyMask,
@@ -35,17 +33,12 @@ from service.wire.schemas.tensors import (
     RowCounts,
     Segments,
     Sequences,
-    Weight,
     tensor_kinds,
-    with_definitions,
 )
 from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS_DESCRIPTION = (
-    "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
-    "`gain`; if given, `init` and `seed` become null, and `gain` 1."
-)
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
 SPECIAL = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
@@ -113,6 +106,7 @@ def unique(noun: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.instead)  # fields of a layer's spec, and their names in other libraries
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
@@ -141,14 +135,14 @@ class Dropout(Document):
     """Keeps a weight where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divides it by 1 - p. The reply
     has the weights after dropout."""
 
-    p: Annotated[float, Field(ge=0, lt=1, strict=True)]
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+    p: Annotated[float, Field(ge=0, lt=1, strict=True, examples=[0.1])]
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True, examples=[0])]
 
 
 class Select(Document):
     """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
+    heads: Indices | None = Field(default=None, examples=[[0, 1]], description="Heads to return; all if null.")
     queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
     average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
     top_k: PositiveInt | None = Field(
@@ -161,6 +155,7 @@ class ReplyOptions(Document):
 
     form: Literal["nested", "flat", "base64"] = Field(
         default="nested",
+        examples=["nested"],
         description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
     )
     datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
@@ -174,12 +169,12 @@ class ReplyOptions(Document):
 class Tokens(Document):
     """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: TokenLists | None = Field(default=None, description="A token for each query.")
+    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
     key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
     omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
         default=None,
         description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
-        "other marks of a sequence. Weights stay as they are.",
+        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
     )
 
     def omits(self, token: str) -> bool:
@@ -199,6 +194,7 @@ class AttendRequest(Document):
     """
 
     instead: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
         **OTHER_NAMES,
         "figure": "no field of that name, which belongs to POST /attend/figure",
         "metrics": "no field of that name, which belongs to POST /attend/analysis",
@@ -256,28 +252,17 @@ class AttendRequest(Document):
     def batched(self) -> bool:
         return self.query.ndim == 3
 
-    def words(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+    def tokens_of(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
         """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
         if self.tokens is None:
             return []
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
-class PutLayer(Document):
-    """A layer: its spec, and its weights unless they are to be drawn."""
-
-    tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
-    spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drawn(cls, data: Any) -> Any:
-        """Removes an `init` of null if there are no weights: it is then the same as left out."""
-        spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
-        if isinstance(spec, dict) and spec.get("init", ...) is None:
-            return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
-        return data
+def require_layer_name(name: str) -> None:
+    """Raises InvalidRequest if no layer can have this name."""
+    if not re.fullmatch(LAYER_NAME, name):
+        raise InvalidRequest.where("", NAME_EXPECTED, describe_value(name))
 
 
 class LayerReference(Document):
@@ -312,43 +297,22 @@ class AttendReply(Document):
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
     output: OptionalTensor = _output("[b,q,output_dim].")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`."
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks and in fully masked rows. In layers with `differential` they may be negative, "
+        "with any sum."
     )
-    scores: OptionalTensor | BySequence = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text. Layers with `differential` have none."
+    )
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` have none.")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")
     value_gradient: OptionalTensor = _output("Shape of the value.")
-
-
-class LayerDocument(Document):
-    """A layer, and whether it is loaded."""
-
-    name: str
-    state: Literal["ready", "unloaded"] = Field(default="ready", description="An unloaded layer computes nothing until it is loaded again.")
-    spec: LayerSpec
-    fingerprint: str
-    parameters: int
-    device: str
-    origin: str | None = Field(default=None, description="Where given weights are from; absent if that is not known.")
-    assumed: dict[str, Any] | None = Field(
-        default=None,
-        description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
-    )
-
-    @model_serializer(mode="wrap")
-    def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
-        """The document, without `origin` and `assumed` if they are null."""
-        return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed")}
-
-
-class Layers(Document):
-    layers: list[LayerDocument]
 
 
 class PlannedTensor(Document):
@@ -384,10 +348,3 @@ class ProblemDocument(BaseModel):
     detail: str
     request_id: str
     errors: list[Refusal]
-
-
-def request_schemas(*more: type[BaseModel]) -> dict[str, Any]:
-    """Name -> JSON schema of the documents that routes read or write without FastAPI, for the OpenAPI document."""
-    models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument, *more)]
-    _, definitions = models_json_schema(models, ref_template=REFERENCE)
-    return with_definitions(definitions["$defs"])

@@ -15,6 +15,7 @@ class Figure(Document):
 
     kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = Field(
         default="heads",
+        examples=["mean"],
         description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: cosines "
         "between the heads' weights; `concatenation`: the heads' outputs side by side, and after the output projection.",
     )
@@ -58,18 +59,16 @@ class FigureRequest(AttendRequest):
             raise field_error("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
             raise field_error("/query", "at least one query and one key to draw", "none")
-        if () in (self.kept("query"), self.kept("key")):
-            raise field_error("/tokens/omit", "at least one query and one key to draw", "none that is not omitted")
         return self
 
     def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:
         """The item's tokens of queries or keys, none if there are none. A key that is left out has the query's."""
-        rows = self.words(side)
+        rows = self.tokens_of(side)
         return tuple(rows[self.figure.item] if rows and not isinstance(rows[0], str) else rows)  # type: ignore[arg-type]  # of one item
 
     def kept(self, side: Literal["query", "key"]) -> tuple[int, ...] | None:
         """The item's positions whose tokens are not omitted; None if all are drawn."""
-        tokens, words = self.tokens, self.item_tokens(side)
-        if tokens is None or not any(map(tokens.omits, words)):
+        options, tokens = self.tokens, self.item_tokens(side)
+        if options is None or not any(map(options.omits, tokens)):
             return None
-        return tuple(i for i, word in enumerate(words) if not tokens.omits(word))
+        return tuple(i for i, token in enumerate(tokens) if not options.omits(token))
