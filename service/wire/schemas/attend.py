@@ -5,6 +5,7 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ from service.wire.schemas.tensors import (
     KeyMask,
     Lengths,
     Mask,
+    Positions,
     ReplyTensor,
     RowCounts,
     Segments,
@@ -179,7 +181,11 @@ class Tokens(Document):
 
     def omits(self, token: str) -> bool:
         """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
 
 
 def is_special(token: str) -> bool:
@@ -224,6 +230,13 @@ class AttendRequest(Document):
     bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
+    )
+    positions: Positions | None = Field(
+        default=None,
+        description="[b,q], or [b,q,axes] if rope has axes; b may be 1. RoPE rotates queries by them; by their indices if null.",
+    )
+    key_positions: Positions | None = Field(
+        default=None, description="[b,k] or [b,k,axes]. RoPE rotates the keys by them; those of the queries if the key is left out."
     )
     causal: StrictBool = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
