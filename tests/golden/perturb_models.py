@@ -1,7 +1,8 @@
 """Changes each field of the configs of tiny models: what changes transformers' eager attention has to change ours too, or be refused.
 
-Run as `python perturb_models.py [NAME …]` where `generate_models.py` runs, for all families or those named. It prints every change after
-which a layer is wrong, and for each model how many changes led to what: right, refused, or not built by transformers itself.
+Run as `python perturb_models.py [--record] [NAME …]` where `generate_models.py` runs, for all models or those named. It prints every change
+after which a layer is wrong, and for each model how many changes led to what: right, refused, or not built by transformers itself. With
+`--record` it keeps that in `perturbed.txt`, which a test compares with the models there are.
 """
 
 import copy
@@ -9,10 +10,14 @@ import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
-from generate_models import FOLDER, compare
+from generate_models import FOLDER, compare, layers_of
 
+from service.checkpoints.model import describe
 from service.errors import InvalidRequest
+
+RECORD = Path(__file__).parent / "perturbed.txt"
 
 REMOVED = object()
 KEPT = re.compile(  # what the model is, and settings of training, generation and output
@@ -61,12 +66,23 @@ def changed(config, path, value):
 def verdict(config):
     """wrong if any layer is, right if some are and none is wrong, else refused or not built."""
     try:
+        if not any(is_described(config, *layer) for layer in layers_of(config)):
+            return "refused"
         found = {kind for kind, _ in compare(config).values()}
     except InvalidRequest:
         return "refused"
     except Exception:  # transformers has no such model
         return "not built"
     return next((kind for kind in ("wrong", "right", "refused") if kind in found), "not built")
+
+
+def is_described(config, *layer):
+    """Whether the layer is not refused by the config alone, for which no model has to be built."""
+    try:
+        describe(config, *layer)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def perturb(name):
@@ -81,12 +97,23 @@ def perturb(name):
     return counts, wrong
 
 
+def record(name, counts):
+    """Replaces the line of this model in the record; drops those of models that are no more."""
+    lines = dict(line.split(": ") for line in RECORD.read_text().splitlines()) if RECORD.exists() else {}
+    lines[name] = ", ".join(f"{kind} {counts[kind]}" for kind in ("right", "refused", "not built", "wrong") if counts[kind])
+    kept = sorted(lines.keys() & {path.stem for path in FOLDER.glob("*.json")})
+    RECORD.write_text("".join(f"{name}: {lines[name]}\n" for name in kept))
+
+
 def main():
+    chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
     total, failed = Counter(), False
-    for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.json")):
+    for name in chosen or sorted(path.stem for path in FOLDER.glob("*.json")):
         counts, wrong = perturb(name)
         total, failed = total + counts, failed or bool(wrong)
         print(name, dict(counts), *wrong, sep="\n  " if wrong else " ", flush=True)
+        if "--record" in sys.argv:
+            record(name, counts)
     print("all:", dict(total))
     sys.exit(failed)
 

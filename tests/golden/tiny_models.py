@@ -10,6 +10,7 @@ import re
 import tempfile
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ class TinyModel:
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 own = np.zeros(0) if parameter is None else parameter.detach().numpy()
-                if own.ndim == 2 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
+                if own.ndim > 1 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
                     return module
         raise LookupError(f"no module has a tensor of shape {array.shape}")
 
@@ -118,12 +119,10 @@ class TinyModel:
         seen = {key: {} for key in layers}
         hooks = []
         for key, (*inputs, output) in layers.items():
-            here = seen[key]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
-                hooks.append(
-                    module.register_forward_pre_hook(lambda _, x, named, here=here, name=name: keep(here, name, x, named), with_kwargs=True)
-                )
-            hooks.append(output.register_forward_hook(lambda _, x, result, here=here: keep(here, "output", (result,), {})))
+                hook = partial(keep_input, seen[key], name)
+                hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(output.register_forward_hook(partial(keep_output, seen[key])))
         try:
             forward(self.model)
         finally:
@@ -170,9 +169,20 @@ def stirred(*shape):
     return torch.from_numpy(drawn(str(shape), shape) * 3)
 
 
-def keep(here, name, values, named):
-    """Keeps the first tensor as [b, n, width]."""
-    value = values[0] if values else next(iter(named.values()))
+def keep_input(here, name, module, values, named):
+    """A hook that keeps what goes into a module."""
+    keep(here, name, module, values[0] if values else next(iter(named.values())))
+
+
+def keep_output(here, module, _, result):
+    """A hook that keeps what comes out of a module."""
+    keep(here, "output", module, result)
+
+
+def keep(here, name, module, value):
+    """Keeps a tensor, or the first of several, as [b, n, width]."""
     while isinstance(value, tuple | list):
         value = value[0]
-    here[name] = value.detach().numpy().reshape(1, -1, value.shape[-1]).copy()
+    value = value.transpose(1, 2) if isinstance(module, torch.nn.Conv1d) else value  # [b, width, n]
+    batch = len(value) if value.dim() == 3 else 1
+    here[name] = value.detach().numpy().reshape(batch, -1, value.shape[-1]).copy()
