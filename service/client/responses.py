@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import numpy as np
 
-from service.client.notebook import heat_maps, metric_table
+from service.client.notebook import heat_maps, metric_tables, word_table
 from service.errors import (
     AttendError,
     BadReply,
@@ -30,7 +30,6 @@ from service.wire.client_codec import decode_binary_reply, decode_document, deco
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import PER_HEAD, SHAPES
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
 from service.wire.schemas.text import Words
 
@@ -51,8 +50,9 @@ class TopWeights(NamedTuple):
 class AttendResult(Mapping[str, Any]):
     """The requested outputs, as `result.output` or `result["output"]`; iterates over their names in the requested order.
 
-    An output is an array; `attention_weights` with `top_k` are `TopWeights`. `timing` maps decode, queue, compute, encode to milliseconds.
-    `select` and `tokens` are those of the request. A notebook shows a heat map of the weights of each head.
+    An output is an array; `attention_weights` with `top_k` are `TopWeights`; weights and scores with `query_lengths` are a list of arrays.
+    `timing` maps decode, queue, compute, encode to milliseconds. `select` and `tokens` are those of the request. A notebook shows a heat
+    map of the weights of each head.
     """
 
     tensors: dict[str, Any]
@@ -78,7 +78,7 @@ class AttendResult(Mapping[str, Any]):
         return len(self.tensors)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name} {list(getattr(tensor, 'values', tensor).shape)}" for name, tensor in self.tensors.items())
+        shapes = ", ".join(f"{name} {_shape(tensor)}" for name, tensor in self.tensors.items())
         return f"AttendResult({shapes}; layer {self.layer.name!r})"
 
     def _repr_html_(self) -> str | None:
@@ -91,7 +91,7 @@ class AttendResult(Mapping[str, Any]):
 class AnalysisResult(Mapping[str, Any]):
     """The requested metrics, as `result["entropy"]`: an array, or a dictionary of arrays; those named `…_words` are lists.
 
-    A notebook shows a table of the metrics that are one number for each head.
+    A notebook shows a table of the metrics that are one number for each head, and the strongest links.
     """
 
     metrics: dict[str, Any]
@@ -108,9 +108,7 @@ class AnalysisResult(Mapping[str, Any]):
         return len(self.metrics)
 
     def _repr_html_(self) -> str | None:
-        columns = {name: metric for name, metric in self.metrics.items() if SHAPES.get(name) == PER_HEAD}
-        others = sorted(self.metrics.keys() - columns.keys())
-        return metric_table(columns, f"layer {self.layer.name!r}" + (f"; also {', '.join(others)}" if others else ""))
+        return metric_tables(self.metrics, f"layer {self.layer.name!r}")
 
 
 class Picture(bytes):
@@ -144,6 +142,20 @@ class WordsResult:
         """Arguments of `attend`, `analysis`, `figure` and `plan` for self-attention of the text: layer, query and tokens."""
         return {"layer": self.layer.name, "query": self.vectors, "tokens": {"query": self.tokens}}
 
+    def _repr_html_(self) -> str:
+        return word_table(self.tokens, self.vectors, f"layer {self.layer.name!r}; {self.note}")
+
+
+def _of_parts(parts: dict[str, Array]) -> TopWeights | list[Array]:
+    """The largest weights, or an array for each of several sequences in one query."""
+    return TopWeights(**parts) if "keys" in parts else [parts[str(i)] for i in range(len(parts))]
+
+
+def _shape(tensor: Array | TopWeights | list[Array]) -> str:
+    if isinstance(tensor, list):
+        return "of " + " and ".join(map(_shape, tensor)) if len(tensor) < 4 else f"of {len(tensor)} sequences"
+    return str(list((tensor.values if isinstance(tensor, TopWeights) else tensor).shape))
+
 
 def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None) -> AttendResult:
     """Decodes a reply to POST /attend, by its Content-Type. `select` and `tokens` are the request's. Raises BadReply."""
@@ -151,7 +163,7 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
         reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
-        tensors = {name: TopWeights(**tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
+        tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
         return AttendResult(
             tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}

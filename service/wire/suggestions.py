@@ -8,9 +8,9 @@ from os.path import commonprefix
 COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 
 _CAUSAL = "causal (key j is visible to query i if j <= i + query_offset)"
+_CUMULATIVE = "query_lengths and key_lengths (the rows of each sequence, not their sums)"
 _DROPOUT = 'dropout {"p", "seed"}, without which nothing is dropped'
 _KEY = "key, which is also the value if that is left out"
-_LAYER = "the name of a layer, whose spec has the number of heads and the widths (PUT /layers/{name})"
 _LENGTHS = "valid_lens (only the first n keys are real)"
 _PADDING = "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite"
 _PAIRS = (
@@ -18,6 +18,7 @@ _PAIRS = (
     "scaled_dot_product_attention (True = may attend), bias for numbers that are added to the scores"
 )
 _QUERY = "query, which is also the key and the value if those are left out"
+_SEGMENTS = "segments (a query attends only to keys of its own segment), or query_segments and key_segments"
 _WEIGHTS = 'outputs with attention_weights, which are among them by default; ["output"] for none'
 _WINDOW = 'window {"left", "right"}, the number of keys on each side of the position of the query, null for no bound'
 
@@ -32,11 +33,14 @@ OTHER_NAMES = {
     "attn_mask": _PAIRS,
     "average_attn_weights": 'select {"average": true} for the mean over the heads; without it the weights are of each head',
     "causal_mask": _CAUSAL,
-    "d_model": _LAYER,
+    "cu_seqlens": _CUMULATIVE,
+    "cu_seqlens_k": _CUMULATIVE,
+    "cu_seqlens_q": _CUMULATIVE,
+    "decoder_segment_ids": _SEGMENTS,
     "deterministic": _DROPOUT,
+    "document_ids": _SEGMENTS,
     "dropout_p": _DROPOUT,
     "dropout_rate": _DROPOUT,
-    "embed_dim": _LAYER,
     "head_mask": "head_scale (a factor on each head's output)",
     "hidden_states": _QUERY,
     "inputs_k": _KEY,
@@ -53,12 +57,12 @@ OTHER_NAMES = {
     "memory_key_padding_mask": _PADDING,
     "memory_mask": _PAIRS,
     "need_weights": _WEIGHTS,
-    "num_heads": _LAYER,
     "output_attentions": _WEIGHTS,
     "position_bias": "bias (added to the scores)",
     "q": _QUERY,
     "queries": _QUERY,
     "return_attention_scores": _WEIGHTS,
+    "segment_ids": _SEGMENTS,
     "sliding_window": _WINDOW,
     "softmax_scale": "scale (a factor on query·key)",
     "src_key_padding_mask": _PADDING,
