@@ -10,7 +10,7 @@ import re
 import tempfile
 import warnings
 import zlib
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -81,19 +81,36 @@ def tiny_config(model_type, changes):
     return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path", "architectures")}
 
 
+@cache
 def drawn(name, shape):
     """float32 numbers that depend on nothing but the tensor's name and shape."""
     return np.asarray(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35, np.float32)
 
 
-class TinyModel:
-    """A model in eager mode, and the tensors of its file."""
+def filled(name, tensor):
+    """The tensor as an array, with drawn numbers in place of its own unless it is kept."""
+    array = tensor.numpy()
+    if array.dtype.kind == "f" and not KEPT.search(name):
+        array[...] = drawn(name, array.shape)
+    return array
 
-    def __init__(self, config):
+
+class TinyModel:
+    """A model in eager mode, and the tensors of its file.
+
+    `in_memory`: the file is neither written nor read, which is faster. Its tensors are those of the model, which not all families save as
+    they are.
+    """
+
+    def __init__(self, config, in_memory=False):
         torch.manual_seed(0)  # for what is kept
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             (path / "config.json").write_text(json.dumps(config))
+            if in_memory:
+                self.model = AutoModel.from_config(AutoConfig.from_pretrained(path), attn_implementation="eager").float().eval()
+                self.tensors = {name: filled(name, x) for name, x in self.model.state_dict().items()}
+                return
             AutoModel.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
             (path / "config.json").write_text(json.dumps(config))
             (file,) = path.glob("*.safetensors")
