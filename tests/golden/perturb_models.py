@@ -13,12 +13,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import torch
 from generate_models import FOLDER, compare, layers_of
 from tiny_models import TinyModel
+from transformers import CONFIG_MAPPING, AutoModel
 
 from service.checkpoints.model import describe
 from service.errors import InvalidRequest
 
+MOST_PARAMETERS = 1_000_000
 RECORD = Path(__file__).parent / "perturbed.txt"
 
 REMOVED = object()
@@ -69,6 +72,16 @@ def is_saved_as_it_is(config):
     """Whether the model's file has the tensors of the model, so that changed models need not be saved."""
     model, file = TinyModel(config, in_memory=True), TinyModel(config)
     return all(name in model.tensors and np.array_equal(x, model.tensors[name]) for name, x in file.tensors.items())
+
+
+def is_small(config):
+    """Whether the model has few parameters; defaults of several sizes together can make a large one."""
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    except Exception:
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
 
 
 def description(config):
@@ -123,7 +136,8 @@ class Perturbation:
         config = self.config
         for path, value in changes:
             config = changed(config, path, value)
-        if (kind := verdict(config, self.in_memory)) == "right" or len(changes) == 1:
+        kind = verdict(config, self.in_memory) if len(changes) == 1 or is_small(config) else "too large"
+        if kind == "right" or len(changes) == 1:
             self.counts[kind] += len(changes)
             if kind == "wrong":
                 ((path, value),) = changes
