@@ -28,7 +28,7 @@ Flag = Annotated[bool, Field(strict=True)]
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None},
+    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "relative_scores": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
@@ -136,6 +136,48 @@ class RelativeBias(Part):
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
+
+
+class RelativeScores(Part):
+    """Scores that have terms of the content and the distance D, the position of query i less that of key j, beside query·key.
+
+    transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3): (q_i + u)·k_j + (q_i + v)·W_R R_D with sinusoids R_D [d_model]. W_R is
+    `position_key.weight` [num_heads*head_dim, d_model]; u and v are `content_bias` and `position_bias`, [num_heads, head_dim].
+
+    disentangled (He et al. 2021, arXiv 2006.03654, equation 4): q_i·k_j + q_i·r_D + k_j·s_D with the columns r_D and s_D of the weights
+    `position_key.weight` and `position_query.weight` [num_heads*head_dim, 2n] for this distance, n for each direction.
+    """
+
+    kind: Literal["transformer_xl", "disentangled"]
+    max_distance: Width | None = Field(
+        default=None, description="Keys further away than this count as this far; null: no bound (transformer_xl alone)."
+    )
+    interleaved: Flag = Field(
+        default=False, description="transformer_xl: whether sines and cosines alternate (Conformers), or all sines come first (XLNet)."
+    )
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] | None = Field(
+        default=None, description="disentangled: columns for each direction, logarithmic from the middle on; null: one for each distance."
+    )
+    position_to_content: Flag = Field(default=False, description="disentangled: whether there is the term k_j·s_D.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.kind == "transformer_xl":
+            for name in ("buckets", "position_to_content"):
+                if (value := getattr(self, name)) not in (None, False):
+                    raise disagreement(f"/{name}", "none, since kind is transformer_xl", json.dumps(value))
+        elif self.interleaved:
+            raise disagreement("/interleaved", "false, since kind is disentangled", "true")
+        elif self.max_distance is None:
+            raise disagreement("/max_distance", "a number, since kind is disentangled", "null")
+        elif self.buckets is not None and self.max_distance <= (least := self.buckets // 2 + 1):
+            raise disagreement("/max_distance", f"more than {least}, so that the logarithm grows", str(self.max_distance))
+        return self
+
+    @property
+    def columns(self) -> int:
+        """disentangled: the number of columns for each direction, n; transformer_xl: 0."""
+        return (self.buckets or self.max_distance or 0) if self.kind == "disentangled" else 0
 
 
 class QKNorm(Part):
@@ -247,6 +289,9 @@ class LayerSpec(BaseModel):
     query_scale: QueryScale | None = Field(default=None, description="Factor on queries that grows with their position.")
     alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
+    relative_scores: RelativeScores | None = Field(
+        default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
+    )
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
@@ -269,7 +314,8 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init")
+        optional = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "relative_scores", "qk_norm", "output_gate"}
+        optional |= {"latent", "init"}
         filled = {k: v for k, v in data.items() if v is not None or k in optional}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
@@ -309,7 +355,7 @@ class LayerSpec(BaseModel):
             raise disagreement("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
             raise disagreement("/bias", f"false, since init {init} has no bias", "true")
-        for name in ("output_gate", "latent"):
+        for name in ("output_gate", "latent", "relative_scores"):
             if getattr(self, name) and not self.projections:
                 raise disagreement(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
@@ -318,6 +364,11 @@ class LayerSpec(BaseModel):
             raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
             raise disagreement("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
+        for name in ("rope", "query_scale"):
+            if self.relative_scores and getattr(self, name):
+                raise disagreement(f"/{name}", "null, since relative_scores has the positions of this layer", "one")
+        if self.relative_scores and self.relative_scores.kind == "transformer_xl" and self.d_model % 2:
+            raise disagreement("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
         return self
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
@@ -372,7 +423,7 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
@@ -414,6 +465,12 @@ class LayerSpec(BaseModel):
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
+        if (relative := self.relative_scores) is not None:
+            shapes["position_key.weight"] = (widths["query"], 2 * relative.columns or self.d_model)
+            if relative.kind == "transformer_xl":
+                shapes |= dict.fromkeys(("content_bias", "position_bias"), (self.num_heads, self.head_dim))
+            elif relative.position_to_content:
+                shapes["position_query.weight"] = shapes["position_key.weight"]
         return shapes
 
     def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:

@@ -50,6 +50,7 @@ NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight
 FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
 ROUTES = tuple(f"{name}.{kind}" for name in ("gate", "query_down", "key_value_down", "rope_key") for kind in ("weight", "bias"))
 OTHERS = (*ROUTES, "query_down_norm.weight", "key_value_down_norm.weight")
+OTHERS += ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
 EXTRAS = {name: name for name in ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias", *OTHERS)}
 EITHER = (QKV_BIASES, ("output.bias",))
 EXTRA_OPTIONS = (("query_norm.weight", "key_norm.weight"), ("sinks",), ("relative_bias",), *((part,) for part in OTHERS))

@@ -1,7 +1,8 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order.
+are project, norm, RoPE, scales of queries by position, terms of the distance, scale, softcap, add biases, block, softmax, dropout, gate, in
+this order.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -23,7 +24,7 @@ from service.attention.reference.masks import (
     query_positions,
     spread,
 )
-from service.attention.reference.positions import position_bias, query_factors, rotate
+from service.attention.reference.positions import position_bias, query_factors, relative_terms, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -108,7 +109,7 @@ def attend(
     if fully_masked == "error" and empty.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
-    scores = (spec.scale if scale is None else scale) * (q @ repeat_kv_heads(k, spec.num_heads).swapaxes(-1, -2))
+    scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, q, repeat_kv_heads(k, spec.num_heads), ahead)
     if cap := spec.softcap if softcap is None else softcap:
         scores = cap * np.tanh(scores / cap)
     scores = np.where(blocked, -np.inf, scores + added)
@@ -137,6 +138,12 @@ def attend(
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def raw_scores(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:
+    """Q Kᵀ and the terms of the distance, before the scale: [b, h, q, d], [b, h, k, d], [b, 1, q, k] -> [b, h, q, k]."""
+    products: Array = q @ k.swapaxes(-1, -2)
+    return products + relative_terms(spec, weights, q, k, ahead) if spec.relative_scores else products
 
 
 def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:

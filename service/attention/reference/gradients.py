@@ -8,6 +8,8 @@ head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A
     S = c tanh(R/c)     R̄ = S̄ ∘ (1 - tanh²(R/c))
     R = scale · Q Kᵀ    Q̄ = scale · R̄ K         K̄ = scale · R̄ᵀ Q
 
+With relative_scores, R_ij = scale · (q_i·k_j + u·k_j + (q_i + v)·r_ij + k_j·s_ij), so that scale · R̄_ij r_ij is added to q̄_i, and
+scale · R̄_ij (u + s_ij) to k̄_j.
 Biases do not change these formulas, and blocked pairs have A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds
 for rows that sum to less than 1. The weights of a fully masked row are constants, so its S̄ is 0.
 """
@@ -31,11 +33,12 @@ from service.attention.reference.forward import (
     normalises,
     project,
     project_heads,
+    raw_scores,
     repeat_kv_heads,
     split_heads,
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
-from service.attention.reference.positions import query_factors, rotate
+from service.attention.reference.positions import position_vectors, query_factors, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -72,7 +75,7 @@ def gradients(
     if (head_scale := call.get("head_scale")) is not None:
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
 
-    through = dict(zip(inputs, _through_attention(spec, back, forward, call, batched), strict=True))
+    through = dict(zip(inputs, _through_attention(spec, weights, back, forward, call, batched), strict=True))
     if spec.query_scale:
         through["query"] = query_factors(_positions(forward, call, batched), spec.query_scale) * through["query"]
     if spec.rope:  # the gradient of a rotation is the opposite rotation
@@ -102,7 +105,9 @@ def _through_gate(spec: LayerSpec, weights: Mapping[str, Array], query: Array, h
     return merge_heads(for_logits) @ np.asarray(weights["gate.weight"], np.float64), back * gate
 
 
-def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: Mapping[str, Any], batched: bool) -> tuple[Array, ...]:
+def _through_attention(
+    spec: LayerSpec, weights: Mapping[str, Array], back: Array, forward: Reference, call: Mapping[str, Any], batched: bool
+) -> tuple[Array, ...]:
     """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
     projections = (forward.query_projection, forward.key_projection, forward.value_projection)
     q, k, v = (repeat_kv_heads(as_batch(x, batched), spec.num_heads) for x in projections)
@@ -115,12 +120,26 @@ def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: M
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
     for_scores = before_dropout * (for_weights - (before_dropout * for_weights).sum(axis=-1, keepdims=True))
     scale = spec.scale if call.get("scale") is None else call["scale"]
+    ahead = np.arange(k.shape[2]) - _positions(forward, call, batched)[:, None, :, None] if spec.relative_scores else np.zeros(1)
     if cap := spec.softcap if call.get("softcap") is None else call["softcap"]:
-        slope = 1 - np.tanh(scale * (q @ k.swapaxes(-1, -2)) / cap) ** 2
+        slope = 1 - np.tanh(scale * raw_scores(spec, weights, q, k, ahead) / cap) ** 2
         for_scores = np.where(blocked, 0.0, for_scores * slope)
     for_queries = scale * average_values(for_scores, k)
     for_keys = scale * (for_scores.swapaxes(-1, -2) @ q)
+    if spec.relative_scores:
+        through_terms = _through_relative_terms(spec, weights, scale * for_scores, ahead)
+        for_queries, for_keys = for_queries + through_terms[0], for_keys + through_terms[1]
     return for_queries, _sum_over_groups(for_keys, spec.num_kv_heads), _sum_over_groups(for_values, spec.num_kv_heads)
+
+
+def _through_relative_terms(spec: LayerSpec, weights: Mapping[str, Array], back: Array, ahead: Array) -> tuple[Array, ArrayLike]:
+    """From the gradient of the terms [b, h, q, k] to those of queries, Σ_j back_ij r_ij, and keys, Σ_i back_ij (u + s_ij)."""
+    for_queries = np.einsum("bhij,bijhd->bhid", back, position_vectors(spec, weights, "position_key", ahead))
+    if "content_bias" in weights:
+        return for_queries, back.sum(axis=2)[..., None] * np.asarray(weights["content_bias"], np.float64)[:, None]
+    if "position_query.weight" in weights:
+        return for_queries, np.einsum("bhij,bijhd->bhjd", back, position_vectors(spec, weights, "position_query", ahead))
+    return for_queries, 0.0
 
 
 def _sum_over_groups(x: Array, kv_heads: int) -> Array:

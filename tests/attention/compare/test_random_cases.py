@@ -84,6 +84,12 @@ def test_layers_have_everything_that_a_layer_may_have():
         (n, bias) for n in (None, 11) for bias in (0, 1)
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
+    relative = [spec.relative_scores for spec in specs if spec.relative_scores]
+    sinusoidal = [scores for scores in relative if scores.kind == "transformer_xl"]
+    assert {scores.interleaved for scores in sinusoidal} == {scores.max_distance is None for scores in sinusoidal} == {True, False}
+    assert {(scores.buckets is None, scores.position_to_content) for scores in relative if scores.kind == "disentangled"} == {
+        (exact, both) for exact in (True, False) for both in (True, False)
+    }
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
@@ -93,7 +99,7 @@ def test_layers_have_everything_that_a_layer_may_have():
 
 
 def test_features_that_do_not_go_together_are_dropped():
-    everything = set(FEATURES)
+    everything = set(FEATURES) - {"relative_scores"}
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
     assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}
@@ -101,6 +107,10 @@ def test_features_that_do_not_go_together_are_dropped():
     assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate", "latent"} - widths
     assert settle(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
     assert settle({"value"}, "torch_mha") == set()
+    assert settle({"relative_scores"}, "torch_mha") == set()
+    assert settle({"relative_scores", "rope"}, "torch_linear") == {"rope"}
+    assert settle({"relative_scores", "query_scale"}, "torch_linear") == {"query_scale"}
+    assert settle({"relative_scores", "alibi"}, "torch_linear") == {"relative_scores", "alibi"}
     assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
     assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 from torch.nn import functional
 
 from service.attention.compare.random_cases import FEATURES, random_case
@@ -70,11 +71,11 @@ def torchs(spec, weights, request, inputs, forward):
         q = q * (1 + spec.query_scale.factor * torch.log1p(steps.double()))[:, None, :, None]
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
+    ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
+    scores = (torch.einsum("bhid,bhjd->bhij", q, k) + torch_relative(spec, weights, q, k, ahead)) * request.get("scale", spec.scale)
     if cap := request.get("softcap", spec.softcap):
         scores = cap * torch.tanh(scores / cap)
     blocked = torch.tensor(np.isneginf(forward.scores))
-    ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
     scores = (scores + torch_bias(spec, weights, request, ahead)).masked_fill(blocked, -torch.inf)
     sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
     columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
@@ -176,6 +177,32 @@ def torch_bias(spec, weights, request, ahead):
         buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
         bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
     return bias
+
+
+def torch_relative(spec, weights, q, k, ahead):
+    """By an embedding of every distance that occurs, as a table."""
+    relative, near = spec.relative_scores, int(-ahead.max()) if ahead.numel() else 0
+    if relative is None or not ahead.numel():
+        return 0.0
+    distances = torch.arange(near, int(-ahead.min()) + 1)
+    if relative.kind == "transformer_xl":
+        bound = relative.max_distance or 10**9
+        table = xlnet_sinusoids(distances.clamp(-bound, bound).double(), spec.d_model)
+        table = table.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if relative.interleaved else table
+    else:
+        rows = deberta_bucket(distances, relative.buckets, relative.max_distance) if relative.buckets else distances
+        size = relative.buckets or relative.max_distance
+        table = functional.one_hot((rows + size).clamp(0, 2 * size - 1), 2 * size).double()
+    embedded = functional.embedding(-ahead - near, table)  # [b, q, k, width]
+    keys = functional.linear(embedded, weights["position_key.weight"]).unflatten(-1, (spec.num_heads, -1))
+    if relative.kind == "transformer_xl":
+        u, v = weights["content_bias"][:, None], weights["position_bias"][:, None]
+        return torch.einsum("hid,bhjd->bhij", u, k) + torch.einsum("bhid,bijhd->bhij", q + v, keys)
+    terms = torch.einsum("bhid,bijhd->bhij", q, keys)
+    if relative.position_to_content:
+        queries = functional.linear(embedded, weights["position_query.weight"]).unflatten(-1, (spec.num_heads, -1))
+        terms = terms + torch.einsum("bhjd,bijhd->bhij", k, queries)
+    return terms
 
 
 def t5_bucket(relative_position, bidirectional, num_buckets, max_distance):

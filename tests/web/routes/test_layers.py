@@ -160,6 +160,8 @@ def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> Non
         {},
         {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5},
         {"output_gate": {"bias": True}, "latent": {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1, "bias": True}},
+        {"relative_scores": {"kind": "transformer_xl", "interleaved": True}},
+        {"relative_scores": {"kind": "disentangled", "max_distance": 5, "position_to_content": True}},
     ],
 )
 def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:
