@@ -1,9 +1,8 @@
-"""Writes docs/checkpoints.md: the model families whose layers are loaded by their config.
+"""Writes docs/checkpoints.md, the model families whose layers are loaded by their config, and a page for each in docs/checkpoints.
 
-Run as `python docs/list_checkpoints.py`. A test compares the page with what this script makes.
+Run as `python docs/list_checkpoints.py`. A test compares the pages with what this script makes.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,27 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from service.checkpoints.families import FAMILIES, REASONS
-from service.checkpoints.model import describe
+from service.checkpoints.rope import KINDS
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "docs"))
+from family_pages import Case, cases_by_row, page  # noqa: E402
+
 TRIED = ROOT / "tests" / "golden" / "tiny_families.txt"
 PAGE = ROOT / "docs" / "checkpoints.md"
+FOLDER = ROOT / "docs" / "checkpoints"
 HEAD = """# Families of models
 
 `attend layers add NAME FOLDER --layer N` loads a layer as the model's own `config.json` describes it ([layers.md](layers.md)). This
-list is made by `python docs/list_checkpoints.py` from the table in `service/checkpoints/families.py` and the cases in
+list and its pages are made by `python docs/list_checkpoints.py` from the table in `service/checkpoints/families/` and the cases in
 `tests/golden/models`. Those are tiny models that `tests/golden/generate_models.py` makes with transformers 5.23.0, draws weights for
 and saves; the service repeats their eager attention over HTTP to 3e-5 of the largest value. Every other `model_type` is refused by
 name, and so is every field about attention that is not understood.
 
-The table has {families} model types. As a measure of what is missing, `tests/golden/count_families.py` tries every family of that
-transformers which can be made tiny and run on tokens, an image or sound; model types that only combine families are not counted.
-Of {built}, {plain} have no softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and
-the others are refused.
+The page of a family has its formula, what the fields of its config determine, and its tensors. All families with RoPE read
+`rope_parameters` of transformers 5 as well as `rope_theta` and `rope_scaling` of transformers 4, of the types
+{kinds}.
+
+The table has {families} model types.
+{claim}
 
 | `model_type` | part | beyond projections, scale and softmax |
 |---|---|---|
 """
+CLAIM = """As a measure of what is missing, `tests/golden/count_families.py` tries every family of that transformers which can be
+made tiny and run on tokens, an image or sound; model types that only combine families are not counted. Of {built},
+{plain} have no softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and the others
+are refused."""
 
 
 def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
@@ -67,36 +76,42 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
             yield words
 
 
-def rows() -> Iterator[str]:
-    models = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "tests" / "golden" / "models").glob("*.json"))}
-    for kind in sorted(FAMILIES):
+def rows(cases: Mapping[tuple[str, ...], list[Case]]) -> Iterator[str]:
+    """Model type, with a link to its page, part, and what the layers of that part have."""
+    names_of = {name: names for names in cases for name in names}
+    for name, names in sorted(names_of.items()):
         found: dict[str, list[str]] = {}
-        for model in models.values():
-            if model["config"]["model_type"] != kind:
-                continue
-            for case in model["cases"]:
-                layer = describe(model["config"], case["layer"], case["part"])
-                found.setdefault(case["part"], []).extend(features(layer.fields, layer.attention.causal))
-        yield from (f"| {kind} | {part} | {', '.join(dict.fromkeys(words))} |" for part, words in found.items())
+        for case in cases[names]:
+            if case.layer.model_type == name:
+                found.setdefault(case.layer.part, []).extend(features(case.layer.fields, case.layer.attention.causal))
+        for part, words in found.items():
+            yield f"| [{name}](checkpoints/{names[0]}.md) | {part} | {', '.join(dict.fromkeys(words))} |"
 
 
-def page() -> str:
-    refused = "".join(f"| {reason} | {' '.join(sorted(names.split()))} |\n" for reason, names in REASONS.items())
+def claim() -> str:
+    """How many families of transformers are computed, by `count_families.py`."""
     counts = Counter(line.partition(":")[0] for line in TRIED.read_text().splitlines())
     softmax = counts["right"] + counts["refused"] + counts["wrong"]
-    head = HEAD.format(
-        families=len(FAMILIES),
-        built=softmax + counts["no softmax"],
-        plain=counts["no softmax"],
-        softmax=softmax,
-        right=counts["right"],
-        share=counts["right"] / softmax,
-    )
-    return (
-        head + "\n".join(rows()) + "\n\nRefused, since the layer has no such operation:\n\n| needs | `model_type` |\n|---|---|\n" + refused
-    )
+    built, share = softmax + counts["no softmax"], counts["right"] / softmax
+    return CLAIM.format(built=built, plain=counts["no softmax"], softmax=softmax, right=counts["right"], share=share)
+
+
+def pages() -> dict[Path, str]:
+    """Every page that this script writes."""
+    cases = cases_by_row()
+    refused = "".join(f"| {reason} | {' '.join(sorted(names.split()))} |\n" for reason, names in REASONS.items())
+    head = HEAD.format(families=len(FAMILIES), claim=claim(), kinds=", ".join(f"`{kind}`" for kind in KINDS))
+    tail = "\n\nRefused, since the layer has no such operation:\n\n| needs | `model_type` |\n|---|---|\n"
+    return {PAGE: head + "\n".join(rows(cases)) + tail + refused} | {
+        FOLDER / f"{names[0]}.md": page(names, cases[names]) for names in cases
+    }
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    sys.stdout.write(f"wrote {PAGE}\n")
+    FOLDER.mkdir(exist_ok=True)
+    made = pages()
+    for path in set(FOLDER.glob("*.md")) - set(made):
+        path.unlink()
+    for path, text in made.items():
+        path.write_text(text)
+    sys.stdout.write(f"wrote {len(made)} pages\n")

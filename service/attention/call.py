@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from service.attention.masks import Masks
+from service.attention.masks import TENSORS, Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
 WeightBlock = tuple[slice, Tensor, Tensor | None]  # query rows, weights [b, h, rows, k], visible bool [b|1, h|1, rows|1, k|1]
@@ -46,11 +46,7 @@ class Call:
         query = self.query.to(device)
         key = query if self.key is self.query else self.key.to(device)
         value = key if self.value is self.key else self.value.to(device)
-        moved = {
-            name: tensor.to(device)
-            for name in ("positions", "attend_mask", "attend_keys", "lengths", "bias")
-            if (tensor := getattr(self.masks, name)) is not None
-        }
+        moved = {name: tensor.to(device) for name in TENSORS if (tensor := getattr(self.masks, name)) is not None}
         others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
         return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
 

@@ -1,7 +1,8 @@
 """Combines the masks of a call, for one block of query rows at a time. True means "may attend".
 
 Two kinds of masks are handled apart. Lengths, causality, windows and chunks restrict a row to an interval of keys, first to last, which
-needs no [q, k] memory. Attend masks, key masks and biases of -inf restrict it to an arbitrary set of keys. `visible` combines both.
+needs no [q, k] memory. Attend masks, key masks, segments and biases of -inf restrict it to an arbitrary set of keys. `visible` combines
+both.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+
+TENSORS = ("positions", "attend_mask", "attend_keys", "query_segments", "key_segments", "lengths", "bias")  # of Masks
+PADDING = -2  # the segment of keys that no query has
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,8 @@ class Masks:
     num_keys: int
     attend_mask: Tensor | None = None  # bool [b|1, h|1, q|1, k|1]
     attend_keys: Tensor | None = None  # bool [b|1, k|1]
+    query_segments: Tensor | None = None  # int64 [b|1, q|1]: a query attends to keys of its own segment
+    key_segments: Tensor | None = None  # int64 [b|1, k|1]; PADDING is in no query's segment
     lengths: Tensor | None = None  # int64 [b, q|1]: only the first n keys are real
     bias: Tensor | None = None  # [b|1, h|1, q|1, k|1], added to the scores; -inf blocks
     bias_blocks: bool = False  # whether the bias contains -inf
@@ -41,7 +47,8 @@ class Masks:
     @property
     def has_sets(self) -> bool:
         """Whether masks or a bias restrict rows to arbitrary sets of keys."""
-        return self.attend_mask is not None or self.attend_keys is not None or self.bias_blocks
+        sets = self.attend_mask, self.attend_keys, self.key_segments
+        return self.bias_blocks or any(mask is not None for mask in sets)
 
     @property
     def has_any(self) -> bool:
@@ -101,6 +108,9 @@ class Masks:
             parts.append(_block(self.attend_mask, rows, keys))
         if self.attend_keys is not None:
             parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
+        if self.query_segments is not None and self.key_segments is not None:
+            pairs = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
+            parts.append(_block(pairs[0], rows, keys) == _block(pairs[1], rows, keys))
         if self.bias is not None and self.bias_blocks:
             parts.append(_block(self.bias, rows, keys) != -torch.inf)
         return reduce(_and, parts, None)
@@ -138,6 +148,7 @@ class Masks:
             positions=self.positions if rows_at is None else self.positions.index_select(1, rows_at),
             attend_mask=cut(cut(self.attend_mask, 1, heads_at), 2, rows_at),
             bias=cut(cut(self.bias, 1, heads_at), 2, rows_at),
+            query_segments=cut(self.query_segments, 1, rows_at),
             lengths=cut(self.lengths, 1, rows_at),
         )
 
@@ -153,11 +164,13 @@ def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 def real_keys(masks: Masks, batch: int) -> Tensor:
-    """bool [b, k]: the keys that lengths and key masks do not block for every query. The others are padding."""
+    """bool [b, k]: the keys that lengths, key masks and segments do not block for every query. The others are padding."""
     real = torch.ones(batch, masks.num_keys, dtype=torch.bool, device=masks.positions.device)
     j = torch.arange(masks.num_keys, device=masks.positions.device)
     if masks.attend_keys is not None:
         real &= masks.attend_keys
+    if masks.key_segments is not None:
+        real &= masks.key_segments != PADDING
     if masks.lengths is not None:
         real &= j < masks.lengths.amax(1, keepdim=True) if masks.lengths.shape[1] else False
     return real

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.checkpoints.family import number_of_layers
+from service.checkpoints.families import number_of_layers
 from service.checkpoints.layout import Fields
 from service.checkpoints.model import ModelLayer, describe, parse_config, parts_of
 from service.errors import InvalidRequest

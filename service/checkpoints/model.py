@@ -4,7 +4,7 @@
     layer.find(names)                                 its tensors among the names of a checkpoint
     read_model_layer(tensors, config, layer=3)        fields for LayerSpec, canonical weights
 
-A model_type that is not in `families.py`, a field about attention that is not understood, and any contradiction between config, tensors and
+A model_type that is not in `families/`, a field about attention that is not understood, and any contradiction between config, tensors and
 the caller's spec raise InvalidRequest; nothing is guessed.
 """
 
@@ -18,13 +18,12 @@ import numpy as np
 
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED
-from service.checkpoints.family import Attention, Family, fields_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.families.traits import VALUE_FACTOR
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
 from service.checkpoints.refusals import field_pointer, listed
-from service.checkpoints.traits import VALUE_FACTOR
 from service.errors import InvalidRequest
 from service.tensors import Array
 

@@ -81,6 +81,16 @@ class CallFields(TypedDict, total=False):
     """1 = a key that no query may attend to, such as padding; [b,k]."""
     valid_lens: TensorLike | None
     """Only the first n keys may be attended to; [b] or [b,q]."""
+    segments: TensorLike | None
+    """Queries attend only to keys of their own segment, such as one of several sequences in a row; -1 is padding; [b,n]."""
+    query_segments: TensorLike | None
+    """Segments of the queries, beside `key_segments`, where query and key differ; [b,q]."""
+    key_segments: TensorLike | None
+    """Segments of the keys; [b,k]."""
+    query_lengths: TensorLike | None
+    """Rows of each sequence, if the query [total, width] is several sequences one after the other; weights are then a list."""
+    key_lengths: TensorLike | None
+    """Rows of each sequence of keys, beside `query_lengths`."""
     bias: TensorLike | None
     """Added to the scores; shapes as `attend_mask`. -inf blocks."""
     causal: bool | None

@@ -51,8 +51,9 @@ class TopWeights(NamedTuple):
 class AttendResult(Mapping[str, Any]):
     """The requested outputs, as `result.output` or `result["output"]`; iterates over their names in the requested order.
 
-    An output is an array; `attention_weights` with `top_k` are `TopWeights`. `timing` maps decode, queue, compute, encode to milliseconds.
-    `select` and `tokens` are those of the request. A notebook shows a heat map of the weights of each head.
+    An output is an array; `attention_weights` with `top_k` are `TopWeights`; weights and scores with `query_lengths` are a list of arrays.
+    `timing` maps decode, queue, compute, encode to milliseconds. `select` and `tokens` are those of the request. A notebook shows a heat
+    map of the weights of each head.
     """
 
     tensors: dict[str, Any]
@@ -78,7 +79,7 @@ class AttendResult(Mapping[str, Any]):
         return len(self.tensors)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name} {list(getattr(tensor, 'values', tensor).shape)}" for name, tensor in self.tensors.items())
+        shapes = ", ".join(f"{name} {_shape(tensor)}" for name, tensor in self.tensors.items())
         return f"AttendResult({shapes}; layer {self.layer.name!r})"
 
     def _repr_html_(self) -> str | None:
@@ -145,13 +146,24 @@ class WordsResult:
         return {"layer": self.layer.name, "query": self.vectors, "tokens": {"query": self.tokens}}
 
 
+def _of_parts(parts: dict[str, Array]) -> TopWeights | list[Array]:
+    """The largest weights, or an array for each of several sequences in one query."""
+    return TopWeights(**parts) if "keys" in parts else [parts[str(i)] for i in range(len(parts))]
+
+
+def _shape(tensor: Array | TopWeights | list[Array]) -> str:
+    if isinstance(tensor, list):
+        return "of " + " and ".join(map(_shape, tensor)) if len(tensor) < 4 else f"of {len(tensor)} sequences"
+    return str(list((tensor.values if isinstance(tensor, TopWeights) else tensor).shape))
+
+
 def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None) -> AttendResult:
     """Decodes a reply to POST /attend, by its Content-Type. `select` and `tokens` are the request's. Raises BadReply."""
     headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
         reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
-        tensors = {name: TopWeights(**tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
+        tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
         return AttendResult(
             tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}

@@ -54,6 +54,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, s
 
 def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
+    binding.refuse_packed(request)
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
@@ -136,7 +137,7 @@ def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
     lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
         return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
-    if request.key is not None or (call.masks.attend_keys is None and call.masks.lengths is None):
+    if request.key is not None or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
         return None
     return real_keys(call.masks, call.query.shape[0])
 

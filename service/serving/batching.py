@@ -17,13 +17,13 @@ from torch import Tensor
 
 from service.attention.call import Call, Result
 from service.attention.layer import Operation
+from service.attention.masks import TENSORS
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.load import INTERNAL, Flow
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
 MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
-STACKED_MASKS = ("positions", "attend_mask", "attend_keys", "lengths", "bias")
 
 BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
 
@@ -133,7 +133,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
         call.queries,
         call.average,
         call.top_k,
-        tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in STACKED_MASKS),
+        tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in TENSORS),
         masks.left,
         masks.right,
         masks.chunk,
@@ -170,7 +170,7 @@ def stack(calls: Sequence[Call]) -> Call:
     query = torch.cat([call.query for call in calls])
     key = query if first.key is first.query else torch.cat([call.key for call in calls])
     value = key if first.value is first.key else torch.cat([call.value for call in calls])
-    masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in STACKED_MASKS}
+    masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in TENSORS}
     return replace(
         first,
         query=query,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
-from service.attention.masks import Masks, last_keys
+from service.attention.masks import PADDING, Masks, last_keys
+from service.attention.packed import PackedAttention
 from service.errors import InvalidRequest, TooLarge
 from service.serving.casting import cast
 from service.serving.cost import ServingLimits, predict, refusals
@@ -43,9 +44,25 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     if problems:
         raise TooLarge(problems=problems)
     call = bind(request, layer.spec)
+    if request.query_lengths is not None:
+        return BoundCall(request, layer, call, cost, operation=_packed(request, layer.spec))
     if key is not None:
         layer.validated.keep(key, request, call, cost, in_parts)
     return BoundCall(request, layer, call, cost, in_parts)
+
+
+def _packed(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
+    """The operation that computes each of several sequences in one query by itself."""
+    assert request.query_lengths is not None
+    queries = tuple(request.query_lengths.tolist())
+    keys = queries if request.key_lengths is None else tuple(request.key_lengths.tolist())
+    return PackedAttention(queries, keys, {(q, k): _masks(request, spec, 1, q, k) for q, k in set(zip(queries, keys, strict=True))})
+
+
+def refuse_packed(request: AttendRequest) -> None:
+    """Raises InvalidRequest for several sequences in one query."""
+    if request.query_lengths is not None:
+        raise InvalidRequest.where("/query_lengths", "segments, which keep sequences in one query apart here", "query_lengths")
 
 
 def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
@@ -130,6 +147,9 @@ def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.T
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:
     allowed = _allowed(request.attend_mask, request.block_mask)
     keys = _allowed(request.attend_keys, request.block_keys)
+    segments = request.segments
+    query_segments = _per_row(request.query_segments if segments is None else segments, request.batched)
+    key_segments = _per_row(request.key_segments if segments is None else segments, request.batched)
     bias = None
     if request.bias is not None:
         bias = _pairwise(cast("bias", request.bias, spec.dtype, infinite=True), request.batched)
@@ -140,7 +160,9 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
         positions=_positions(q),
         num_keys=k,
         attend_mask=None if allowed is None else _pairwise(torch.from_numpy(allowed), request.batched),
-        attend_keys=None if keys is None else torch.from_numpy(keys if request.batched else keys[None]),
+        attend_keys=_per_row(keys, request.batched),
+        query_segments=query_segments,
+        key_segments=None if key_segments is None else key_segments.where(key_segments >= 0, PADDING),
         lengths=_lengths(request.valid_lens, request.batched),
         bias=bias,
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
@@ -173,6 +195,11 @@ def _allowed(attend: Array | None, block: Array | None) -> Array | None:
     """The mask with true = may attend: a copy of `attend`, or `block` inverted; None if neither is given."""
     array = attend if block is None else ~block
     return None if array is None else np.array(array)
+
+
+def _per_row(array: Array | None, batched: bool) -> torch.Tensor | None:
+    """[b, n], or [n] without b, as [b|1, n|1]."""
+    return None if array is None else torch.from_numpy(np.array(array if batched else array[None]))
 
 
 def _pairwise(array: torch.Tensor, batched: bool) -> torch.Tensor:

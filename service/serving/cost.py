@@ -5,11 +5,12 @@ The same prediction decides admission and answers POST /attend/plan. The values 
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from service.attention.packed import BY_SEQUENCE
 from service.errors import Problem, TooLarge
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES
@@ -19,6 +20,8 @@ from service.wire.schemas.attend import AttendRequest
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
+OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
+ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes")  # fields of Cost that are sums over sequences
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 
 
@@ -72,13 +75,37 @@ class CostInputs(NamedTuple):
 
 def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     """The cost of a request whose shapes fit the layer."""
-    *batch, num_queries, _ = request.query.shape
     key = request.query if request.key is None else request.key
+    if request.query_lengths is None:
+        return _predict(_inputs(request, spec, request.query.shape[-2], key.shape[-2]), spec)
+    queries = request.query_lengths.tolist()
+    keys = queries if request.key_lengths is None else request.key_lengths.tolist()
+    pairs = list(zip(queries, keys, strict=True))
+    costs = {(q, k): _predict(_inputs(request, spec, q, k), spec) for q, k in set(pairs)}
+    return _sum_of_sequences([costs[pair] for pair in pairs])
+
+
+def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:
+    """The cost of sequences that are rows of one query. Weights and scores are outputs of each, other outputs have the rows of all."""
+    outputs: dict[str, tuple[int, ...]] = {}
+    for name, shape in costs[0].outputs.items():
+        shapes = [cost.outputs[name] for cost in costs]
+        if name in BY_SEQUENCE:
+            outputs |= {f"{name}.{i}": own for i, own in enumerate(shapes)}
+        else:
+            rows = -1 if name == "log_sum_exp" else -2
+            outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
+    totals = {name: sum(getattr(cost, name) for cost in costs) for name in ADDED}
+    return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
+
+
+def _inputs(request: AttendRequest, spec: LayerSpec, num_queries: int, num_keys: int) -> CostInputs:
+    *batch, _, _ = request.query.shape
     select, reply = request.select, request.reply
-    inputs = CostInputs(
+    return CostInputs(
         batch[0] if batch else None,
         num_queries,
-        key.shape[-2],
+        num_keys,
         tuple(request.outputs),
         None if select is None else len(select.heads or range(spec.num_heads)),
         None if select is None else len(select.queries or range(num_queries)),
@@ -90,7 +117,6 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
         reply.datatype,
         reply.decimals,
     )
-    return _predict(inputs, spec)
 
 
 @lru_cache(1024)  # shapes recur, and without a cache this would be a tenth of a small request's time
@@ -157,10 +183,12 @@ def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: 
     """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
     One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
-    depend on all keys at once and are never cut. For a layer whose spec is not `is_relative`, `shards` is 0.
+    depend on all keys at once and are never cut, nor are several sequences in one query. For a layer whose spec is not `is_relative`,
+    `shards` is 0.
     """
     problems = exceeded_limits(cost, limits)
-    if not problems or shards < 2 or request.dropout is not None or request.output_gradient is not None:
+    is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+    if not problems or shards < 2 or is_whole:
         return problems, False
     return (problems, False) if exceeded_limits(cost_of_part(cost, shards), limits) else ([], True)
 

@@ -20,7 +20,7 @@ from typing import Literal
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind, check_against_layer
+from service.serving.binding import bind, check_against_layer, refuse_packed
 from service.serving.cost import ServingLimits, predict, require_admitted
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, CallerState
@@ -60,6 +60,7 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     # reproducible: equal requests get equal bytes
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
+    refuse_packed(request)
     cost = predict(request, layer.spec)
     require_admitted(cost, limits)
     operation = operation_for(spec)

@@ -36,9 +36,16 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
     tensors: dict[str, Any] = {}
     for name in request.outputs:
-        tensors[name] = {part: arrays[part] for part in ("keys", "values")} if name not in arrays else arrays[name]
+        tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
     datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
+
+
+def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """An output that is several arrays: `keys` and `values` of the largest weights, or "0", "1", … for several sequences in one query."""
+    if "keys" in arrays:
+        return {part: arrays[part] for part in ("keys", "values")}
+    return {part.partition(".")[2]: array for part, array in arrays.items() if part.startswith(f"{name}.")}
 
 
 def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimits, shards: int) -> Plan:

@@ -159,6 +159,7 @@ def _key_range(masks: Masks, first: int, end: int) -> Masks:
         num_keys=end - first,
         attend_mask=cut(masks.attend_mask),
         attend_keys=cut(masks.attend_keys),
+        key_segments=cut(masks.key_segments),
         lengths=None if masks.lengths is None else (masks.lengths - first).clamp(0, end - first),
         bias=cut(masks.bias),
         aligned=False,

@@ -11,7 +11,7 @@ from service.errors import InvalidRequest
 from service.tensors import BY_NUMPY, Array, Datatype
 from service.wire.problems import describe_value
 
-Kind = Literal["number", "bias", "mask", "count"]  # what the elements of a tensor of a request may be
+Kind = Literal["number", "bias", "mask", "count", "segment"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 

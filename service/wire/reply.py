@@ -33,6 +33,11 @@ class Reply:
                 yield name, tensor
 
 
+def may_be_minus_infinity(name: str) -> bool:
+    """Whether -inf is a value of this output, or of a part of it such as `scores.0`."""
+    return name.partition(".")[0] in MINUS_INFINITY_IS_A_VALUE
+
+
 def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) -> tuple[Array, Array | None]:
     """The array in its wire datatype, and a mask of its elements that are not finite (None: all are finite).
 
@@ -48,7 +53,7 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
         return array, None
     if options.nonfinite == "error":
         wrong = ~finite
-        if name in MINUS_INFINITY_IS_A_VALUE:
+        if may_be_minus_infinity(name):
             wrong &= ~np.isneginf(array.astype(np.float64))
         if wrong.any():
             index = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), array.shape)]

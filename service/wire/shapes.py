@@ -10,6 +10,8 @@ from service.spec import disagreement
 from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
 
+MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
+UNPACKED = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
@@ -23,11 +25,10 @@ def check(request: Any) -> None:
         if (array := getattr(request, name)) is not None:
             _pairwise(name, array, b, q, k)
     for name in ("attend_keys", "block_keys"):
-        if (array := getattr(request, name)) is not None:
-            wanted = (k,) if b is None else (b, k)
-            if not _broadcasts(array, wanted):
-                raise disagreement(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
+        _per_row(request, name, b, k)
+    _segments(request, b, q, k)
     _lengths(request, b, q, k)
+    _packed(request, b, q, k)
     _positions(request, b, q, k)
     _head_scale(request, b)
     _selection(request, q)
@@ -63,6 +64,23 @@ def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
 
 
+def _per_row(request: Any, name: str, b: int | None, n: int) -> None:
+    """Checks that a field has a value for each query or key; axes of 1 are broadcast."""
+    wanted, array = (n,) if b is None else (b, n), getattr(request, name)
+    if array is not None and not _broadcasts(array, wanted):
+        raise disagreement(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
+
+
+def _segments(request: Any, b: int | None, q: int, k: int) -> None:
+    sides = [name for name in ("query_segments", "key_segments") if getattr(request, name) is not None]
+    if request.segments is not None and sides:
+        raise disagreement(f"/{sides[0]}", "either segments, or query_segments and key_segments", "both")
+    if len(sides) == 1:
+        raise disagreement(f"/{sides[0]}", "query_segments and key_segments", f"{sides[0]} alone")
+    for name, n in (("query_segments", q), ("key_segments", k), ("segments", q), ("segments", k)):
+        _per_row(request, name, b, n)
+
+
 def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
     lengths = request.valid_lens
     if lengths is None:
@@ -78,12 +96,45 @@ def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
         raise disagreement(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
 
 
+def _packed(request: Any, b: int | None, q: int, k: int) -> None:
+    """Checks sequences one after the other in one query, whose numbers of rows are `query_lengths`."""
+    queries, keys = request.query_lengths, request.key_lengths
+    if queries is None:
+        if keys is not None:
+            raise disagreement("/key_lengths", "query_lengths and key_lengths", "key_lengths alone")
+        return
+    if b is not None:
+        raise disagreement("/query", "shape [rows of all sequences, width], since query_lengths is given", "a batch")
+    if (keys is None) != (request.key is None):
+        given, missing = ("key", "key_lengths") if keys is None else ("key_lengths", "key")
+        raise disagreement(f"/{missing}", f"{missing}, since query_lengths and {given} are given", "nothing")
+    if not len(queries):
+        raise disagreement("/query_lengths", "at least one sequence", "none")
+    for name, lengths, n in (("query", queries, q), ("key", keys, k)):
+        if lengths is not None and lengths.sum() != n:
+            raise disagreement(f"/{name}_lengths", f"lengths with the sum {n}, the rows of the {name}", f"the sum {lengths.sum()}")
+    if keys is not None and len(keys) != len(queries):
+        raise disagreement("/key_lengths", f"{len(queries)} lengths, as query_lengths has", str(len(keys)))
+    for name in UNPACKED:
+        if getattr(request, name) is not None:
+            raise disagreement(f"/{name}", f"no {name} beside query_lengths", "both")
+    for name in ("queries", "top_k"):
+        if request.select is not None and getattr(request.select, name) is not None:
+            raise disagreement(f"/select/{name}", f"no {name} beside query_lengths", "both")
+
+
+def _unaligned(request: Any, q: int, k: int) -> bool:
+    """Whether queries and keys, of any sequence, differ in number."""
+    keys = request.key_lengths
+    return q != k if keys is None else bool((keys != request.query_lengths).any())
+
+
 def _positions(request: Any, b: int | None, q: int, k: int) -> None:
     offset = request.query_offset
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
         raise disagreement("/query_offset", wanted, f"a list of {len(offset)}")
-    if offset is None and q != k and (request.causal or request.window is not None):
+    if offset is None and _unaligned(request, q, k) and (request.causal or request.window is not None):
         field = "causal" if request.causal else "window"
         expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
         raise disagreement("/query_offset", expected, "nothing")

@@ -8,6 +8,7 @@ from os.path import commonprefix
 COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 
 _CAUSAL = "causal (key j is visible to query i if j <= i + query_offset)"
+_CUMULATIVE = "query_lengths and key_lengths (the rows of each sequence, not their sums)"
 _DROPOUT = 'dropout {"p", "seed"}, without which nothing is dropped'
 _KEY = "key, which is also the value if that is left out"
 _LAYER = "the name of a layer, whose spec has the number of heads and the widths (PUT /layers/{name})"
@@ -18,6 +19,7 @@ _PAIRS = (
     "scaled_dot_product_attention (True = may attend), bias for numbers that are added to the scores"
 )
 _QUERY = "query, which is also the key and the value if those are left out"
+_SEGMENTS = "segments (a query attends only to keys of its own segment), or query_segments and key_segments"
 _WEIGHTS = 'outputs with attention_weights, which are among them by default; ["output"] for none'
 _WINDOW = 'window {"left", "right"}, the number of keys on each side of the position of the query, null for no bound'
 
@@ -32,8 +34,13 @@ OTHER_NAMES = {
     "attn_mask": _PAIRS,
     "average_attn_weights": 'select {"average": true} for the mean over the heads; without it the weights are of each head',
     "causal_mask": _CAUSAL,
+    "cu_seqlens": _CUMULATIVE,
+    "cu_seqlens_k": _CUMULATIVE,
+    "cu_seqlens_q": _CUMULATIVE,
     "d_model": _LAYER,
+    "decoder_segment_ids": _SEGMENTS,
     "deterministic": _DROPOUT,
+    "document_ids": _SEGMENTS,
     "dropout_p": _DROPOUT,
     "dropout_rate": _DROPOUT,
     "embed_dim": _LAYER,
@@ -59,6 +66,7 @@ OTHER_NAMES = {
     "q": _QUERY,
     "queries": _QUERY,
     "return_attention_scores": _WEIGHTS,
+    "segment_ids": _SEGMENTS,
     "sliding_window": _WINDOW,
     "softmax_scale": "scale (a factor on query·key)",
     "src_key_padding_mask": _PADDING,

@@ -56,19 +56,26 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_families_of_transformers_are_computed_or_refused_with_a_reason() -> None:
-    """What `golden/count_families.py` wrote: at least four in five are right, and none is wrong."""
+    """What `golden/count_families.py` wrote: at least four in five are right, none is wrong, and each refusal has its reason."""
     tried = [line.split(": ") for line in (GOLDEN / "tiny_families.txt").read_text().splitlines()]
-    right, refused, wrong = ({name for kind, name in tried if kind == wanted} for wanted in ("right", "refused", "wrong"))
+    right, wrong = ({name for kind, name, *_ in tried if kind == wanted} for wanted in ("right", "wrong"))
+    refused = {name: why for kind, name, *why in tried if kind == "refused"}
     assert not wrong
     assert right <= set(FAMILIES)
-    assert refused <= set(REFUSED)
+    assert refused == {name: [REFUSED[name]] for name in refused}
     assert len(right) >= 4 * len(refused)
 
 
-def test_the_page_lists_them() -> None:
-    """Written by `python docs/list_checkpoints.py`."""
-    docs = Path(__file__).parents[2] / "docs"
-    assert (docs / "checkpoints.md").read_text() == runpy.run_path(str(docs / "list_checkpoints.py"))["page"]()
+def test_the_pages_list_them() -> None:
+    """Written by `python docs/list_checkpoints.py`; the README has the same numbers."""
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "docs" / "list_checkpoints.py"))
+    pages = script["pages"]()
+    assert {path: path.read_text() for path in (root / "docs" / "checkpoints").glob("*.md")} | {
+        path: path.read_text() for path in pages
+    } == pages
+    right, softmax = re.findall(r"\*\*(\d+) of the other (\d+)\*\*", script["claim"]())[0]
+    assert f"**{right} of {softmax}** [families](docs/checkpoints.md)" in (root / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

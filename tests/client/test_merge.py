@@ -22,6 +22,7 @@ BASE |= {"dtype": "float64", "seed": 5}
 LENGTHS = RNG.integers(0, K + 1, (B, Q))
 LENGTHS[0, :3] = 0, 2, K
 ATTEND = RNG.random((B, K)) < 0.6
+SEGMENTS = RNG.integers(-1, 2, (B, K))
 BIAS = np.where(RNG.random((B, H, Q, K)) < 0.3, -np.inf, RNG.standard_normal((B, H, Q, K)))
 
 # name -> (fields of the spec, fields of the request)
@@ -37,6 +38,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "relative_bias": ({"relative_bias": {"buckets": 8, "max_distance": 13}}, {"query_offset": 4}),
     "valid_lens": ({}, {"valid_lens": LENGTHS}),
     "masks": ({}, {"attend_keys": ATTEND, "bias": BIAS}),
+    "segments": ({}, {"query_segments": SEGMENTS[:, :Q], "key_segments": SEGMENTS}),
     "grouped": ({"num_kv_heads": 2}, {}),
     "softcap": ({"softcap": 0.5}, {}),
     "norms": ({"qk_norm": {"kind": "rms"}}, {}),
@@ -72,14 +74,16 @@ def shard(request: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     """The call for one who holds keys start to stop alone, where they are numbers 0 to stop - start."""
     keys = np.shape(request["key"])[-2]
     own = {"query": request["query"], "key": request["key"][..., start:stop, :], "value": request["value"][..., start:stop, :]}
-    for name in ("attend_mask", "block_mask", "attend_keys", "block_keys", "bias"):
+    for name in ("attend_mask", "block_mask", "attend_keys", "block_keys", "key_segments", "bias"):
         if name in request:
             field = np.asarray(request[name])
             own[name] = field[..., start:stop] if field.shape[-1] == keys else field
     if "valid_lens" in request:
         own["valid_lens"] = np.clip(np.asarray(request["valid_lens"]) - start, 0, stop - start)
     own["query_offset"] = np.asarray(request.get("query_offset", 0)) - start
-    return own | {name: request[name] for name in ("causal", "window", "head_scale", "scale", "softcap") if name in request}
+    return own | {
+        name: request[name] for name in ("causal", "window", "query_segments", "head_scale", "scale", "softcap") if name in request
+    }
 
 
 def of_shards(client: Client, layer: str, request: dict[str, Any], sizes: tuple[int, ...]) -> list[Any]:

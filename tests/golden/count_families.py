@@ -3,7 +3,8 @@
 A family is a model type whose config has no sections: the others combine families, such as one for text and one for images, or are other
 names of a family.
 Run as `python count_families.py` where `generate_models.py` runs: it writes `tiny_families.txt`, from which `docs/list_checkpoints.py`
-makes its figures. A family is right if at least one kind of its layers is, and none is wrong; the others of its layers are refused.
+makes its figures, with the reason of each refusal. A family is right if at least one kind of its layers is, and none is wrong; the others
+of its layers are refused.
 """
 
 import signal
@@ -30,8 +31,10 @@ def verdict(model_type):
     has_sections = any(isinstance(x, dict) and "model_type" in x for x in default.values())
     if (has_sections and model_type not in FAMILIES) or default["model_type"] != model_type:
         return "combined", ""
+    if model_type in REASONS["layers without a softmax"].split():
+        return "no softmax", ""
     if model_type in REFUSED:
-        return ("no softmax", "") if model_type in REASONS["layers without a softmax"].split() else ("refused", REFUSED[model_type])
+        return "refused", REFUSED[model_type]
     try:
         config = tiny_config(model_type, SIZES.get(model_type, {}))
         if model_type in FAMILIES:
@@ -84,8 +87,8 @@ def main():
         except TimeoutError as error:
             kind, why = "not built", str(error)
         signal.alarm(0)
-        lines.append(f"{kind}: {model_type}")
-        print(lines[-1], why, flush=True)
+        lines.append(f"{kind}: {model_type}: {why}" if kind == "refused" else f"{kind}: {model_type}")
+        print(f"{kind}: {model_type}", why, flush=True)
     if not sys.argv[1:]:
         FILE.write_text("\n".join(sorted(lines, key=lambda line: (KINDS.index(line.partition(":")[0]), line))) + "\n")
 

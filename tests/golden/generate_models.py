@@ -15,8 +15,7 @@ from model_variants import SIZES, VARIANTS
 from tiny_models import TinyModel, tiny_config
 
 from service.attention.reference.forward import attend
-from service.checkpoints.families import FAMILIES
-from service.checkpoints.family import number_of_layers
+from service.checkpoints.families import FAMILIES, number_of_layers
 from service.checkpoints.model import describe, parts_of, read_model_layer
 from service.errors import InvalidRequest
 from service.spec import LayerSpec

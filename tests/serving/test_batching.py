@@ -290,6 +290,7 @@ STRANGERS: dict[str, dict[str, Any]] = {
     "bias [q,k]": {"bias": numbers(Q, K)},
     "bias [b,h,q,k]": {"bias": numbers(1, H, Q, K)},
     "keys": {"attend_keys": BITS[:, 0, 0]},
+    "segments": {"segments": [[0, 1, 1, -1]]},
     "lengths [b]": {"valid_lens": [2]},
     "lengths [b,q]": {"valid_lens": [[1, 2, 3, 4]]},
     "causal": {"causal": True},
@@ -425,7 +426,7 @@ def alike(case: Any, rng: np.random.Generator) -> dict[str, Any]:
             if name == "bias" and rng.random() < 0.5:
                 array = np.where(np.isneginf(array), 0.0, array)
             fields[name] = array[0] if len(array) == 1 and array.ndim == 3 and rng.random() < 0.5 else array
-        elif name in ("attend_keys", "block_keys", "valid_lens"):
+        elif name in ("attend_keys", "block_keys", "valid_lens", "query_segments", "key_segments"):
             fields[name] = value[rng.integers(0, len(value), b)]
         elif name == "query_offset" and not isinstance(value, str):
             fields[name] = rng.integers(-3, 5, b) if rng.random() < 0.5 else int(rng.integers(1, 5))

@@ -322,6 +322,7 @@ def test_what_is_refused_here_is_mostly_refused_by_the_library() -> None:
         "a dtype that stands twice",
         "a tensor that stands twice",
         "metadata that stand twice",
+        "an entry of the metadata in other case",
         "a key that stands twice in the metadata",
         "a dtype of 8 bits that nobody here has",
         "a complex dtype",

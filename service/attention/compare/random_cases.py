@@ -19,6 +19,7 @@ REQUEST_FEATURES = (
     "mask",
     "key_mask",
     "valid_lens",
+    "segments",
     "bias",
     "causal",
     "window",
@@ -126,6 +127,9 @@ def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) 
     if "valid_lens" in drawn:
         shape = sizes.lead() if rng.random() < 0.5 else sizes.lead(sizes.queries)
         fields["valid_lens"] = rng.integers(0, sizes.keys + 1, shape) if shape else int(rng.integers(0, sizes.keys + 1))
+    if "segments" in drawn:  # two, and padding
+        for name, n in (("query_segments", sizes.queries), ("key_segments", sizes.keys)):
+            fields[name] = rng.choice([-1, 0, 1], sizes.lead(n), p=[0.1, 0.5, 0.4])
     if "bias" in drawn:
         fields["bias"] = rng.standard_normal(shape := _mask_shape(rng, sizes))
         fields["bias"][rng.random(shape) < rng.choice([0, 0.2])] = -np.inf

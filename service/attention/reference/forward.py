@@ -21,6 +21,7 @@ from service.attention.reference.masks import (
     blocked_by_keys,
     blocked_by_masks,
     blocked_by_position,
+    blocked_by_segments,
     query_positions,
     spread,
 )
@@ -62,6 +63,9 @@ def attend(
     attend_keys: ArrayLike | None = None,
     block_keys: ArrayLike | None = None,
     valid_lens: ArrayLike | None = None,
+    segments: ArrayLike | None = None,
+    query_segments: ArrayLike | None = None,
+    key_segments: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | Literal["end"] | None = None,
     causal: bool = False,
@@ -88,7 +92,9 @@ def attend(
     q, k, v = (project_heads(spec, weights, name, as_batch(x, batched)) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = (*q.shape[:3], k.shape[2])  # [b, h, q, k]
 
-    blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys)))
+    if segments is not None:
+        query_segments = key_segments = segments
+    blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys, key_segments)))
     positions = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
     ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
@@ -104,6 +110,8 @@ def attend(
     by_position = blocked_by_position(ahead, causal, windows)
     if spec.chunk_size:
         by_position |= blocked_by_chunks(positions, shape[-1], spec.chunk_size)
+    if query_segments is not None and key_segments is not None:
+        by_position |= blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():

@@ -152,7 +152,9 @@ def _sum_over_groups(x: Array, kv_heads: int) -> Array:
 def _positions(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
     """The key positions of the queries, as in `attend`: [b, q]."""
     shape = as_batch(forward.scores, batched).shape
-    blocked_keys = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in ("valid_lens", "attend_keys", "block_keys")))
+    segments = "key_segments" if call.get("segments") is None else "segments"
+    masks = ("valid_lens", "attend_keys", "block_keys", segments)
+    blocked_keys = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in masks))
     return query_positions(call.get("query_offset"), blocked_keys, needed=True)
 
 

@@ -27,8 +27,10 @@ def blocked_by_masks(attend: ArrayLike | None, block: ArrayLike | None, shape: t
     return blocked
 
 
-def blocked_by_keys(shape: tuple[int, ...], lens: Array | None, attend: Array | None, block: Array | None) -> Array:
-    """Pairs that valid_lens [b] or [b, q] and the key masks [b, k] block: [b, h, q, k]."""
+def blocked_by_keys(
+    shape: tuple[int, ...], lens: Array | None, attend: Array | None, block: Array | None, segments: Array | None = None
+) -> Array:
+    """Pairs that valid_lens [b] or [b, q], the key masks [b, k] and padding among the segments of the keys [b, k] block: [b, h, q, k]."""
     blocked = np.zeros(shape, bool)
     if lens is not None:
         per_query = lens[:, None] if lens.ndim == 1 else lens  # [b, 1] or [b, q]
@@ -37,6 +39,14 @@ def blocked_by_keys(shape: tuple[int, ...], lens: Array | None, attend: Array | 
         blocked |= ~attend.astype(bool)[:, None, None, :]
     if block is not None:
         blocked |= block.astype(bool)[:, None, None, :]
+    if segments is not None:
+        blocked |= (segments < 0)[:, None, None, :]
+    return blocked
+
+
+def blocked_by_segments(query: Array, key: Array) -> Array:
+    """Pairs of different segments: query [b, q], key [b, k] -> [b, 1, q, k]."""
+    blocked: Array = query[:, None, :, None] != key[:, None, None, :]
     return blocked
 
 

@@ -29,6 +29,7 @@ ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and the
     "bias": ({int, float, str}, 'a number or "-inf"'),
     "mask": ({int, float, bool}, "0, 1, true or false"),
     "count": ({int, float}, "a whole number"),
+    "segment": ({int, float}, "a whole number"),
 }
 
 

@@ -13,7 +13,7 @@ import pybase64
 
 from service.tensors import BY_NUMPY, Array, raw
 from service.wire.native import numbers
-from service.wire.reply import MINUS_INFINITY_IS_A_VALUE, Buffer, Reply, wire_array
+from service.wire.reply import Buffer, Reply, may_be_minus_infinity, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
@@ -32,7 +32,7 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     for name, tensor in reply.tensors.items():
         if isinstance(tensor, dict):
-            document[name] = {part: _tensor(f"{name}/{part}", array, reply.datatype, options) for part, array in tensor.items()}
+            document[name] = {part: _tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()}
         else:
             document[name] = _tensor(name, tensor, reply.datatype, options)
     if reply.metrics is not None:
@@ -138,6 +138,6 @@ def _rounded(array: Array, decimals: int | None) -> Array:
 
 def _nonfinite(name: str, number: str, options: ReplyOptions) -> bytes:
     """The JSON value for "nan", "inf" or "-inf"."""
-    if options.nonfinite == "string" or (number == "-inf" and name in MINUS_INFINITY_IS_A_VALUE):
+    if options.nonfinite == "string" or (number == "-inf" and may_be_minus_infinity(name)):
         return b'"%b"' % number.encode()
     return b"null"

@@ -32,6 +32,8 @@ from service.wire.schemas.tensors import (
     Lengths,
     Mask,
     ReplyTensor,
+    RowCounts,
+    Segments,
     Sequences,
     Weight,
     tensor_kinds,
@@ -210,6 +212,19 @@ class AttendRequest(Document):
     attend_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = queries may attend to the key.")
     block_keys: KeyMask | None = Field(default=None, description="[b,k]. 1 = no query may attend to the key.")
     valid_lens: Lengths | None = Field(default=None, description="[b] or [b,q]. Only the first n keys may be attended to.")
+    segments: Segments | None = Field(
+        default=None, description="[b,n]. Queries attend only to keys of their own segment; -1 is padding. For query and key alike."
+    )
+    query_segments: Segments | None = Field(default=None, description="[b,q]. Segments of the queries; needs key_segments.")
+    key_segments: Segments | None = Field(default=None, description="[b,k]. Segments of the keys; needs query_segments.")
+    query_lengths: RowCounts | None = Field(
+        default=None,
+        description="Rows of each sequence, if query [total, query_dim] is several sequences one after the other. Each attends to its own "
+        "keys; weights and scores are returned for each.",
+    )
+    key_lengths: RowCounts | None = Field(
+        default=None, description="Rows of each sequence of keys, as many as in query_lengths; required if there is a key."
+    )
     bias: Bias | None = Field(default=None, description='Added to the scores; "-inf" blocks the key for the query. Shapes as attend_mask.')
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
@@ -286,6 +301,7 @@ class Selection(Document):
     values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
 
 
+BySequence: TypeAlias = dict[str, ReplyTensor]  # with `query_lengths`: number of the sequence, "0", "1", … -> its tensor
 OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
 
 
@@ -295,8 +311,10 @@ class AttendReply(Document):
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
     output: OptionalTensor = _output("[b,q,output_dim].")
-    attention_weights: OptionalTensor | Selection = _output("[b,h,q,k]; without h if averaged; a Selection with `top_k`.")
-    scores: OptionalTensor = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
+    attention_weights: OptionalTensor | Selection | BySequence = _output(
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`."
+    )
+    scores: OptionalTensor | BySequence = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
     log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")

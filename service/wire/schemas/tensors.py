@@ -27,8 +27,15 @@ ITEMS: dict[Kind, dict[str, Any]] = {
     },
     "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
     "count": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
+    "segment": {"type": "integer", "minimum": -1, "maximum": MAX_COUNT},
 }
-DESCRIPTIONS: dict[Kind, str] = {"number": "numbers", "bias": 'numbers or "-inf"', "mask": "0, 1, true or false", "count": "whole numbers"}
+DESCRIPTIONS: dict[Kind, str] = {
+    "number": "numbers",
+    "bias": 'numbers or "-inf"',
+    "mask": "0, 1, true or false",
+    "count": "whole numbers",
+    "segment": "numbers of segments, -1 for padding",
+}
 REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
 NULL = {"type": "null"}
 
@@ -106,7 +113,7 @@ class Tensor:
         if 0 in array.strides and array.size > 1:  # a tensor given by its shape alone is broadcast, and may be huge
             return np.broadcast_to(self._integral(without_broadcast(array).copy()), array.shape)
         if array.dtype == np.bool_:
-            if self.kind == "count":
+            if self.kind != "mask":
                 raise disagreement("", "whole numbers", "booleans")
             return array
         if self.kind == "mask":
@@ -115,9 +122,10 @@ class Tensor:
                 at = first_index(wrong)
                 raise disagreement(at, "0, 1, true or false", element_text(array, at))
             return mask
-        if (wrong := ~(array >= 0) | (array > MAX_COUNT) | (array != np.floor(array))).any():
+        least, expected = (0, "a number of keys") if self.kind == "count" else (-1, "the number of a segment, or -1 for padding")
+        if (wrong := ~(array >= least) | (array > MAX_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
-            raise disagreement(at, "a number of keys: a whole number of at least 0", element_text(array, at))
+            raise disagreement(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
         return array.astype(np.int64)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -194,6 +202,8 @@ Sequences = Annotated[Array, Tensor("Sequences", "number", (2, 3))]  # [b, n, wi
 Mask = Annotated[Array, Tensor("Mask", "mask", (2, 3, 4))]
 KeyMask = Annotated[Array, Tensor("KeyMask", "mask", (1, 2))]
 Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
+Segments = Annotated[Array, Tensor("Segments", "segment", (1, 2))]
+RowCounts = Annotated[Array, Tensor("RowCounts", "count", (1,))]
 Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]

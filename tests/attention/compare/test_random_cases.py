@@ -164,8 +164,8 @@ def test_masks_come_in_every_form():
 def test_values_reach_their_edges():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
-    masks = {"attend_mask", "block_mask", "attend_keys", "block_keys"}
-    assert fields == {"query", *REQUEST_FEATURES} - {"mask", "key_mask"} | masks
+    masks = {"attend_mask", "block_mask", "attend_keys", "block_keys", "query_segments", "key_segments"}
+    assert fields == {"query", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
     assert any(np.any(np.equal(request.get("valid_lens", 1), 0)) for request in requests)
     assert any(np.isneginf(request["bias"]).any() for request in requests if "bias" in request)
     assert {None, 0} <= {side for request in requests for side in request.get("window", {}).values()}

@@ -136,6 +136,8 @@ def offset_of(request, forward):
             real &= np.asarray(request["attend_keys"], bool)[:, None]
         if "block_keys" in request:
             real &= ~np.asarray(request["block_keys"], bool)[:, None]
+        if "key_segments" in request:
+            real &= (request["key_segments"] >= 0)[:, None]
         offset = [1 + np.flatnonzero(item.any(axis=0)).max(initial=-1) - q for item in real]
     return torch.tensor(np.broadcast_to(np.asarray(offset), (b,)).copy())
 

@@ -196,6 +196,7 @@ def score(spec, weights, request, place, offset, query, key):
         not pick(request.get("attend_mask", np.ones((1, 1))), place),
         pick(request.get("block_mask", np.zeros((1, 1))), place),
         not is_real(request, item, i, j),
+        "query_segments" in request and request["query_segments"][item, i] != request["key_segments"][item, j],
         request.get("causal", False) and ahead > 0,
         spec.chunk_size and math.floor((i + offset) / spec.chunk_size) != math.floor(j / spec.chunk_size),
         *(window.get("left") is not None and -ahead > window["left"] for window in windows),
@@ -245,6 +246,8 @@ def pick(x, place):
 def is_real(request, item, i, j):
     lens = request.get("valid_lens")
     if lens is not None and j >= (lens[item] if lens.ndim == 1 else lens[item, i]):
+        return False
+    if "key_segments" in request and request["key_segments"][item, j] == -1:
         return False
     if "attend_keys" in request:
         return bool(request["attend_keys"][item, j])

@@ -76,7 +76,7 @@ def test_only_differences_of_positions_matter(seed):
         moved[name] = np.concatenate([rng.standard_normal((b, 3, request[name].shape[-1])), request[name]], axis=1)
     if "bias" in request and request["bias"].shape[-1] > 1:
         moved["bias"] = np.pad(request["bias"], [(0, 0)] * (request["bias"].ndim - 1) + [(3, 0)])
-    for name, ones in (("attend_keys", 1), ("block_keys", 0)):
+    for name, ones in (("attend_keys", 1), ("block_keys", 0), ("key_segments", 0)):
         if name in request:
             moved[name] = np.pad(request[name], [(0, 0), (3, 0)], constant_values=ones)
     if "valid_lens" in request:
@@ -111,6 +111,8 @@ def test_a_query_alone_gets_what_it_gets_among_others(seed):
                 alone[name] = request[name][..., i : i + 1, :]
         if np.ndim(request.get("valid_lens")) == 2:
             alone["valid_lens"] = request["valid_lens"][:, i : i + 1]
+        if "query_segments" in request:
+            alone["query_segments"] = request["query_segments"][:, i : i + 1]
         got = attend(case.spec, weights, **alone)
         np.testing.assert_allclose(got.output[:, 0], whole.output[:, i], rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(got.log_sum_exp[..., 0], whole.log_sum_exp[..., i], rtol=1e-9, atol=1e-9)

@@ -116,6 +116,7 @@ UNBATCHED: list[tuple[str, dict[str, Any]]] = [
     ("mask [h, 1, k]", {"attend_mask": RNG.integers(0, 2, (B, H, 1, K)).tolist()}),
     ("attend_keys [k]", {"attend_keys": [[1, 0, 1, 1, 0]] * B}),
     ("block_keys [k]", {"block_keys": [[True, False, True, True, False]] * B}),
+    ("segments", {"query_segments": [[0, 1, 1], [-1, 0, 3]], "key_segments": [[0, 0, 1, 1, -1], [3, 3, 0, -1, 2]]}),
     ("valid_lens, a number", {"valid_lens": [3, 2]}),
     ("valid_lens [q]", {"valid_lens": [[3, 2, 5], [0, 1, 4]]}),
     ("bias [q, k]", {"bias": RNG.standard_normal((B, Q, K)).tolist()}),
@@ -771,7 +772,7 @@ def test_the_plan_predicts_the_reply(http: httpx.Client, layers: dict[str, Any],
             assert abs(plan["reply_bytes"] - len(answer.content)) <= 300
             tensors = {name: tensor for name, tensor in answer.json().items() if name not in ("layer", "fully_masked_rows")}
             for name in list(tensors):
-                if "keys" in tensors[name]:
+                if "shape" not in tensors[name]:
                     tensors |= {f"{name}.{part}": tensor for part, tensor in tensors.pop(name).items()}
             assert list(plan["outputs"]) == list(tensors)
             for name, tensor in tensors.items():

@@ -112,6 +112,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block_mask": ({"block_mask": RNG.integers(0, 2, (Q, K)).astype(np.uint8)}, {}),
     "attend_keys": ({"attend_keys": RNG.integers(0, 2, (B, K)).astype(np.float32)}, {}),
     "block_keys": ({"block_keys": RNG.integers(0, 2, (B, K)).astype(np.int64)}, {"fully_masked": "uniform"}),
+    "segments": ({"query_segments": np.array([[0, 1, 1], [-1, 0, 3]], np.int8), "key_segments": RNG.integers(-1, 2, (B, K))}, {}),
     "valid_lens": ({"valid_lens": np.array([3, 0], np.int32)}, {}),
     "lengths per query": ({"valid_lens": RNG.integers(0, K + 1, (B, Q)).astype(np.uint16)}, {}),
     "bias": ({"bias": BIAS}, {}),

@@ -122,6 +122,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "block_mask": {"block_mask": RNG.integers(0, 2, (Q, K)).astype(np.uint8)},
     "attend_keys": {"attend_keys": RNG.integers(0, 2, (B, K)).astype(np.float16)},
     "block_keys": {"block_keys": RNG.integers(0, 2, (B, K)).astype(np.int64)},
+    "segments": {"query_segments": RNG.integers(-1, 2, (B, Q)).astype(np.int16), "key_segments": RNG.integers(-1, 2, (B, K))},
     "valid_lens": {"valid_lens": np.array([3, 0], np.int32)},
     "bias": {"bias": RNG.standard_normal((B, 3, Q, K)).astype(np.float64)},
     "head_scale": {"head_scale": np.array([0.5, 2.0, -1.0], np.float32)},

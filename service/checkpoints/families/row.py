@@ -1,46 +1,35 @@
-"""One family of models: where its attention layers are, and how its config's fields become a LayerSpec."""
+"""A row of the table: where the attention layers of a family are, and how the fields of its config become a LayerSpec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.checkpoints.config import Config
+from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
+from service.checkpoints.families.traits import WIDEST_HEAD, WINDOWED, WITHOUT, Trait, chunks
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
-from service.checkpoints.traits import (
-    ATTENTION_TYPES,
-    CHUNKED,
-    FULL,
-    LINEAR,
-    SLIDING,
-    WIDEST_HEAD,
-    WINDOWED,
-    WITHOUT,
-    LayerType,
-    Trait,
-    chunks,
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One kind of attention layer of a family: names of the config's fields, and traits that its code has regardless of the config."""
+    """One kind of attention layer of a family. Where several names of a field are given, the first that the config has counts."""
 
     path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
-    layout: str = "separate"
+    layout: str = "separate"  # one of MODEL_LAYOUTS
     heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     kv_heads: tuple[str, ...] = ("num_key_value_heads",)
     width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
     head_dim: tuple[str, ...] = ("head_dim",)
     layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    rotary: Rotary | None = None
     causal: bool = True
-    bias: Trait | None = None  # None: inferred from the tensors
-    traits: tuple[Trait, ...] = ()
+    bias: Trait | None = None  # which projections have one; None: inferred from the tensors
+    rotary: Rotary | None = None
+    traits: tuple[Trait, ...] = ()  # windows, norms, gates, a scale, …
     types_field: str = "layer_types"  # a list of each layer's type
     layer_type: LayerType | None = None  # for configs without that field
-    table: str = ""  # the end of the name of a table of relative biases
-    ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that are without effect
-    irrelevant: str = ""  # pattern of fields that sound like attention and are without effect
+    table: str = ""  # the end of the name of a table of relative biases that several layers share
+    ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
+    irrelevant: str = ""  # pattern of fields that have no effect on attention though their names suggest it
 
 
 Family = Mapping[str, Attention]  # part -> attention
@@ -54,7 +43,7 @@ def number_of_layers(attention: Attention, config: Config) -> int:
 
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    layer_type = _layer_type(attention, config, n)
+    layer_type = type_of_layer(attention, config, n)
     if layer_type == LINEAR:
         raise config.refusal(
             attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
@@ -82,14 +71,14 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
 
 
-def _layer_type(attention: Attention, config: Config, n: int) -> str:
+def type_of_layer(attention: Attention, config: Config, n: int) -> str:
     """By the field that lists them, or by the family's rule for configs without them."""
     ruled = attention.layer_type(config, n) if attention.layer_type else None
     listed = config.each(attention.types_field, n)
     if listed is None and ruled is None and _is_windowed(attention):
         raise config.refusal(attention.types_field, "the type of each layer", None)
     layer_type = str(listed or ruled or FULL)
-    return ATTENTION_TYPES.get(layer_type, layer_type)
+    return OTHER_NAMES.get(layer_type, layer_type)
 
 
 def _is_windowed(attention: Attention) -> bool:

@@ -1,0 +1,172 @@
+"""Traits that one family of decoders has, or a few that share its code. `traits.py` has the others, and says what a trait is."""
+
+from service.checkpoints.config import Config
+from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
+from service.checkpoints.families.traits import VALUE_FACTOR, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present
+from service.checkpoints.layout import Fields
+from service.spec import PROJECTIONS
+
+
+def gpt2_scale(config: Config, n: int, layer_type: str) -> Fields:
+    """1/sqrt(head_dim), divided by the number of the layer, from 1 on, where the config says so."""
+    width = config.count("n_embd", "hidden_size") // config.count("n_head", "num_attention_heads")
+    factor = width**-0.5 if config.flag("scale_attn_weights", default=True) else 1.0
+    config.ignore("reorder_and_upcast_attn")  # the same product in another order
+    return {"scale": factor / (n + 1) if config.flag("scale_attn_by_inverse_layer_idx", default=False) else factor}
+
+
+def bigcode(config: Config, n: int, layer_type: str) -> Fields:
+    config.ignore("num_key_value_heads")
+    return {"num_kv_heads": 1 if config.flag("multi_query", default=True) else config.count("n_head", "num_attention_heads")}
+
+
+def gpt_neo(config: Config, n: int, layer_type: str) -> Fields:
+    """`attention_layers` is global or local for each layer; a local one has a window."""
+    config.ignore("attention_types", "window_size")
+    if (own := config.each("attention_layers", n)) not in ("global", "local"):
+        raise config.refusal("attention_layers", "global or local", own)
+    return {"window": {"left": int(config.number("window_size", default=256)) - 1}} if own == "local" else {}
+
+
+def falcon(config: Config, n: int, layer_type: str) -> Fields:
+    """Falcon-7B has one kv head, -40B several, in groups with their queries; -rw models have as many as heads, and ALiBi."""
+    new, several = config.flag("new_decoder_architecture", default=False), not config.flag("multi_query", default=True)
+    config.ignore("num_kv_heads", "parallel_attn")
+    heads = config.count("num_attention_heads")
+    alibi = config.flag("alibi", default=False)
+    if alibi:  # Falcon rounds these biases to bfloat16 and divides them by sqrt(head_dim) along with the scores
+        raise config.refusal("alibi", "false", True)
+    return {"num_kv_heads": config.get("num_kv_heads", default=heads) if new else heads if several else 1}
+
+
+def mpt(config: Config, n: int, layer_type: str) -> Fields:
+    """Settings stand in a section of their own."""
+    settings = config.section("attn_config") or Config({})
+    for name, value in {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "attn_uses_sequence_id": False, "alibi_bias_max": 8}.items():
+        settings.expect(name, value)
+    settings.expect("attn_type", "multihead_attention", "multiquery_attention")
+    settings.expect("alibi", True)  # transformers adds these biases regardless of the config
+    settings.ignore("attn_impl", "softmax_scale", "attn_pdrop", "model_type")
+    settings.require_all_read("^_|attn_config")
+    config.ignore("no_bias", "learned_pos_emb")
+    own = {} if settings.get("softmax_scale") is None else {"scale": settings.number("softmax_scale")}
+    return {"alibi": True, **own}
+
+
+def gemma_values(config: Config, n: int, layer_type: str) -> Fields:
+    """Gemma 3n and 4: scores as they are; norms of queries and keys with weights, of values without. Later layers may have no keys."""
+    shared = config.get("num_kv_shared_layers", default=0)
+    if n >= config.count("num_hidden_layers") - shared:
+        raise config.refusal("num_kv_shared_layers", f"keys and values of its own in layer {n}", shared)
+    config.expect("attention_k_eq_v", False)
+    return {"scale": 1.0, "qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), "values": True}}
+
+
+def gemma4_heads(config: Config, n: int, layer_type: str) -> Fields:
+    """Layers with full attention have wider heads, by `per_layer_config` or by fields of their own."""
+    has_width, heads = config.get("global_head_dim") is not None, config.get("num_global_key_value_heads")
+    if layer_type == SLIDING or "per_layer_config" in config.fields:
+        return {}
+    width = config.count("global_head_dim", most=WIDEST_HEAD) if has_width else 512
+    return {"head_dim": width} | ({"num_kv_heads": heads} if heads and config.get("attention_k_eq_v", default=True) else {})
+
+
+def llama4(config: Config, n: int, layer_type: str) -> Fields:
+    """Layers with RoPE norm queries and keys after it; in the others, queries grow with their position."""
+    norms, grows = config.flag("use_qk_norm", default=True), config.flag("attn_temperature_tuning", default=True)
+    norm = {"kind": "rms", "weights": "none", "after_rope": True, "eps": config.number("rms_norm_eps", default=1e-5)}
+    growth = {"factor": config.number("attn_scale", default=0.1), "length": config.count("floor_scale", default=8192), "shift": 1}
+    if without_rope := no_rope_layers(config, n, layer_type):
+        return without_rope | {"query_scale": growth if grows else None}
+    return {"qk_norm": norm if norms else None}
+
+
+def llama4_type(config: Config, n: int) -> str:
+    """Layers with RoPE have chunks."""
+    return FULL if no_rope_layers(config, n, "") else CHUNKED
+
+
+def ministral3(config: Config, n: int, layer_type: str) -> Fields:
+    """Queries grow with their position, by fields of rope_parameters."""
+    if (settings := config.section("rope_parameters")) is None:
+        raise config.refusal("rope_parameters", "an object", None)
+    length = settings.count("original_max_position_embeddings")
+    return {"query_scale": {"factor": settings.number("llama_4_scaling_beta"), "length": length}}
+
+
+def mistral4(config: Config, n: int, layer_type: str) -> Fields:
+    """The width of a head, and the share of it that is rotated, also have fields of their own."""
+    shared = config.count("qk_rope_head_dim")
+    width = config.count("qk_nope_head_dim") + shared
+    config.expect("head_dim", width)
+    if (settings := config.section("rope_parameters")) is not None:
+        settings.expect("partial_rotary_factor", shared / width)
+    return {}
+
+
+def mimo(config: Config, n: int, layer_type: str) -> Fields:
+    """MiMo-V2: layers with a window have sinks, and twice as many kv heads; values have a factor and a width of their own."""
+    require_present(config, "attention_value_scale")
+    kv_heads, windowed = config.count("num_key_value_heads"), layer_type == SLIDING
+    fields = {"num_kv_heads": kv_heads * (1 + windowed), "sinks": windowed, "value_head_dim": config.count("v_head_dim")}
+    return fields | {VALUE_FACTOR: config.number("attention_value_scale", default=1.0)}
+
+
+def molmo2(config: Config, n: int, layer_type: str) -> Fields:
+    """Norms of each head, or of all heads as one; layers outside of rope_scaling_layers do not scale their RoPE."""
+    config.expect("qk_norm_type", "qwen3", "olmo")
+    scaled = config.get("rope_scaling_layers")
+    kind = (config.section("rope_parameters") or Config({})).get("rope_type", "type", default="default")
+    if scaled is not None and n not in scaled and kind != "default":
+        raise config.refusal("rope_scaling_layers", f"layer {n} among them", scaled)
+    olmo = {"over": "all", "weights": "own"} if config.get("qk_norm_type") == "olmo" else {}
+    return {"qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), **olmo}}
+
+
+def muse_glimmer(config: Config, n: int, layer_type: str) -> Fields:
+    """A factor on queries after their norm. By default, transformers derives the thetas of layers from their types."""
+    require_present(config, "layer_rope_theta")
+    return {"scale": _head_dim(config) ** -0.5 * config.number("qk_scale_factor", default=3.87)}
+
+
+def laguna(config: Config, n: int, layer_type: str) -> Fields:
+    """A number of heads for each layer, and a softplus gate on each head or on each of its numbers."""
+    name = "num_attention_heads_per_layer"
+    heads = config.each(name, n)
+    config.expect("gating", True, "per-head", "per-element")
+    granularity = "elementwise" if config.get("gating") == "per-element" else "headwise"
+    own = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
+    return own | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
+
+
+def lfm3(config: Config, n: int, layer_type: str) -> Fields:
+    """A gate on each head, unless the config has none."""
+    gate = {"granularity": "headwise", "activation": "sigmoid", "bias": False}
+    return {"output_gate": gate if config.flag("use_attention_gate", default=True) else None}
+
+
+def key_multiplier(config: Config, n: int, layer_type: str) -> Fields:
+    """Falcon H1: the factor on keys is one on scores."""
+    return {"scale": _head_dim(config) ** -0.5 * config.number("key_multiplier", default=1.0)}
+
+
+def rope_if_any(config: Config, n: int, layer_type: str) -> Fields:
+    """OLMo Hybrid: no RoPE where rope_parameters are null."""
+    require_present(config, "rope_parameters")
+    return {} if config.get("rope_parameters") is not None else {"rope": WITHOUT}
+
+
+def rope_if_named(config: Config, n: int, layer_type: str) -> Fields:
+    """Granite 4: RoPE only with `position_embedding_type` rope."""
+    return {} if config.get("position_embedding_type") == "rope" else {"rope": WITHOUT}
+
+
+def recurrent_gemma_window(config: Config, n: int, layer_type: str) -> Fields:
+    """A window in every layer with attention, whose output projection has a bias in any case."""
+    qkv = config.flag("attention_bias", default=False)
+    bias = dict(zip(PROJECTIONS, (qkv, qkv, qkv, True), strict=True))
+    return {"window": {"left": config.count("attention_window_size", "sliding_window") - 1}, "bias": bias}
+
+
+def _head_dim(config: Config) -> int:
+    return config.count("head_dim", default=config.count("hidden_size") // config.count("num_attention_heads"))

@@ -1,0 +1,225 @@
+"""Rows of decoders of text: Llama and those that differ from it little, GPT-2, GPT-NeoX, BLOOM, DeepSeek's latent attention."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.checkpoints.families.decoder_traits import (
+    bigcode,
+    falcon,
+    gemma4_heads,
+    gemma_values,
+    gpt2_scale,
+    gpt_neo,
+    laguna,
+    llama4,
+    llama4_type,
+    mimo,
+    ministral3,
+    mistral4,
+    molmo2,
+    mpt,
+    muse_glimmer,
+)
+from service.checkpoints.families.layer_types import FULL, SLIDING, alternating, every_nth_full, from_layer, modernbert_type, qwen_type
+from service.checkpoints.families.row import Attention, Family
+from service.checkpoints.families.traits import (
+    ALL_BIASED,
+    NO_BIASES,
+    QKV,
+    Trait,
+    biased,
+    biased_apart,
+    capped,
+    capped_or_null,
+    chunks,
+    constant,
+    gated,
+    latent,
+    layer_thetas,
+    modernbert_decoder_window,
+    no_rope_layers,
+    normed,
+    only,
+    rope_if_sliding,
+    rope_only_if_sliding,
+    scale,
+    window,
+    window_everywhere,
+    window_if_used,
+)
+from service.checkpoints.rope import Rotary
+
+LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
+
+
+def decoder(*traits: Trait, **changes: Any) -> Family:
+    """Llama's attention with these traits and changes."""
+    return {"decoder": replace(LLAMA, traits=traits, **changes)}
+
+
+INTERLEAVED = Rotary(interleaved=True)
+THETA_10000 = Rotary(theta=10000.0)  # for configs that leave theta out
+GPTJ = Rotary(theta=10000.0, interleaved=True, dims_field="rotary_dim")
+GRANITE = scale("attention_multiplier", default=1.0)
+PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
+ALL_HEADS = normed(over="all", weights="own")
+LAYER_NORMED = normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5)
+MODERNBERT_ROPE = Rotary(theta_fields={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
+
+NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
+GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
+GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
+EXAONE = decoder(normed(), window, rope_if_sliding, bias=NO_BIASES, irrelevant="sliding_window_pattern")
+GEMMA3 = Attention(
+    layout="separate, norms less 1",
+    bias=LLAMA.bias,
+    traits=(PRE_SCALAR, capped, window, normed(), only("use_bidirectional_attention", False)),
+    layer_type=every_nth_full("sliding_window_pattern", 6),
+    rotary=Rotary(theta=1e6, theta_fields={SLIDING: ("rope_local_base_freq", 1e4)}, scaled_layer_types=(FULL,)),
+)
+GEMMA4 = decoder(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None, "vision"))  # among images' tokens
+HRM_TEXT = replace(
+    LLAMA,
+    path="L_module.layers.{n}.attn",
+    layout="gated stack",
+    kv_heads=(),
+    layers=("num_layers_per_stack", "num_hidden_layers"),
+    bias=NO_BIASES,
+    traits=(gated(), only("attention_bias", False)),
+    irrelevant="^embedding_scale$",
+)
+LATENT = decoder(
+    latent,
+    layout="latent",
+    kv_heads=(),
+    rotary=Rotary(interleaved_field="rope_interleave"),
+    bias=biased("attention_bias", "o"),
+)
+
+DECODERS: dict[str, Family] = {
+    "llama": decoder(rotary=THETA_10000),
+    **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
+    **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
+    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
+    **dict.fromkeys(("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), decoder(window, bias=QKV, layer_type=qwen_type)),
+    "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
+    "qwen3": decoder(normed(), window, layer_type=qwen_type),
+    **dict.fromkeys(("hyperclovax", "granite_docling_text"), decoder(scale("attention_multiplier"))),
+    "qwen3_moe": decoder(normed(), window_if_used),
+    "qwen3_vl_text": decoder(normed()),
+    "qwen3_vl_moe_text": decoder(normed(), irrelevant="sliding_window|max_window_layers"),
+    "seed_oss": decoder(bias=biased_apart),
+    "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
+    "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
+    "dots1": decoder(normed(), window, layer_type=from_layer("max_window_layers", "sliding_window")),
+    **dict.fromkeys(("apertus", "hy_v3"), decoder(normed())),
+    "mellum": decoder(normed(), window, rotary=Rotary(partial=1.0)),
+    "flint": decoder(normed(), window, rope_if_sliding, constant(sinks=True)),
+    **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), EXAONE),
+    "olmo": decoder(only("clip_qkv", None)),
+    "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled_layer_types=(FULL,))),
+    "olmoe": decoder(ALL_HEADS, only("clip_qkv", None)),
+    **dict.fromkeys(("olmo2", "flex_olmo"), decoder(ALL_HEADS)),
+    "minimax_m2": decoder(ALL_HEADS, bias=NO_BIASES, rotary=Rotary(partial=1.0)),
+    "solar_open": decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=1.0)),
+    "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=INTERLEAVED),
+    **dict.fromkeys(
+        ("cohere2", "cohere2_moe"),
+        decoder(window, rope_if_sliding, rotary=INTERLEAVED, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    ),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=INTERLEAVED)),
+    **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
+    "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
+    "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0)),
+    "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0)),
+    "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5)),
+    "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0)),
+    "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
+    "internlm3": decoder(bias=biased_apart),
+    "nemotron": decoder(rotary=Rotary(partial=0.5)),
+    "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(negate_angles=True)),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), decoder(normed(after_rope=True))),
+    "stablelm": decoder(only("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
+    "phimoe": decoder(window_everywhere),
+    "phi": decoder(LAYER_NORMED, bias=ALL_BIASED, rotary=Rotary(partial=0.5)),
+    "phi3": decoder(window_everywhere, bias=NO_BIASES, layout="stacked", rotary=Rotary(partial=1.0)),
+    "persimmon": decoder(LAYER_NORMED, bias=ALL_BIASED, layout="grouped", rotary=Rotary(partial=0.5)),
+    "gpt_oss": {"decoder": GPT_OSS},
+    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating)),
+    "gemma3_text": {"decoder": GEMMA3},
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, gemma_values))},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
+    "llama4_text": decoder(chunks, llama4, rotary=INTERLEAVED, layer_type=llama4_type),
+    "ministral3": decoder(
+        window_everywhere, ministral3, bias=NO_BIASES, rotary=Rotary(others=("llama_4_scaling_beta", "max_position_embeddings"))
+    ),
+    "mimo_v2_flash": decoder(mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
+    "minimax_m3_vl_text": decoder(
+        normed(), bias=NO_BIASES, layout="separate, norms less 1", rotary=Rotary(partial=1.0), irrelevant="^index_|^rotary_dim$"
+    ),
+    "molmo2_text": decoder(molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
+    "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
+    "muse_glimmer_text": decoder(
+        normed(weights="none", default=1e-5), gated(), window, layer_thetas, muse_glimmer, irrelevant="^output_multiplier$|^post_norm_eps$"
+    ),
+    "afmoe": decoder(
+        normed(default=1e-5),
+        gated(),
+        window,
+        rope_only_if_sliding,
+        layer_type=every_nth_full("global_attn_every_n_layers", 4),
+        irrelevant="^mup_enabled$",
+    ),
+    "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
+    "step3p5": decoder(
+        normed(default=1e-5),
+        gated("headwise"),
+        window,
+        scale("query_pre_attn_scalar", -0.5),
+        only("gating", True),
+        only("use_bidirectional_attention", False),
+        layout="separate, norms less 1",
+        rotary=Rotary(partial=1.0),
+        irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
+    ),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
+    "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
+    "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
+    "mistral4": {
+        "decoder": replace(
+            LATENT["decoder"],
+            traits=(latent, mistral4, ministral3),
+            rotary=Rotary(
+                interleaved_field="rope_interleave",
+                dims_field="qk_rope_head_dim",
+                partial=1.0,
+                others=("llama_4_scaling_beta", "max_position_embeddings"),
+            ),
+        )
+    },
+    "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
+    "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
+    "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
+    "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
+    "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
+    **{name: {"decoder": replace(GPT2, traits=(gpt2_scale,))} for name in ("gpt2", "imagegpt")},
+    "openai-gpt": {"decoder": GPT2},
+    "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
+    "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
+    "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL_BIASED),
+    "falcon": decoder(falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
+    "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
+    "xglm": decoder(rotary=None, bias=ALL_BIASED, heads=("attention_heads",)),
+    "biogpt": decoder(rotary=None, bias=ALL_BIASED),
+    "ctrl": decoder(path="h.{n}.multi_head_attention", rotary=None, bias=ALL_BIASED),
+    "modernbert-decoder": decoder(
+        modernbert_decoder_window,
+        bias=biased("attention_bias"),
+        path="layers.{n}.attn",
+        rotary=MODERNBERT_ROPE,
+        layer_type=modernbert_type,
+    ),
+}

@@ -1,0 +1,103 @@
+"""Rows of encoders of text: BERT and those that differ from it little, encoders made of Llama's layers, and text towers."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.checkpoints.config import Config
+from service.checkpoints.families.decoder_traits import gemma4_heads, gemma_values
+from service.checkpoints.families.decoders import GPT_OSS, INTERLEAVED, LLAMA, MODERNBERT_ROPE, THETA_10000
+from service.checkpoints.families.layer_types import modernbert_type, repmixer, sliding
+from service.checkpoints.families.row import Attention, Family
+from service.checkpoints.families.traits import (
+    ALL_BIASED,
+    NO_BIASES,
+    WITHOUT,
+    Trait,
+    biased,
+    constant,
+    modernbert_window,
+    only,
+    window_around,
+)
+from service.checkpoints.layout import Fields
+from service.checkpoints.rope import Rotary
+
+ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
+ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
+BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
+ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
+
+
+def encoder(*traits: Trait, rotary: Rotary | None = None, **changes: Any) -> Family:
+    """BERT's attention with these traits and changes: all biases, RoPE only if `rotary` is given, both directions."""
+    positions = ABSOLUTE_OR_ROTARY if rotary else ABSOLUTE
+    return {"encoder": replace(BERT, traits=(positions, *traits), rotary=rotary, **changes)}
+
+
+def mobilebert(config: Config, n: int, layer_type: str) -> Fields:
+    """Attention in a bottleneck, whose values may come from outside of it."""
+    config.ignore("key_query_shared_bottleneck", "use_bottleneck_attention", "intra_bottleneck_size")
+    width = config.count("intra_bottleneck_size" if config.flag("use_bottleneck", default=True) else "hidden_size")
+    return {"head_dim": width // config.count("num_attention_heads")}
+
+
+def original_full(config: Config, n: int, layer_type: str) -> Fields:
+    """BigBird: sparse blocks of keys are another operator."""
+    config.ignore("block_size", "num_random_blocks", "use_bias")
+    if config.get("attention_type", default="block_sparse") != "original_full":
+        raise config.refusal("attention_type", '"original_full"', config.get("attention_type"))
+    return {}
+
+
+def rope_if_rotary(config: Config, n: int, layer_type: str) -> Fields:
+    """ESM: RoPE only with `position_embedding_type` rotary; its absolute positions are added to the model's input."""
+    config.expect("position_embedding_type", "absolute", "rotary")
+    return {} if config.get("position_embedding_type") == "rotary" else {"rope": WITHOUT}
+
+
+LIKE_BERT = """bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert layoutlm markuplm
+splinter visual_bert rembert bert-generation tapas dpr"""
+ENCODERS: dict[str, Family] = {
+    **dict.fromkeys(LIKE_BERT.split(), encoder()),
+    "xlm-roberta-xl": encoder(ignored=("self_attn_layer_norm.*",)),
+    "megatron-bert": encoder(ignored=("ln.*",)),
+    "big_bird": encoder(original_full),
+    "distilbert": encoder(path="transformer.layer.{n}.attention"),
+    "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
+    "xmod": encoder(irrelevant="adapter"),
+    "mobilebert": encoder(mobilebert, irrelevant="normalization_type"),
+    "mpnet": encoder(
+        constant(relative_bias={"max_distance": 128, "bidirectional": True}),
+        only("relative_attention_num_buckets", 32),  # transformers counts 32 buckets regardless of the config
+        table="encoder.relative_attention_bias.weight",
+    ),
+    "esm": encoder(rope_if_rotary, rotary=THETA_10000),
+    "roformer": encoder(only("rotary_value", False), rotary=replace(INTERLEAVED, theta=10000.0)),
+    "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),
+    "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary()),
+    "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary()),
+    "esmc": {"encoder": replace(LLAMA, causal=False, traits=(constant(qk_norm=ESMC_NORM),))},
+    "embedding_gemma2_text": {"encoder": replace(LLAMA, causal=False, traits=(gemma4_heads, window_around, gemma_values))},
+    "eurobert": {"encoder": replace(LLAMA, causal=False)},
+    "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
+    "modernbert": encoder(
+        modernbert_window,
+        path="layers.{n}.attn",
+        layout="stacked",
+        bias=biased("attention_bias"),
+        rotary=MODERNBERT_ROPE,
+        layer_type=modernbert_type,
+    ),
+    "openai_privacy_filter": {
+        "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=INTERLEAVED)
+    },
+    "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
+    "siglip_text_model": {"text": replace(BERT, path="encoder.layers.{n}.self_attn")},
+    "tipsv2_text_model": {"text": replace(BERT, path="transformer.resblocks.{n}.attn", layout="stacked", irrelevant="^scale_sqrt_depth$")},
+    "sam3_lite_text_text_model": {
+        "text": replace(BERT, path="layers.{n}.self_attn", layer_type=repmixer, irrelevant="^layer_scale|^repmixer_kernel")
+    },
+    "git": {"decoder": replace(BERT, causal=True, irrelevant="num_image_with_embedding")},
+    "xlm": encoder(only("causal", False), path="attentions.{n}"),
+    "flaubert": encoder(only("causal", False), path="attentions.{n}"),
+}

@@ -1,0 +1,204 @@
+"""Traits: what a row of the table says beyond its fields, each a function of a config and a layer that gives fields of LayerSpec.
+
+A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits that only
+one decoder needs are in `decoder_traits.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from service.checkpoints.config import Config
+from service.checkpoints.families.layer_types import CHUNKED, SLIDING
+from service.checkpoints.layout import Fields
+from service.checkpoints.rope import score_mscale
+from service.spec import PROJECTIONS
+
+Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
+WIDEST_HEAD = 1 << 16
+VALUE_FACTOR = "value_factor"  # among the fields that traits give: a factor on values, which is multiplied into their projection
+WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
+
+
+def constant(**fields: Any) -> Trait:
+    return lambda config, n, layer_type: fields
+
+
+def only(field: str, *values: Any) -> Trait:
+    """Refuses every value of this field but these."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        config.expect(field, *values)
+        return {}
+
+    return trait
+
+
+def require_present(config: Config, field: str) -> None:
+    """Raises InvalidRequest if the field is left out, where null has a meaning and transformers' default is another."""
+    if field not in config.fields:
+        raise config.refusal(field, "a value, or null", None)
+
+
+# --- biases of projections ---
+
+
+def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> Trait:
+    """Biases of the projections in `letters` if the flag `field` is true, or in any case if it is None."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        on = field is None or config.flag(field, default=default)
+        return {"bias": {name: on and letter in letters for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
+
+    return trait
+
+
+def biased_but(field: str, always: str, never: str = "", default: bool = False) -> Trait:
+    """Biases of the projections in `always`, and of the others but those in `never` if the flag `field` is true."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        letters = always + ("qkvo" if config.flag(field, default=default) else "")
+        return {"bias": {name: letter in letters and letter not in never for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
+
+    return trait
+
+
+def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
+    """Biases of queries, keys and values by one flag, of the output by another."""
+    qkv, output = config.flag("qkv_bias", "attention_bias", default=False), config.flag("attention_out_bias", "bias", default=False)
+    return {"bias": dict(zip(PROJECTIONS, (qkv, qkv, qkv, output), strict=True))}
+
+
+ALL_BIASED, NO_BIASES, QKV = biased(None), biased(None, ""), biased(None, "qkv")
+WITHOUT_KEY_BIAS = biased(None, "qvo")
+
+
+# --- windows and chunks ---
+
+
+def window(config: Config, n: int, layer_type: str) -> Fields:
+    """A window in layers of type sliding_attention."""
+    config.ignore("sliding_window")
+    return {"window": {"left": config.count("sliding_window") - 1}} if layer_type == SLIDING else {}
+
+
+def window_everywhere(config: Config, n: int, layer_type: str) -> Fields:
+    """A window in every layer, unless `sliding_window` is null; it may not be left out."""
+    require_present(config, "sliding_window")
+    return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
+
+
+def window_around(config: Config, n: int, layer_type: str) -> Fields:
+    """A window to both sides in layers of type sliding_attention, with both ends."""
+    reach = config.count("sliding_window")
+    return {"window": {"left": reach, "right": reach}} if layer_type == SLIDING else {}
+
+
+def window_if_used(config: Config, n: int, layer_type: str) -> Fields:
+    """A window in every layer where `use_sliding_window` says so."""
+    config.ignore("max_window_layers", "sliding_window")
+    return window_everywhere(config, n, layer_type) if config.flag("use_sliding_window", default=False) else {}
+
+
+def modernbert_window(config: Config, n: int, layer_type: str) -> Fields:
+    """Half of local_attention to both sides."""
+    config.ignore("decoder_bias", "deterministic_flash_attn", "sliding_window", "reference_compile")
+    reach = config.number("local_attention", default=128) // 2
+    return {"window": {"left": int(reach), "right": int(reach)}} if layer_type == SLIDING else {}
+
+
+def modernbert_decoder_window(config: Config, n: int, layer_type: str) -> Fields:
+    """Half of local_attention, with the query itself, behind it; unless sliding_window is there."""
+    reach = config.number("sliding_window", default=config.number("local_attention", default=128) // 2)
+    config.ignore("decoder_bias", "deterministic_flash_attn")
+    return {"window": {"left": int(reach) - 1}} if layer_type == SLIDING else {}
+
+
+def chunks(config: Config, n: int, layer_type: str) -> Fields:
+    """Chunks in layers of type chunked_attention."""
+    config.ignore("attention_chunk_size")
+    return {"chunk_size": config.count("attention_chunk_size")} if layer_type == CHUNKED else {}
+
+
+WINDOWED = (window, window_around, modernbert_window, modernbert_decoder_window)  # traits that need layers' types
+
+
+# --- scores ---
+
+
+def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait:
+    """The factor of scores is a field of the config, raised to `power`."""
+    return lambda config, n, layer_type: {"scale": config.number(field, default=default) ** power}
+
+
+def capped(config: Config, n: int, layer_type: str) -> Fields:
+    cap = config.get("attn_logit_softcapping")
+    return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
+
+
+def capped_or_null(config: Config, n: int, layer_type: str) -> Fields:
+    """A softcap that may be null, but not left out."""
+    require_present(config, "attn_logit_softcapping")
+    return capped(config, n, layer_type)
+
+
+# --- norms, gates, latent vectors ---
+
+
+def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any) -> Trait:
+    """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        there = flag is None or config.flag(flag, default=on)
+        return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
+
+    return trait
+
+
+def gated(granularity: str = "elementwise", bias: str = "") -> Trait:
+    """A sigmoid gate on the head outputs; `bias` names the flag of its projection's bias, "" is none."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        config.expect("attn_output_gate", True)
+        has_bias = bool(bias) and config.flag(bias, default=False)
+        return {"output_gate": {"granularity": granularity, "activation": "sigmoid", "bias": has_bias}}
+
+    return trait
+
+
+def latent(config: Config, n: int, layer_type: str) -> Fields:
+    """DeepSeek's multi-head latent attention. The norms of its latents have eps 1e-6 regardless of the config."""
+    own, shared = (config.count(f"qk_{kind}_head_dim", most=WIDEST_HEAD) for kind in ("nope", "rope"))
+    config.expect("qk_head_dim", own + shared)
+    config.expect("num_key_value_heads", config.count("num_attention_heads"))
+    ranks = {"query_rank": config.get("q_lora_rank") and config.count("q_lora_rank"), "key_value_rank": config.count("kv_lora_rank")}
+    section = ranks | {"rope_key_dim": shared, "eps": 1e-6, "bias": config.flag("attention_bias", default=False)}
+    scale = (own + shared) ** -0.5 * score_mscale(config, layer_type)
+    return {"head_dim": own + shared, "value_head_dim": config.count("v_head_dim", most=WIDEST_HEAD), "scale": scale, "latent": section}
+
+
+# --- which layers have RoPE ---
+
+
+def no_rope_layers(config: Config, n: int, layer_type: str) -> Fields:
+    """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
+    flag, every = config.each("no_rope_layers", n), config.get("no_rope_layer_interval", default=4)
+    return {} if (flag if flag is not None else (n + 1) % every) else {"rope": WITHOUT}
+
+
+def rope_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
+    """Where some layers have a window, only those have RoPE."""
+    require_present(config, "sliding_window")
+    return {} if layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+
+
+def rope_only_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
+    """Layers with full attention have no RoPE."""
+    return {} if layer_type == SLIDING else {"rope": WITHOUT}
+
+
+def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
+    """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
+    own, shared = config.each("layer_rope_theta", n), (config.section("rope_parameters") or config).get("rope_theta")
+    if own and own != shared:
+        raise config.refusal("layer_rope_theta", f"{shared} in layer {n}, as rope_parameters has it", own)
+    return {} if own is None or own else {"rope": WITHOUT}
