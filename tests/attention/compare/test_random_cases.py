@@ -84,7 +84,8 @@ def test_layers_have_everything_that_a_layer_may_have():
         (n, bias) for n in (None, 11) for bias in (0, 1)
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
-    relative = [spec.relative_scores for spec in specs if spec.relative_scores]
+    drawn = [case.spec.relative_scores for case in cases(100, features=("relative_scores", "head_dim"), rate=0.8, init="xavier_uniform")]
+    relative = [scores for scores in drawn if scores]
     sinusoidal = [scores for scores in relative if scores.kind == "transformer_xl"]
     assert {scores.interleaved for scores in sinusoidal} == {scores.max_distance is None for scores in sinusoidal} == {True, False}
     assert {(scores.buckets is None, scores.position_to_content) for scores in relative if scores.kind == "disentangled"} == {
