@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.tensors import Array, datatype_of, raw
@@ -19,9 +19,10 @@ Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear"
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Width = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-LARGEST = 1e30  # largest factor; float32 overflows at 3e38
+LARGEST, SMALLEST = 1e30, 1e-30  # of factors; float32 overflows at 3e38, and is 0 below 1e-45
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, strict=True)]
+Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -37,6 +38,15 @@ LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults:
 def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
     return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+
+
+def _zero_or_normal(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise disagreement("", f"0, or a number from {SMALLEST} to 1", str(value))
+    return value
+
+
+Eps = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True), AfterValidator(_zero_or_normal)]  # of a norm
 
 
 class Part(BaseModel):
@@ -65,15 +75,15 @@ class Biases(Part):
 class Window(Part):
     """A query at position p attends to keys from p - left to p + right; null is no bound."""
 
-    left: Count | None = None
-    right: Count | None = None
+    left: Count | None = Field(default=None, examples=[128])
+    right: Count | None = Field(default=None, examples=[0])
 
 
 class RopeScaling(Part):
     """Scaling of RoPE's frequencies for long contexts: all divided by `factor` (linear), or only low frequencies (llama3)."""
 
-    type: Literal["linear", "llama3"]
-    factor: Positive
+    type: Literal["linear", "llama3"] = Field(examples=["linear"])
+    factor: Positive = Field(examples=[8.0])
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position: Width = 8192
@@ -88,7 +98,7 @@ class RopeScaling(Part):
 class Rope(Part):
     """Rotary position embedding (Su et al. 2021) of the first `dims` of each head: halves (GPT-NeoX, Llama) or interleaved pairs."""
 
-    theta: Positive = 10000.0
+    theta: Positive = Field(default=10000.0, examples=[10000.0])
     dims: Width | None = Field(default=None, description="Number of dimensions of each head that are rotated, even; head_dim if left out.")
     interleaved: Flag = False
     scaling: RopeScaling | None = None
@@ -116,16 +126,16 @@ class QueryScale(Part):
     Nakanishi 2025 and Llama 4.
     """
 
-    factor: Annotated[Positive, Field(le=LARGEST)] = Field(description="0.1 in Llama 4 and Ministral 3.")
-    length: Width = Field(description="Number of positions with the same factor.")
+    factor: Positive = Field(examples=[0.1], description="0.1 in Llama 4 and Ministral 3.")
+    length: Width = Field(examples=[8192], description="Number of positions with the same factor.")
     shift: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] = Field(default=0, description="1 in Llama 4, 0 in Ministral 3.")
 
 
 class RelativeBias(Part):
     """T5's biases by bucket of distance (Raffel et al. 2020), from the weight `relative_bias` [buckets, num_heads]."""
 
-    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = 32
-    max_distance: Width = 128
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] = Field(default=32, examples=[32])
+    max_distance: Width = Field(default=128, examples=[128])
     bidirectional: Flag = True
 
     @model_validator(mode="after")
@@ -183,8 +193,8 @@ class RelativeScores(Part):
 class QKNorm(Part):
     """Normalisation of queries and keys, with the weights `query_norm.weight` and `key_norm.weight`."""
 
-    kind: Literal["rms", "layer"] = "rms"
-    eps: Positive = 1e-6
+    kind: Literal["rms", "layer"] = Field(default="rms", examples=["rms"])
+    eps: Eps = 1e-6
     over: Literal["head", "all"] = Field(default="head", description="Each head by itself, or all heads as one vector (OLMo-2).")
     weights: Literal["shared", "own", "none"] = Field(
         default="shared", description="One weight [head_dim] for all heads, one for each head [heads, head_dim] (Cohere), or none."
@@ -210,10 +220,12 @@ class Latent(Part):
     all heads, x W^T with `rope_key.weight` [rope_key_dim, key_dim], so `key.weight` has that many fewer rows for each head.
     """
 
-    key_value_rank: Width = Field(description="Width of the latent vector of keys and values.")
+    key_value_rank: Width = Field(examples=[512], description="Width of the latent vector of keys and values.")
     query_rank: Width | None = Field(default=None, description="Width of the latent vector of queries; null if they have none.")
-    rope_key_dim: Width = Field(description="Number of dimensions of each key that all heads share; RoPE rotates the first ones.")
-    eps: Positive = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
+    rope_key_dim: Width = Field(
+        examples=[64], description="Number of dimensions of each key that all heads share; RoPE rotates the first ones."
+    )
+    eps: Eps = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
     bias: Flag = Field(default=False, description="Whether query_down, key_value_down and rope_key have biases.")
 
 
@@ -225,7 +237,7 @@ class OutputGate(Part):
     """
 
     granularity: Literal["elementwise", "headwise"] = Field(
-        default="elementwise", description="One gate for each number of a head's output, or one for each head."
+        default="elementwise", examples=["elementwise"], description="One gate for each number of a head's output, or one for each head."
     )
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
@@ -268,8 +280,8 @@ class LayerSpec(BaseModel):
     )
     head_dim: Width = Field(default=0, description="Width of a head's queries and keys; d_model/num_heads if left out.")
     value_head_dim: Width = Field(default=0, description="Width of a head's values; head_dim if left out.")
-    key_dim: Width = Field(default=0, description="Width of the keys in requests; d_model if left out.")
-    value_dim: Width = Field(default=0, description="Width of the values in requests; d_model if left out.")
+    key_dim: Width = Field(default=0, description="Width of the keys in requests; d_model if left out, or value_dim with `latent`.")
+    value_dim: Width = Field(default=0, description="Width of the values in requests; d_model if left out, or key_dim with `latent`.")
     output_dim: Width = Field(default=0, description="Width of the output; d_model if left out.")
     bias: Annotated[bool | Biases, BeforeValidator(_one_or_each)] = Field(
         default=True, description="Whether projections have a bias, for all or for each; by default true, but false for the numpy_* inits."
@@ -302,7 +314,7 @@ class LayerSpec(BaseModel):
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
     init: Init | None = Field(default="xavier_uniform", description="Distribution of the drawn weights; null if weights were given.")
-    gain: Annotated[Positive, Field(le=LARGEST)] = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
+    gain: Gain = Field(default=1.0, description="Factor on what `init` draws; 1 if weights were given.")
     dtype: DType = Field(default="float32", description="Datatype of the weights and the computation.")
     matmul_precision: MatmulPrecision = Field(
         default="highest",
@@ -363,7 +375,8 @@ class LayerSpec(BaseModel):
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
             raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
-            raise disagreement("/value_dim", f"{self.key_dim}, as key_dim, since latent projects both alike", str(self.value_dim))
+            expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
+            raise disagreement("/value_dim", expected, str(self.value_dim))
         for name in ("rope", "query_scale"):
             if self.relative_scores and getattr(self, name):
                 raise disagreement(f"/{name}", "null, since relative_scores has the positions of this layer", "one")
@@ -503,6 +516,8 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
         filled.setdefault("key_dim", kv * head_dim)
         filled.setdefault("value_dim", kv * value_head_dim)
         filled.setdefault("output_dim", heads * value_head_dim)
+    if filled.get("latent"):  # keys and values have the same width
+        filled.setdefault("value_dim", filled.setdefault("key_dim", filled.get("value_dim", d_model)))
     for name in ("key_dim", "value_dim", "output_dim"):
         filled.setdefault(name, d_model)
 

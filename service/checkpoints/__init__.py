@@ -11,8 +11,18 @@ If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both r
 """
 
 from service.checkpoints.detection import LAYOUTS, detect, layers_in
-from service.checkpoints.folder import ModelFolder, described_layers
+from service.checkpoints.folder import ModelFolder, described_layers, layers_of_file
 from service.checkpoints.model import parse_config, read_model_layer
 from service.checkpoints.reader import read_layer
 
-__all__ = ["LAYOUTS", "ModelFolder", "described_layers", "detect", "layers_in", "parse_config", "read_layer", "read_model_layer"]
+__all__ = [
+    "LAYOUTS",
+    "ModelFolder",
+    "described_layers",
+    "detect",
+    "layers_in",
+    "layers_of_file",
+    "parse_config",
+    "read_layer",
+    "read_model_layer",
+]

@@ -48,9 +48,14 @@ class Match:
     identified: bool  # whether the names alone identify the layout
 
     @property
+    def required(self) -> dict[str, str]:
+        """Required names below the stem -> their parts."""
+        return {name: part for name, part in self.layout.names.items() if part in self.layout.required}
+
+    @property
     def missing(self) -> list[str]:
         """Required names below the stem that the checkpoint does not have."""
-        return [name for name, part in self.layout.names.items() if part in self.layout.required and part not in self.names]
+        return [name for name, part in self.required.items() if part not in self.names]
 
     @property
     def share(self) -> float:
@@ -130,6 +135,12 @@ def complete(matches: Sequence[Match]) -> list[Match]:
         if not match.missing and (key not in best or _weight(match) > _weight(best[key])):
             best[key] = match
     return list(best.values())
+
+
+def complement(match: Match, matches: Iterable[Match]) -> Match | None:
+    """Another layout's match at the same stem with the parts that an incomplete match lacks: the names of two layouts are mixed."""
+    missing = match.layout.required - match.names.keys()
+    return next((other for other in matches if missing and other.stem == match.stem and missing <= other.names.keys()), None)
 
 
 def _weight(match: Match) -> tuple[int, bool, int]:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from service.checkpoints.detection import layers_in
 from service.checkpoints.families import number_of_layers
 from service.checkpoints.layout import Fields
 from service.checkpoints.model import ModelLayer, describe, parse_config, parts_of
+from service.checkpoints.refusals import listed
 from service.errors import InvalidRequest
 from service.tensors import BY_SAFETENSORS, Array
 
@@ -72,16 +74,9 @@ class ModelFolder:
         return {name: WEIGHTS for name in self._header(WEIGHTS)[1] if name != "__metadata__"}
 
     def _header(self, file: str) -> tuple[int, Mapping[str, Any]]:
-        """Where the tensors of a safetensors file begin, and its header."""
-        try:
-            with (self.path / file).open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(size, 1 << 28)))
-        except (OSError, ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict):
+        if (found := read_header(self.path / file)) is None:
             raise self._refusal(file, "a safetensors file")
-        return 8 + size, header
+        return found
 
     def _text(self, file: str) -> str:
         try:
@@ -91,6 +86,31 @@ class ModelFolder:
 
     def _refusal(self, file: str, expected: str) -> InvalidRequest:
         return InvalidRequest.where(f"/{file}", f"{expected}, as save_pretrained writes it, in {self.path}", "none")
+
+
+def read_header(path: Path) -> tuple[int, Mapping[str, Any]] | None:
+    """Where the tensors of a safetensors file begin, and its header; None if it is no such file."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(size, 1 << 28)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return (8 + size, header) if isinstance(header, dict) else None
+
+
+def layers_of_file(path: Path) -> list[Fields]:
+    """The layout and prefix of every layer in a safetensors file, or the spec of one that this service wrote. Raises InvalidRequest."""
+    if (found := read_header(path)) is None:
+        raise InvalidRequest.where(f"/{path.name}", "a safetensors file, or a model's folder with its config.json", "something else")
+    header = dict(found[1])
+    metadata = header.pop("__metadata__", None) or {}
+    if "spec" in metadata:
+        return [{"spec": json.loads(metadata["spec"])}]
+    layers: list[Fields] = [{"layout": layout, "prefix": prefix} for layout, prefix in layers_in(header)]
+    if not layers:
+        raise InvalidRequest.where(f"/{path.name}", "tensors with the names of a known layout", listed(header))
+    return layers
 
 
 def described_layers(folder: ModelFolder) -> Iterator[Fields]:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from service.checkpoints.detection import LAYOUTS, Match, complete, find_matches, natural, normalised, readable
+from service.checkpoints.detection import LAYOUTS, Match, complement, complete, find_matches, natural, normalised, readable
 from service.checkpoints.layout import Fields, LayerTensors, Weights
 from service.checkpoints.refusals import field_pointer, listed, refuse_weights, shape_of
 from service.checkpoints.spec_inference import infer_spec
@@ -171,6 +171,8 @@ def _below(matches: Sequence[Match], prefix: str) -> list[Match]:
 def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | None, tensors: Mapping[str, Array]) -> InvalidRequest:
     """The error if no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
     nearest = max(partial, key=lambda match: (match.share, match.identified, len(match.names)), default=None)
+    if nearest is not None and (other := complement(nearest, below)) is not None:
+        return _mixed(nearest, other)
     if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
         return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
     wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(sorted(LAYOUTS))})"
@@ -181,6 +183,13 @@ def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | No
         missing = listed(nearest.full_name(name) for name in nearest.missing)
         return InvalidRequest.where("/layout", wanted, f"nearest {nearest}, without {missing}")
     return InvalidRequest.where("/layout", wanted, f"tensors {listed(sorted(tensors, key=natural))}")
+
+
+def _mixed(match: Match, other: Match) -> InvalidRequest:
+    """The refusal of a layer whose tensors have names of two layouts."""
+    expected = " or ".join(f"{one.layout.name} ({listed(map(one.full_name, one.required))})" for one in (match, other))
+    got = " and ".join(listed(sorted(one.names.values())) for one in (match, other))
+    return InvalidRequest.where("/weights", f"the names of one layout: {expected}", f"{got} together")
 
 
 def _ambiguous(candidates: Sequence[Match]) -> InvalidRequest:

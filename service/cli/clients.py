@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import typer
 
 from service.cli.flags import given
@@ -112,25 +111,3 @@ def open_client(url: str | None, ca: Path | None, config: Path | None, flags: Ma
         settings = settings.model_copy(update={"layers_dir": None})
     with in_process(settings) as client:
         yield client
-
-
-@contextmanager
-def open_client_for(
-    file: str, body: bytes, url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]
-) -> Iterator[Client]:
-    """As `open_client`, for the request in a file. In this process, a layer that only a file NAME.safetensors beside it has is read."""
-    with open_client(url, ca, config, flags) as client:
-        alone = url is None and file != "-" and flags.get("layers_dir") is None
-        beside = {path.stem: path for path in Path(file).parent.glob("*.safetensors")} if alone else {}
-        if beside and (name := _layer_of(body)) in beside.keys() - {layer.name for layer in client.layers()}:
-            client.put_layer_file(name, beside[name])
-        yield client
-
-
-def _layer_of(body: bytes) -> str:
-    """The layer that a request in JSON names, "" if there is none."""
-    try:
-        document = orjson.loads(body)
-    except ValueError:  # which the service reports
-        return ""
-    return str(document.get("layer", "")) if isinstance(document, dict) else ""

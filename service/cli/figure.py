@@ -1,17 +1,13 @@
 """`attend figure`: a figure of the heads for one request in a file, from a server or drawn in this process."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from service.cli.clients import open_client_for
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.heads import without_special
-from service.cli.infer import File
-from service.cli.terminal import print_result, read_file, report_errors, write_file
-from service.client.operations import post
+from service.cli.request_file import Document, File, send_file, without_special
+from service.cli.terminal import print_result, report_errors, write_file
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
 
@@ -70,7 +66,7 @@ def figure(
     output = output or Path("figure.svg" if file == "-" else Path(file).with_suffix(".svg"))
     if output.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
-    options = {
+    options: dict[str, Any] = {
         "kind": kind,
         "format": FORMATS[output.suffix.lower()],
         "theme": theme,
@@ -85,20 +81,18 @@ def figure(
         "width": width,
         "dpi": dpi,
     }
-    body = _with_figure(read_file("figure", file), {name: value for name, value in options.items() if value is not None})
-    body = without_special(body) if no_special else body
-    with report_errors("figure"), open_client_for(file, body, url, ca, config, flags) as client:
-        drawn = client.perform(post("/attend/figure", body)).content
+    options = {name: value for name, value in options.items() if value is not None}
+
+    def change(document: Document) -> Document:
+        return without_special(_with_figure(document, options)) if no_special else _with_figure(document, options)
+
+    with report_errors("figure"):
+        drawn = send_file("figure", "/attend/figure", file, change, url, ca, config, flags).content
     write_file("figure", output, drawn)
     print_result({"file": str(output), "bytes": len(drawn)}, f"{output}: {len(drawn)} bytes", as_json)
 
 
-def _with_figure(body: bytes, options: dict[str, Any]) -> bytes:
-    """The body with these options in `figure`. Returns a body that is no JSON object unchanged; the service refuses it."""
-    try:
-        document = json.loads(body)
-    except ValueError:
-        return body
-    if not isinstance(document, dict) or not isinstance(document.get("figure", {}), dict):
-        return body
-    return json.dumps({**document, "figure": {**document.get("figure", {}), **options}}).encode()
+def _with_figure(document: Document, options: dict[str, Any]) -> Document:
+    """The request with these options in `figure`; unchanged if that is no object, which the service refuses."""
+    figure = document.get("figure", {})
+    return {**document, "figure": {**figure, **options}} if isinstance(figure, dict) else document

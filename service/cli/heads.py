@@ -1,32 +1,28 @@
 """`attend heads`: metrics of each head for a request in a file, as tables that fit the terminal."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import numpy as np
-import orjson
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.clients import open_client_for
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.terminal import fail, read_file, report_errors
-from service.client.operations import post
+from service.cli.request_file import Document, File, print_reply, send_file, without_special
+from service.cli.terminal import fail, report_errors
 from service.client.responses import read_analysis
 from service.tensors import Array
 from service.wire.schemas.analysis import METRICS, SHAPES
-from service.wire.schemas.attend import is_special
+from service.wire.suggestions import did_you_mean
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
 
 attend heads request.json --metrics entropy,strongest_links,pruning_order
 
 attend heads request.json --url http://127.0.0.1:8000 --json"""
-File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend or /attend/analysis; - is standard input.")]
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
 Special = Annotated[bool, typer.Option("--special", help="Count special tokens ([CLS], [SEP], <s>, …) in the tables too.")]
 NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
@@ -53,19 +49,25 @@ def heads(
     `attend serve` would have with the same flags, environment and file, and that in NAME.safetensors beside FILE, if the request is for
     the layer NAME. The tables leave special tokens out, as queries and in links, unless `tokens` in the file has `omit`.
     """
-    body = read_file("heads", file)
-    if metrics is not None:
-        body = _with_metrics(body, metrics)
-    whole, body = body, body if special or as_json else without_special(body)
-    with report_errors("heads"), open_client_for(file, body, url, ca, config, flags) as client:
-        response = client.perform(post("/attend/analysis", body))
+    wanted = None if metrics is None else _metrics(metrics)
+    omitted = False
+
+    def change(document: Document) -> Document:
+        nonlocal omitted
+        document = document if wanted is None else {**document, "metrics": wanted}
+        shown = document if special or as_json else without_special(document)
+        omitted = shown != document
+        return shown
+
+    with report_errors("heads"):
+        response = send_file("heads", "/attend/analysis", file, change, url, ca, config, flags)
         result = None if as_json else read_analysis(response)
     if result is None:
-        sys.stdout.buffer.write(response.content + b"\n")
+        print_reply(response)
         return
     console = Console(highlight=False, markup=False)
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
-    if body != whole:
+    if omitted:
         console.print("special tokens are left out; --special counts them")
     if result.fully_masked_rows:
         console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
@@ -73,33 +75,14 @@ def heads(
         console.print(Text(table) if isinstance(table, str) else table)
 
 
-def _with_metrics(body: bytes, names: str) -> bytes:
-    """The body with its metrics replaced. Raises typer.Exit for an unknown metric, and for a body that is no JSON object."""
-    wanted = [name for name in METRICS if name not in NOT_IN_ALL] if names == "all" else [name.strip() for name in names.split(",")]
+def _metrics(names: str) -> list[str]:
+    """The names of metrics. Raises typer.Exit for an unknown one."""
+    if names == "all":
+        return [name for name in METRICS if name not in NOT_IN_ALL]
+    wanted = [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in METRICS]:
-        fail("heads", f"no metric is called {unknown[0]!r}", f"There are {', '.join(METRICS)}.", code=2)
-    try:
-        document = orjson.loads(body)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        fail("heads", "expected a JSON object in the file, got something else")
-    return orjson.dumps({**document, "metrics": wanted})
-
-
-def without_special(body: bytes) -> bytes:
-    """The body with "omit": "special" among its tokens. Unchanged if it has `omit`, no special tokens, or is no JSON object."""
-    try:
-        document = orjson.loads(body)
-    except ValueError:  # which the service reports
-        return body
-    tokens = document.get("tokens") if isinstance(document, dict) else None
-    if not isinstance(tokens, dict):
-        return body
-    rows = [row for side in ("query", "key") for row in tokens.get(side) or ()]
-    if not any(is_special(str(word)) for row in rows for word in (row if isinstance(row, list) else [row])):
-        return body
-    return orjson.dumps({**document, "tokens": {"omit": "special", **tokens}})
+        fail("heads", f"no metric is called {unknown[0]!r}{did_you_mean(unknown[0], METRICS)}", f"There are {', '.join(METRICS)}.", code=2)
+    return wanted
 
 
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:

@@ -1,17 +1,14 @@
 """`attend infer`: the reply to one request in a file, from a server or computed in this process."""
 
-import sys
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.console import Console
 
-from service.cli.clients import open_client_for
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.terminal import read_file, report_errors
+from service.cli.request_file import File, print_reply, send_file
+from service.cli.terminal import report_errors
 from service.client import AttendResult, TopWeights
-from service.client.operations import post
 from service.client.responses import read_attend
 from service.tensors import Array
 
@@ -20,7 +17,6 @@ EPILOG = """Examples: attend infer request.json --d-model 4 --num-heads 2
 echo '{"query": [[1, 0, 0, 0], [0, 1, 0, 0]]}' | attend infer - --d-model 4 --num-heads 2 --json
 
 attend infer request.json --url http://127.0.0.1:8000"""
-File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend; - reads standard input.", show_default=False)]
 MAX_NUMBERS = 512  # of a tensor that is printed in full
 
 
@@ -31,12 +27,11 @@ def infer(file: File, url: Url = None, ca: Ca = None, as_json: AsJson = False, c
     Without --url the layers are those that `attend serve` would have with the same flags, environment and file, and that in
     NAME.safetensors beside FILE, if the request is for the layer NAME.
     """
-    body = read_file("infer", file)
-    with report_errors("infer"), open_client_for(file, body, url, ca, config, flags) as client:
-        response = client.perform(post("/attend", body))
+    with report_errors("infer"):
+        response = send_file("infer", "/attend", file, lambda document: document, url, ca, config, flags)
         result = None if as_json else read_attend(response)
     if result is None:
-        sys.stdout.buffer.write(response.content + b"\n")
+        print_reply(response)
         return
     console = Console(highlight=False, markup=False)
     console.print(headline(result), soft_wrap=True)

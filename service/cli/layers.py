@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from service.checkpoints import ModelFolder, described_layers
+from service.checkpoints import ModelFolder, described_layers, layers_of_file
 from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import print_result, report_errors, write_file
@@ -100,10 +100,16 @@ def add(
 
 
 @group.command(epilog="Example: attend layers inspect path/to/model")
-def inspect(folder: Annotated[Path, typer.Argument(help="A model's folder with its config.json.", file_okay=False, exists=True)]) -> None:
-    """Print the attention layers of a model's folder as its config describes them, one JSON object for each. No server is needed."""
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A model's folder with its config.json, or a safetensors file.", exists=True)],
+) -> None:
+    """Print the attention layers of a model, one JSON object for each. No server is needed.
+
+    Of a folder, as the model's config describes them; of a file, the layouts and prefixes that `attend layers add` takes.
+    """
+    folder = path.parent if path.name == "config.json" else path
     with report_errors("layers inspect"):
-        for line in described_layers(ModelFolder(folder)):
+        for line in described_layers(ModelFolder(folder)) if folder.is_dir() else layers_of_file(path):
             typer.echo(json.dumps(line))
 
 

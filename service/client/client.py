@@ -32,7 +32,7 @@ def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Clien
 
     @wraps(operation)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.perform(operation(*args, **kwargs))
+        return self.perform(_made(operation, *args, **kwargs))
 
     return _signed(method)
 
@@ -44,9 +44,20 @@ def _async_method(
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.perform(await asyncio.to_thread(operation, *args, **kwargs) if in_thread else operation(*args, **kwargs))
+        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else _made(operation, *args, **kwargs)
+        return await self.perform(made)
 
     return _signed(method)
+
+
+def _made(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
+    """The operation of these arguments. Raises InvalidRequest, not TypeError, for a query under its name in another library."""
+    try:
+        return operation(*args, **kwargs)
+    except TypeError:
+        if not args and "query" not in kwargs:
+            operations.refuse_other_names(kwargs)
+        raise
 
 
 def _signed(method: F) -> F:
@@ -114,6 +125,7 @@ class Client(_Connections[httpx.BaseTransport]):
     plan = _method(operations.plan)
     figure = _method(operations.figure)
     words = _method(operations.words)
+    vocabulary = _method(operations.vocabulary)
     layers = _method(operations.layers)
     layer = _method(operations.layer)
     put_layer = _method(operations.put_layer)
@@ -202,6 +214,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     plan = _async_method(operations.plan)
     figure = _async_method(operations.figure)
     words = _async_method(operations.words)
+    vocabulary = _async_method(operations.vocabulary)
     layers = _async_method(operations.layers)
     layer = _async_method(operations.layer)
     put_layer = _async_method(operations.put_layer)

@@ -1,4 +1,4 @@
-"""HTML of results for notebooks: a heat map for each head, a table of metrics.
+"""HTML of results for notebooks: a heat map for each head, tables of metrics and words.
 
 It has no scripts and loads nothing. Texts are escaped. Its size is bounded: long sequences are pooled, and many heads left out.
 """
@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from service.tensors import Array
+from service.wire.schemas.analysis import SHAPES
 from service.wire.schemas.attend import Tokens
 
 MAPS = 16  # most heat maps
 SIDE = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
 LABELLED = 24  # most tokens along an axis that are written out
 LONGEST = 12  # characters of a token
-ROWS = 64  # most heads in a table
+ROWS = 64  # most heads or tokens in a table
+LINKS = 3  # of each head in a table
+BEGINNING = 4  # numbers of a vector in a table
 RAMP = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]])  # colours, as on the service's page
 
 
@@ -43,27 +46,79 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
         kept = [i for i, token in enumerate(labels) if not omits(token)]
         if kept and len(labels) == maps.shape[axis]:
             maps, labels[:] = maps.take(kept, axis), [labels[i] for i in kept]
-    drawn = "".join(_heat_map(cells, name, rows, columns) for cells, name in zip(maps, names, strict=False))
+    drawn = [_heat_map(cells, name, "largest weight", rows, columns) for cells, name in zip(maps, names, strict=False)]
     more = [about]
     if batched and len(weights) > 1:
         more.append(f"item 0 of {len(weights)}")
     if len(names) > MAPS:
         more.append(f"{len(names) - MAPS} more heads are not shown")
-    return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{drawn}</div><div>{escape("; ".join(more))}</div>'
+    return f"{_beside(drawn)}<div>{escape('; '.join(more))}</div>"
 
 
-def metric_table(metrics: Mapping[str, Array], about: str) -> str | None:
-    """A row for each head and a column for each of these metrics, [b,h] or [h]; None without metrics. Of a batch, the first item."""
-    columns = {name: x[0] if x.ndim == 2 else x for name, x in metrics.items() if x.size}
-    if not columns:
+def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
+    """A row for each head with its numbers and strongest links, and a heat map of each metric between heads; None without any of them.
+
+    `metrics` are those of an `AnalysisResult`. Of a batch, the first item is shown.
+    """
+    columns: dict[str, list[str]] = {}
+    maps, others = [], []
+    for name, metric in metrics.items():
+        shapes = SHAPES.get(name, {})
+        items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
+        if name == "strongest_links":
+            columns["strongest links"] = _links(items, metric)
+        elif set(shapes.values()) == {"bh"}:
+            columns |= {f"{name} {part}".strip(): [_number(x) for x in array] for part, array in items.items()}
+        elif shapes == {"": "bhh"}:
+            labels = [str(i) for i in range(len(items[""]))]
+            maps.append(_heat_map(items[""], name.replace("_", " "), "largest", labels, labels))
+        else:
+            others.append(name)
+    if not any(columns.values()) and not maps:
         return None
-    heads = len(next(iter(columns.values())))
+    heads = max(map(len, columns.values()), default=0)
+    rows = [_row("td", [str(i), *(column[i] for column in columns.values())]) for i in range(min(heads, ROWS))]
+    more = ([f"{heads - ROWS} more heads are not shown"] if heads > ROWS else []) + ([f"also {', '.join(others)}"] if others else [])
+    table = f"<table>{_row('th', ['head', *columns])}{''.join(rows)}</table>" if rows else ""
+    return f"{table}{_beside(maps)}<div>{escape('; '.join([about, *more]))}</div>"
+
+
+def word_table(tokens: Sequence[str], vectors: Array, about: str) -> str:
+    """A row for each token with the beginning and the norm of its vector."""
     rows = [
-        _row("td", [str(i), *("" if np.isnan(column[i]) else f"{column[i]:.3f}" for column in columns.values())])
-        for i in range(min(heads, ROWS))
+        _row("td", [token, ", ".join(map(_number, vector[:BEGINNING])) + " …" * (vector.size > BEGINNING), _number(np.linalg.norm(vector))])
+        for token, vector in zip(tokens[:ROWS], vectors, strict=False)
     ]
-    more = f"; {heads - ROWS} more heads are not shown" if heads > ROWS else ""
-    return f"<table>{_row('th', ['head', *columns])}{''.join(rows)}</table><div>{escape(about + more)}</div>"
+    more = f"{len(tokens) - ROWS} more tokens are not shown; " if len(tokens) > ROWS else ""
+    return f"<table>{_row('th', ['token', 'vector', 'norm'])}{''.join(rows)}</table><div>{escape(more + about)}</div>"
+
+
+def _first_item(array: Array, letters: str) -> Array:
+    """The array without its batch axis, of which the first item is taken."""
+    return array[0] if array.ndim == len(letters) and len(array) else array
+
+
+def _links(parts: Mapping[str, Array], metric: Mapping[str, Any]) -> list[str]:
+    """The strongest links of each head as text, with words if the request had tokens."""
+    batched = metric["weights"].ndim == 3
+
+    def end(side: str, head: int, n: int) -> str:
+        words = metric.get(f"{side}_words")
+        number = int(parts["queries" if side == "query" else "keys"][head, n])
+        return str((words[0] if batched else words)[head][n]) if words else str(number)
+
+    return [
+        ", ".join(f"{end('query', head, n)}→{end('key', head, n)} {x:.2f}" for n, x in enumerate(weights[:LINKS]) if not np.isnan(x))
+        for head, weights in enumerate(parts["weights"])
+    ]
+
+
+def _number(number: Any) -> str:
+    return "" if np.isnan(number) else f"{number:.3f}"
+
+
+def _beside(figures: Iterable[str]) -> str:
+    return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(figures)}</div>'
 
 
 def _row(tag: str, texts: Iterable[str]) -> str:
@@ -76,8 +131,8 @@ def _labels(tokens: Mapping[str, Any], side: str) -> list[str]:
     return list(words if not words or isinstance(words[0], str) else words[0])
 
 
-def _heat_map(weights: Array, name: str, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """An SVG of weights [q,k], with the tokens beside it if they are few. The last colour is the largest weight."""
+def _heat_map(weights: Array, name: str, largest_of: str, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """An SVG of weights [q,k], with the labels beside it if they are few. The last colour is the largest weight."""
     cells = _pooled(np.nan_to_num(weights, posinf=0, neginf=0))
     height, width = cells.shape
     labelled = (len(rows), len(columns)) == weights.shape and max(weights.shape) <= LABELLED
@@ -90,7 +145,7 @@ def _heat_map(weights: Array, name: str, rows: Sequence[str], columns: Sequence[
     for i, column in enumerate(columns if labelled else ()):
         x, y = margin + side * i + 11, margin - 4
         texts += f'<text x="{x}" y="{y}" transform="rotate(-90 {x} {y})">{_short(column)}</text>'
-    caption = f"{name}, largest weight {largest:.2f}"
+    caption = f"{name}, {largest_of} {largest:.2f}"
     return (
         f'<figure style="margin:0"><figcaption>{escape(caption)}</figcaption>'
         f'<svg role="img" aria-label="{escape(caption)}" width="{margin + side * width}" height="{margin + side * height}" '

@@ -4,11 +4,11 @@ In every operation, `timeout` in seconds replaces that of the client; None is no
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Unpack
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import httpx
 import numpy as np
@@ -35,8 +35,10 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer
+from service.wire.schemas.attend import AttendRequest, LayerDocument, Layers, Plan, PutLayer, require_layer_name
 from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.text import Vocabulary
+from service.wire.suggestions import OTHER_NAMES
 
 T = TypeVar("T")
 
@@ -191,6 +193,11 @@ def words(
     return Operation("POST", "/words", body, read_words, timeout)
 
 
+def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Vocabulary]:
+    """The layers of a real model that `words` can load, by name; or, in the note, what to install on the server for them."""
+    return Operation("GET", "/words", None, lambda response: read_document(Vocabulary, response), timeout)
+
+
 def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerDocument]]:
     """All layers of the server."""
     return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
@@ -210,7 +217,8 @@ def put_layer(
 ) -> Operation[LayerDocument]:
     """Create or replace a layer, with weights drawn from the spec's `init` and `seed`, or given, by canonical names or those of another
     framework, such as `W_q`."""
-    document = spec.model_dump(mode="json") if isinstance(spec, LayerSpec) else spec
+    drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
+    document = spec.model_dump(mode="json", exclude=drawn) if isinstance(spec, LayerSpec) else spec
     body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
     return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
 
@@ -286,8 +294,9 @@ def post(path: str, body: bytes) -> Operation[httpx.Response]:
 
 
 def layer_path(name: str) -> str:
-    """/layers/{name}, with the name escaped."""
-    return f"/layers/{quote(name, safe='')}"
+    """/layers/{name}. Raises InvalidRequest for a name that no layer can have."""
+    require_layer_name(name)
+    return f"/layers/{name}"
 
 
 def read_layer(response: httpx.Response) -> LayerDocument:
@@ -296,6 +305,12 @@ def read_layer(response: httpx.Response) -> LayerDocument:
 
 def read_bytes(response: httpx.Response) -> bytes:
     return response.content
+
+
+def refuse_other_names(names: Iterable[str]) -> None:
+    """Raises InvalidRequest with the fields that are meant by names of other libraries, if there are any."""
+    if problems := [unknown_field(pointer([name]), name, AttendRequest) for name in names if name in OTHER_NAMES]:
+        raise InvalidRequest(problems=problems)
 
 
 def _fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:

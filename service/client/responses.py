@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import numpy as np
 
-from service.client.notebook import heat_maps, metric_table
+from service.client.notebook import heat_maps, metric_tables, word_table
 from service.errors import (
     AttendError,
     BadReply,
@@ -30,7 +30,6 @@ from service.wire.client_codec import decode_binary_reply, decode_document, deco
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import PER_HEAD, SHAPES
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
 from service.wire.schemas.text import Words
 
@@ -92,7 +91,7 @@ class AttendResult(Mapping[str, Any]):
 class AnalysisResult(Mapping[str, Any]):
     """The requested metrics, as `result["entropy"]`: an array, or a dictionary of arrays; those named `…_words` are lists.
 
-    A notebook shows a table of the metrics that are one number for each head.
+    A notebook shows a table of the metrics that are one number for each head, and the strongest links.
     """
 
     metrics: dict[str, Any]
@@ -109,9 +108,7 @@ class AnalysisResult(Mapping[str, Any]):
         return len(self.metrics)
 
     def _repr_html_(self) -> str | None:
-        columns = {name: metric for name, metric in self.metrics.items() if SHAPES.get(name) == PER_HEAD}
-        others = sorted(self.metrics.keys() - columns.keys())
-        return metric_table(columns, f"layer {self.layer.name!r}" + (f"; also {', '.join(others)}" if others else ""))
+        return metric_tables(self.metrics, f"layer {self.layer.name!r}")
 
 
 class Picture(bytes):
@@ -144,6 +141,9 @@ class WordsResult:
     def request(self) -> dict[str, Any]:
         """Arguments of `attend`, `analysis`, `figure` and `plan` for self-attention of the text: layer, query and tokens."""
         return {"layer": self.layer.name, "query": self.vectors, "tokens": {"query": self.tokens}}
+
+    def _repr_html_(self) -> str:
+        return word_table(self.tokens, self.vectors, f"layer {self.layer.name!r}; {self.note}")
 
 
 def _of_parts(parts: dict[str, Array]) -> TopWeights | list[Array]:

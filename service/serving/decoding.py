@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.checkpoints.detection import find_matches
+from service.checkpoints.detection import complement, find_matches
 from service.errors import InvalidRequest
-from service.serving.layers.files import CheckpointQuery, ParsedLayer, read_checkpoint, read_layer_file, without_init
+from service.serving.layers.files import CheckpointQuery, ParsedLayer, read_checkpoint, read_layer_file, spec_of_given_weights
 from service.serving.requests import RawRequest
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
@@ -54,15 +54,16 @@ def read_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> 
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
         return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
     document = validate(PutLayer, members)
-    return ParsedLayer(document.spec if document.weights is None else without_init(document.spec), document.weights)
+    return ParsedLayer(document.spec if document.weights is None else spec_of_given_weights(document.spec), document.weights)
 
 
 def _is_checkpoint(members: dict[str, Any]) -> bool:
-    """Whether the weights of a PUT have names of another framework, such as W_q, and not canonical ones."""
+    """Whether the weights of a PUT have names of another framework, such as W_q, if only beside canonical ones."""
     spec, weights = members.get("spec"), members.get("weights")
     if len(members) != 2 or not isinstance(spec, dict) or not isinstance(weights, dict):
         return False
     if not all(isinstance(array, np.ndarray) for array in weights.values()):
         return False
     matches = find_matches(weights)
-    return bool(matches) and not any(match.layout.name == "attend" and not match.stem for match in matches)
+    ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)
+    return bool(matches) if ours is None else complement(ours, matches) is not None

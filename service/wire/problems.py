@@ -1,5 +1,6 @@
 """Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -17,8 +18,6 @@ HALF = "half of a surrogate pair"
 
 EXPECTED = {
     "missing": "a value",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
     "dict_type": "an object",
     "list_type": "a list",
     "string_type": "a string",
@@ -29,6 +28,7 @@ EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
 }
+EXPECTED_BOUND = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than", "less_than_equal": "at most"}
 EXPECTED_WITH_LIMIT = {
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
@@ -87,6 +87,12 @@ def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseMod
     return model
 
 
+def _object(model: type[BaseModel]) -> str:
+    """The expectation of a document of `model`, with its fields that have an example."""
+    example = {name: field.examples[0] for name, field in model.model_fields.items() if field.examples}
+    return f"an object such as {json.dumps(example)}" if example else "an object"
+
+
 def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     value = error.get("input")
@@ -95,8 +101,11 @@ def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
         return Problem(place, EXPECTED[kind], HALF)
-    if kind == "missing":
-        return Problem(place, EXPECTED[kind], "nothing")
+    if kind in ("missing", "model_type", "model_attributes_type"):
+        inner = _model_at(model, error["loc"])
+        if kind == "missing":
+            return Problem(place, _object(inner) if inner.model_fields else EXPECTED[kind], "nothing")
+        return Problem(place, _object(inner), got)
     if kind == "extra_forbidden":
         return unknown_field(place, str(error["loc"][-1]), _model_at(model, error["loc"][:-1]))
     if kind in ("literal_error", "enum"):
@@ -104,6 +113,9 @@ def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
         return Problem(place, one_of(f'"{name}"' for name in names), got + did_you_mean(value, names))
     if kind in EXPECTED_WITH_LIMIT:
         return Problem(place, EXPECTED_WITH_LIMIT[kind].format_map(context), got)
+    if kind in EXPECTED_BOUND:
+        ((_, bound),) = context.items()
+        return Problem(place, f"{EXPECTED_BOUND[kind]} {bound if isinstance(bound, int) else format(bound, 'g')}", got)
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return Problem(place, EXPECTED.get(kind, message[:1].lower() + message[1:]), got)
 

@@ -9,6 +9,8 @@ from typing import Any
 from service.spec import disagreement
 from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
+from service.wire.problems import describe_value
+from service.wire.suggestions import did_you_mean
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
 UNPACKED = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
@@ -171,9 +173,32 @@ def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
-        rows = [] if tokens is None else [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+        rows = [[]] if tokens == [] else _rows(tokens)
         if rows and rows is tokens and (b is None or len(rows) != b):
             raise disagreement(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
         for row in rows:
             if len(row) != n:
                 raise disagreement(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))
+    if request.tokens.omit:
+        _omission(request)
+
+
+def _omission(request: Any) -> None:
+    """Tokens to omit must occur, and leave a query and a key in each batch item."""
+    omit, sides = request.tokens.omit, {side: _rows(request.words(side)) for side in ("query", "key")}
+    if isinstance(omit, list):
+        known = sorted({token for rows in sides.values() for row in rows for token in row})
+        for i, token in enumerate(omit):
+            if token not in known:
+                got = describe_value(token) + did_you_mean(token, known)
+                raise disagreement(f"/tokens/omit/{i}", "a token of the queries or keys", got)
+    for side, rows in sides.items():
+        for i, row in enumerate(rows):
+            if row and all(map(request.tokens.omits, row)):
+                of_item = f" of item {i}" if len(rows) > 1 else ""
+                raise disagreement("/tokens/omit", f"at least one {side}{of_item} that is not omitted", f"all {len(row)} omitted")
+
+
+def _rows(tokens: Any) -> list[list[str]]:
+    """The lists of tokens of the batch items, or the one list for all; none without tokens."""
+    return [] if not tokens else [tokens] if isinstance(tokens[0], str) else tokens

@@ -11,7 +11,6 @@ _CAUSAL = "causal (key j is visible to query i if j <= i + query_offset)"
 _CUMULATIVE = "query_lengths and key_lengths (the rows of each sequence, not their sums)"
 _DROPOUT = 'dropout {"p", "seed"}, without which nothing is dropped'
 _KEY = "key, which is also the value if that is left out"
-_LAYER = "the name of a layer, whose spec has the number of heads and the widths (PUT /layers/{name})"
 _LENGTHS = "valid_lens (only the first n keys are real)"
 _PADDING = "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite"
 _PAIRS = (
@@ -37,13 +36,11 @@ OTHER_NAMES = {
     "cu_seqlens": _CUMULATIVE,
     "cu_seqlens_k": _CUMULATIVE,
     "cu_seqlens_q": _CUMULATIVE,
-    "d_model": _LAYER,
     "decoder_segment_ids": _SEGMENTS,
     "deterministic": _DROPOUT,
     "document_ids": _SEGMENTS,
     "dropout_p": _DROPOUT,
     "dropout_rate": _DROPOUT,
-    "embed_dim": _LAYER,
     "head_mask": "head_scale (a factor on each head's output)",
     "hidden_states": _QUERY,
     "inputs_k": _KEY,
@@ -60,7 +57,6 @@ OTHER_NAMES = {
     "memory_key_padding_mask": _PADDING,
     "memory_mask": _PAIRS,
     "need_weights": _WEIGHTS,
-    "num_heads": _LAYER,
     "output_attentions": _WEIGHTS,
     "position_bias": "bias (added to the scores)",
     "q": _QUERY,

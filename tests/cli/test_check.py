@@ -1,4 +1,4 @@
-"""`attend check`: agrees where it should, and finds what is wrong, in servers and in people's own attention."""
+"""`attend check`: correct servers and modules agree, and faults in wrong ones are detected and named."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_the_service_agrees_in_process_and_by_url(server, http):
     assert http.get("/layers").json() == before  # it cleans up
 
 
-def test_what_was_found_for_programs(server):
+def test_the_check_of_a_server_prints_json(server):
     done = run_attend("check", "--cases", "3", "--seed", "3", "--url", server.url, "--json")
     told = json.loads(done.stdout)
     assert done.returncode == 0 and set(told) == {"agrees", "cases", "seed", "outputs"}
@@ -46,7 +46,7 @@ def test_what_was_found_for_programs(server):
 
 @pytest.fixture
 def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
-    """Serves what the real server serves, but for the replies to POST /attend, which go through a function first."""
+    """A relay to the real server that passes each reply to POST /attend through a function."""
     running: list[ThreadingHTTPServer] = []
 
     def begin(change: Callable[[Reply], Reply]) -> str:
@@ -77,8 +77,8 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
         one.server_close()
 
 
-def test_an_honest_relay_agrees(lying):
-    """So that what the next test finds is the lie, and not the relay."""
+def test_a_relay_that_changes_nothing_agrees(lying):
+    """So the next test detects the change of the reply, not the relay."""
     assert run_attend("check", "--cases", "3", "--url", lying(lambda reply: reply)).returncode == 0
 
 
@@ -101,7 +101,7 @@ def one_row_more(reply: Reply) -> Reply:
     ("change", "named"),
     [(off_by_a_little, "head_outputs off by"), (without_scores, "scores missing"), (one_row_more, "fully_masked_rows ")],
 )
-def test_a_wrong_server_is_found(lying, change, named):
+def test_a_wrong_reply_is_detected(lying, change, named):
     url = lying(change)
     done = run_attend("check", "--cases", "2", "--seed", "1", "--url", url, env=WIDE)
     shown = done.stdout.decode()
@@ -116,7 +116,7 @@ def test_a_wrong_server_is_found(lying, change, named):
     assert run_attend(*again).returncode == 1
 
 
-def test_a_server_with_other_weights_is_found(lying, server, monkeypatch):
+def test_other_weights_are_detected(lying, server, monkeypatch):
     """The relay makes every layer from another seed."""
     real = httpx.request
 
@@ -133,8 +133,8 @@ def test_a_server_with_other_weights_is_found(lying, server, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_output_is_judged(dtype):
-    """The reference itself agrees; a step beyond what is allowed, in any output, does not, nor does NaN, nor another shape."""
+def test_every_output_is_compared(dtype):
+    """The reference agrees with itself; an error above the tolerance in any output, NaN, or another shape does not."""
     number = next(n for n in range(100) if draw_case(0, n).spec.dtype == dtype)
     case = draw_case(0, number)
     from service.attention.weights import draw_weights
@@ -213,13 +213,13 @@ def check_module(package, *arguments: str):
     return run_attend("check", *arguments, cwd=package, env=WIDE)
 
 
-def test_a_right_module_agrees(package):
+def test_a_correct_module_agrees(package):
     done = check_module(package, "--module", "theirs:Right")
     assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference in 7 calls\n")
     assert check_module(package, "--module", "theirs:Right", "--cases", "15").stdout.endswith(b"in 21 calls\n")
 
 
-def test_a_wrong_module_is_shown_its_first_disagreement(package):
+def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled")
     shown = done.stdout.decode()
     assert done.returncode == 1
@@ -238,7 +238,7 @@ def test_the_line_again_repeats_the_whole_command(package):
     assert repeated.stdout == done.stdout
 
 
-def test_names_of_weights_are_asked_for_and_can_be_given(package):
+def test_unknown_names_of_weights_are_refused_and_can_be_mapped(package):
     asked = check_module(package, "--module", "theirs.py:Lettered").stderr.decode()
     assert "the meaning of 'a.weight'" in asked and "--with 'NAME={…}'" in asked and "c.bias [12]" in asked
     names = 'weights={"query": "a", "key": "b", "value": "c"}'
@@ -246,13 +246,13 @@ def test_names_of_weights_are_asked_for_and_can_be_given(package):
 
 
 def test_the_help_has_every_convention_and_its_values(package):
-    """As the page docs/check.md has them."""
+    """The same as in docs/check.md."""
     shown = check_module(package, "--help").stdout.decode()
     for name, values, meaning in option_table():
         assert f"{name}={' | '.join(values)}: {meaning}" in shown
 
 
-def test_modules_for_programs(package):
+def test_the_check_of_a_module_prints_json(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
     told = json.loads(done.stdout)
     assert done.returncode == 1 and not told["agrees"]
@@ -263,7 +263,7 @@ def test_modules_for_programs(package):
     assert "KeyError" in raises["cases"][0]["raised"] and raises["cases"][0]["error"] is None
 
 
-def test_what_a_module_raises_is_told_in_its_own_words(package):
+def test_the_exception_of_a_module_is_shown(package):
     done = check_module(package, "--module", "theirs:Raises", "--seed", "5")
     shown = done.stdout.decode()
     assert done.returncode == 1 and "RAISED" in shown and "inf" not in shown
@@ -271,8 +271,8 @@ def test_what_a_module_raises_is_told_in_its_own_words(package):
     assert "again: attend check --module theirs:Raises --seed 5" in shown
 
 
-def test_what_is_told_reaches_the_comparison(package):
-    """Told that it is applied the other way round, it disagrees in another way."""
+def test_the_options_reach_the_comparison(package):
+    """With a wrong option, the same module disagrees in another way."""
     shown = check_module(package, "--module", "theirs:Unscaled", "--with", "orientation=out,in").stdout.decode()
     assert "every matrix is applied the other way round" in shown
 
@@ -297,6 +297,6 @@ def test_what_is_told_reaches_the_comparison(package):
         (["--cases", "0"], "--cases"),
     ],
 )
-def test_what_cannot_be_checked_is_said(package, arguments, said):
+def test_modules_that_cannot_be_checked_are_refused(package, arguments, said):
     done = check_module(package, *arguments)
     assert done.returncode == 2 and said in done.stderr.decode()

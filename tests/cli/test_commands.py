@@ -25,14 +25,14 @@ WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
-def test_help_has_an_example(command):
+def test_the_help_of_each_command_has_an_example(command):
     done = run_attend(*command.split(), "--help", env=WIDE)
     assert done.returncode == 0
     assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
 
 
-def test_help_says_of_every_setting_what_its_description_says():
-    """Word for word: brackets in it are not taken for markup. The columns of the table are narrow, so spaces do not count."""
+def test_the_help_has_the_description_of_each_setting():
+    """Brackets are not interpreted as markup. The columns of the table are narrow, so white space is not compared."""
     shown = run_attend("serve", "--help", env=WIDE).stdout.decode().replace("│", " ")
     shown = "".join(shown.split())
     for name, field in Settings.model_fields.items():
@@ -40,7 +40,7 @@ def test_help_says_of_every_setting_what_its_description_says():
         assert "".join(str(field.description).split()) in shown
 
 
-def test_help_names_every_command():
+def test_the_help_lists_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
     assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
     assert "Exit codes: 0 success; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
@@ -50,7 +50,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_offered_what_there_is(shell):
+def test_a_shell_completes_commands_and_flags(shell):
     """What the script that `--show-completion` prints asks the command, at `attend lay` and at `attend heads --metr`."""
     env = {**WIDE, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     assert "_ATTEND_COMPLETE" in run_attend("--show-completion", shell, env=env).stdout.decode()
@@ -60,12 +60,12 @@ def test_a_shell_is_offered_what_there_is(shell):
         assert offered in run_attend(env={**WIDE, **asked}).stdout.decode()
 
 
-def test_version():
+def test_the_version_is_printed_as_text_and_json():
     assert run_attend("version").stdout.decode() == f"{__version__}\n"
     assert json.loads(run_attend("version", "--json").stdout) == {"version": __version__}
 
 
-def test_keys_for_programs(tmp_path):
+def test_keys_print_json(tmp_path):
     file = ["--file", str(tmp_path / "keys.txt"), "--json"]
     made = json.loads(run_attend("keys", "add", "one", "--scope", "metrics", "--scope", "infer", *file).stdout)
     assert made["name"] == "one" and made["scopes"] == ["infer", "metrics"] and len(made["key"]) > 20
@@ -74,8 +74,8 @@ def test_keys_for_programs(tmp_path):
     assert json.loads(run_attend("keys", "list", *file).stdout) == {"keys": []}
 
 
-def test_a_command_loads_no_more_than_it_needs():
-    """Neither help nor a question to a server should wait for torch."""
+def test_a_command_for_a_server_imports_no_torch():
+    """The import of torch takes seconds."""
     code = """
         import sys
         from service.cli import main
@@ -99,7 +99,7 @@ def test_a_command_loads_no_more_than_it_needs():
         (("--telemetry",), "opentelemetry", "otel"),
     ],
 )
-def test_a_flag_whose_packages_are_not_there_says_what_to_install(flags, missing, extra):
+def test_a_flag_without_its_packages_names_the_extra_to_install(flags, missing, extra):
     """Before anything is opened or loaded."""
     code = f"""
         import runpy, sys
@@ -122,14 +122,14 @@ def test_a_flag_whose_packages_are_not_there_says_what_to_install(flags, missing
     assert done.stderr == f"attend serve: {flags[0]} needs more packages: pip install 'attend[serve,{extra}]'\n"
 
 
-def test_layers_of_a_server_are_those_it_answers(server, http):
+def test_layers_with_a_url_lists_the_layers_of_the_server(server, http):
     assert json.loads(run_attend("layers", "--url", server.url, "--json").stdout) == http.get("/layers").json()
     shown = run_attend("layers", "--url", server.url, env={**WIDE, "COLUMNS": "80"}).stdout.decode()
     fingerprint = http.get("/layers/default").json()["fingerprint"]
     assert any(row.split() == f"default 64 8 float32 seed 0 16,640 {fingerprint[:8]}".split() for row in shown.splitlines())
 
 
-def test_layers_without_a_server_are_those_it_would_have(server, http, tmp_path):
+def test_layers_without_a_url_lists_the_configured_layers(server, http, tmp_path):
     held = json.loads(run_attend("layers", "--json").stdout)["layers"]
     assert held == [http.get("/layers/default").json()]
     config = tmp_path / "attend.toml"
@@ -141,12 +141,12 @@ def test_layers_without_a_server_are_those_it_would_have(server, http, tmp_path)
     ]
 
 
-def test_a_device_that_is_not_there():
+def test_an_absent_device_is_refused():
     done = run_attend("layers", "--device", "cuda:99")
     assert done.returncode == 2 and done.stderr.startswith(b"attend layers: cannot compute on cuda:99: ")
 
 
-def test_openapi_is_what_a_server_answers(http, tmp_path):
+def test_openapi_prints_the_document_of_the_server(http, tmp_path):
     served = http.get("/openapi.json").json()
     assert json.loads(run_attend("openapi").stdout) == served
     path = tmp_path / "openapi.json"
@@ -155,13 +155,13 @@ def test_openapi_is_what_a_server_answers(http, tmp_path):
     assert json.loads(path.read_text()) == served and path.read_text().endswith("}\n")
 
 
-def test_openapi_into_a_place_that_is_none(tmp_path):
+def test_openapi_reports_a_file_that_cannot_be_written(tmp_path):
     done = run_attend("openapi", "-o", str(tmp_path / "no" / "openapi.json"))
     assert done.returncode == 1 and b"cannot write" in done.stderr
 
 
-def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
-    """A flag wins over the environment, which wins over the file."""
+def test_config_shows_the_value_and_the_source_of_each_setting(tmp_path):
+    """A flag overrides the environment, which overrides the file."""
     config = tmp_path / "attend.toml"
     config.write_text("port = 1\nseed = 1\nhost = '::1'\n[layers.more]\nd_model = 4\nnum_heads = 2\n")
     env = {**WIDE, "ATTEND_PORT": "2", "ATTEND_SEED": "2", "ATTEND_MAX_DEPTH": "32"}
@@ -180,12 +180,12 @@ def test_config_shows_every_setting_its_value_and_its_source(tmp_path):
     assert f"short calls: {extension.variant()} " in shown
 
 
-def test_settings_that_belong_together_are_named():
+def test_a_setting_without_its_counterpart_is_refused():
     done = run_attend("config", "--tls-cert", "chain.pem", env=WIDE)
     assert (done.returncode, done.stderr) == (2, b"attend config: tls_cert and tls_key go together\n")
 
 
-def test_keys_of_no_file(tmp_path):
+def test_keys_of_a_missing_file_are_refused(tmp_path):
     done = run_attend("keys", "list", "--file", str(tmp_path / "none"))
     assert done.returncode == 1 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
 
@@ -204,8 +204,8 @@ def test_keys_of_no_file(tmp_path):
         ('{"a": {"d_model": 8000, "num_heads": 2}, "b": {"d_model": 8000, "num_heads": 2}}', "max_total_parameters"),
     ],
 )
-def test_layers_that_can_never_be_made_stop_a_server_before_it_listens(setting, layers, told):
-    """And the message says which, and what of it."""
+def test_invalid_configured_layers_are_refused_before_the_server_listens(setting, layers, told):
+    """The message names the layer and the fault."""
     flags = ["serve", "--port", "0", "--max-total-parameters", "400000000"]
     env = {name: value for name, value in WIDE.items() if name != "ATTEND_LAYERS"}
     done = (
@@ -215,7 +215,7 @@ def test_layers_that_can_never_be_made_stop_a_server_before_it_listens(setting, 
     assert done.returncode == 2 and message.startswith("attend serve: ") and told in message and "Traceback" not in message
 
 
-def test_layers_as_json(start):
+def test_layers_are_configured_as_json(start):
     """As a flag and as a variable."""
     text = json.dumps({"more": {"d_model": 4, "num_heads": 2}})
     assert json.loads(run_attend("config", "--json", "--layers", text).stdout)["layers"]["value"]["more"]["d_model"] == 4
@@ -223,8 +223,8 @@ def test_layers_as_json(start):
     assert httpx.get(f"{server.url}/layers/more").json()["spec"]["num_heads"] == 2
 
 
-def test_a_server_without_the_compiled_extension_says_so_once(tmp_path):
-    """And what it costs; everything works."""
+def test_a_server_without_the_compiled_extension_logs_so_once(tmp_path):
+    """The log says what that costs; everything works."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['service.wire.native._numbers'] = None")
     server = start_server(env={"PYTHONPATH": str(tmp_path)})
     index = httpx.get(f"{server.url}/", headers={"accept": "application/json"}).json()
@@ -237,13 +237,13 @@ def test_a_server_without_the_compiled_extension_says_so_once(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cpu:1", "mps"])
-def test_a_server_without_its_device_does_not_listen(device):
+def test_a_server_without_its_device_exits_before_it_listens(device):
     done = run_attend("serve", "--port", "0", "--device", device)
     assert done.returncode == 2 and b"listening" not in done.stderr
     assert done.stderr.startswith(b"attend serve: ") and device.encode() in done.stderr and done.stderr.count(b"\n") == 1
 
 
-def test_config_says_what_is_wrong():
+def test_config_reports_invalid_settings():
     done = run_attend("config", env={**WIDE, "ATTEND_PORT": "many"})
     assert done.returncode == 2 and done.stderr.startswith(b"attend config: ATTEND_PORT: ")
 
@@ -266,7 +266,7 @@ def guarded(tmp_path_factory):
     server.stop()
 
 
-def test_a_certificate_is_believed_as_said(guarded, tmp_path):
+def test_a_certificate_is_verified_with_the_given_ca(guarded, tmp_path):
     url, ca, secret, _ = guarded
     keyed = {**WIDE, "ATTEND_API_KEY": secret}
     request = tmp_path / "request.json"
@@ -284,14 +284,14 @@ def test_a_certificate_is_believed_as_said(guarded, tmp_path):
     assert nothing.returncode == 2 and b"expected a file or folder of certificates" in b" ".join(nothing.stderr.split())
 
 
-def test_a_key_without_the_scope_is_told_which_it_needs(guarded):
+def test_a_key_without_the_scope_is_refused_by_the_scopes_name(guarded):
     url, ca, _, infer_only = guarded
     done = run_attend("layers", "remove", "default", "--url", url, "--ca", ca, env={**WIDE, "ATTEND_API_KEY": infer_only})
     assert done.returncode == 1 and b"a key with the scope admin" in done.stderr and b"Use a key with the named scope" in done.stderr
 
 
-def test_what_callers_read_from_the_environment_is_no_setting(guarded):
-    """Whoever exports their key can still compute here, and start a server."""
+def test_environment_variables_of_clients_are_not_settings(guarded):
+    """With an exported key, commands in this process and `attend serve` work."""
     env = {**WIDE, "ATTEND_API_KEY": "x", "ATTEND_CA": "/nowhere"}
     for command in (["layers", "--json"], ["config", "--json"]):
         done = run_attend(*command, env=env)

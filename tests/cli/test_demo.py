@@ -1,4 +1,4 @@
-"""`attend demo`, both ways; and that its own lines repeat it when they are pasted into a shell."""
+"""`attend demo` with both kinds of vectors. Its printed commands repeat it in a shell."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def more(shown: str) -> list[str]:
 
 
 def repeat(server, lines: list[str]) -> dict[str, object]:
-    """Runs the lines as they stand, the port apart, and gives what the last one answers."""
+    """Runs the commands with another port and returns the reply to the last one."""
     serve, *others, curl = [line.replace("http://127.0.0.1:8000", server.url) for line in lines]
     assert serve == "attend serve --port 8000"
     for line in others:
@@ -51,7 +51,7 @@ def links(shown: str) -> list[list[tuple[str, str, float]]]:
     return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+) (\d\.\d\d)", row)] for row in rows]
 
 
-def test_the_demo_with_hash_vectors(server, tmp_path):
+def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
     folder = tmp_path / "a folder"
     shown = show("--vectors", "hash", "--save", str(folder))
     assert SENTENCE in shown and "the heads mean nothing" in shown
@@ -71,7 +71,7 @@ def test_the_demo_with_hash_vectors(server, tmp_path):
         assert row[0][:2] == (words[q], words[k])
 
 
-def test_the_demo_for_programs(server, tmp_path, monkeypatch):
+def test_the_demo_prints_json(server, tmp_path, monkeypatch):
     monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     told = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
     assert told["sentence"] == SENTENCE and told["tokens"] == SENTENCE.split()
@@ -85,7 +85,7 @@ def test_the_demo_for_programs(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.checkpoint
-def test_the_demo_with_the_models_vectors(start, tmp_path):
+def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
     shown = show("--save", str(tmp_path))
     assert "all-MiniLM-L6-v2" in shown and "mean nothing" not in shown
     assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
@@ -99,8 +99,8 @@ def test_the_demo_with_the_models_vectors(start, tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_the_demo_with_a_deeper_layer(start, tmp_path):
-    """Its own name, so that several can be held side by side; what is shown is what it answers."""
+def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
+    """Each layer has its own name, so a server can have several; the links are those of the reply."""
     shown = show("--layer", "3", "--save", str(tmp_path))
     assert "attention layer 3 of all-MiniLM-L6-v2" in shown and "layer minilm-layer-3, fingerprint" in shown
 
@@ -113,8 +113,8 @@ def test_the_demo_with_a_deeper_layer(start, tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_every_next_command_takes_what_the_demo_leaves(tmp_path):
-    """In this process, which has no layer of that name; and `layers add` says which of the files it wants."""
+def test_every_next_command_accepts_the_files_of_the_demo(tmp_path):
+    """In this process, which has no layer of that name. `layers add` refuses the request's file as JSON."""
     shown = show("--layer", "3", "--save", str(tmp_path))
     request, layer = tmp_path / "request.json", tmp_path / "minilm-layer-3.safetensors"
 
@@ -141,12 +141,12 @@ def test_tables_leave_special_tokens_out(tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_a_layer_that_the_model_has_not_is_refused():
+def test_a_layer_that_the_model_does_not_have_is_refused():
     done = run_attend("demo", "--layer", "6")
     assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
 
 
-def test_another_sentence_goes_to_a_folder_of_its_own(server, monkeypatch):
+def test_each_demo_writes_to_its_own_folder(server, monkeypatch):
     monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
@@ -157,7 +157,7 @@ def test_another_sentence_goes_to_a_folder_of_its_own(server, monkeypatch):
     path.parent.rmdir()
 
 
-def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
+def test_without_the_model_the_demo_uses_hash_vectors_and_says_so(monkeypatch, capsys):
     def absent(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
@@ -180,19 +180,19 @@ def test_without_the_model_its_place_is_taken_and_named(monkeypatch, capsys):
         (["--layer", "-1"], 2, "--layer"),
     ],
 )
-def test_what_cannot_be_shown_is_said(arguments, code, said):
+def test_a_sentence_that_cannot_be_read_is_refused(arguments, code, said):
     done = run_attend("demo", "--vectors", "hash", *arguments)
     assert done.returncode == code and said in done.stderr.decode()
 
 
-def test_a_server_that_does_not_start_is_shown_with_its_log(monkeypatch):
+def test_if_the_server_does_not_start_its_log_is_shown(monkeypatch):
     monkeypatch.setattr("service.cli.child.COMMAND", ["-m", "service", "serve", "--port", "-1"])
     with pytest.raises(NotStarted, match="its log ends"), child_server():
         raise AssertionError("not reached")
 
 
-def test_the_users_settings_and_modules_do_not_reach_the_child(monkeypatch, tmp_path):
-    """A demo shows the same for everyone, wherever they stand."""
+def test_the_server_of_the_demo_ignores_the_users_settings_and_modules(monkeypatch, tmp_path):
+    """The demo shows the same in every environment and folder."""
     (tmp_path / "service.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTEND_D_MODEL", "6")
@@ -200,7 +200,7 @@ def test_the_users_settings_and_modules_do_not_reach_the_child(monkeypatch, tmp_
         assert url.startswith("http://127.0.0.1:")
 
 
-def test_an_interrupted_demo_leaves_no_server_behind():
+def test_an_interrupted_demo_stops_its_server():
     """Ctrl-C ends both; the child's socket closes with it."""
     code = """if True:
         import os, signal
@@ -221,8 +221,8 @@ def test_an_interrupted_demo_leaves_no_server_behind():
     assert probe.returncode == 7  # nobody listens
 
 
-def test_a_machine_without_a_place_for_files_is_told_what_to_do(monkeypatch) -> None:
-    """No folder to write to: one message and a way out."""
+def test_without_a_writable_folder_the_demo_suggests_save(monkeypatch) -> None:
+    """Without a folder to write to there is one message, with a remedy."""
 
     def nowhere(**_):
         raise FileNotFoundError(2, "No usable temporary directory found")

@@ -1,4 +1,4 @@
-"""`attend figure`: the same bytes in this process and from a server, the file's name tells the format, and flags beat the file."""
+"""`attend figure`: the same bytes in this process and from a server; the file's name selects the format; flags override the file."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def file(tmp_path):
     return str(path)
 
 
-def test_in_process_and_by_url_give_the_same(start_here, file, tmp_path):
+def test_a_server_and_this_process_give_the_same(start_here, file, tmp_path):
     here, there = tmp_path / "here.png", tmp_path / "there.png"
 
     done = run_attend("figure", file, "-o", str(here), *LAYER)
@@ -32,7 +32,7 @@ def test_in_process_and_by_url_give_the_same(start_here, file, tmp_path):
     assert here.read_bytes() == there.read_bytes()
 
 
-def test_flags_beat_the_file(server, tmp_path):
+def test_flags_override_the_file(server, tmp_path):
     out = tmp_path / "heads.svg"
     flags = ("--kind", "heads", "--theme", "dark", "--head", "1", "--head", "0", "--title", "From the flags", "--width", "700")
     body = json.dumps({**BODY, "figure": {"kind": "mean", "title": "From the file", "dpi": 300}, "query": [[0.5] * 64] * 3}).encode()
@@ -46,8 +46,8 @@ def test_flags_beat_the_file(server, tmp_path):
     assert drawn.index("head 1") < drawn.index("head 0")
 
 
-def test_every_field_of_a_figure_has_a_flag(server, tmp_path):
-    """And each reaches the figure: what the body says with all flags is what they say."""
+def test_each_field_of_a_figure_has_a_flag_that_reaches_it(server, tmp_path):
+    """A request with all flags gives the same figure as the same fields in the body."""
     out = tmp_path / "head.png"
     flags = {
         "kind": "head",
@@ -71,7 +71,7 @@ def test_every_field_of_a_figure_has_a_flag(server, tmp_path):
     assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content
 
 
-def test_without_output_the_figure_is_beside_the_request(file):
+def test_without_output_the_figure_is_written_beside_the_request(file):
     done = run_attend("figure", file, *LAYER)
     assert done.returncode == 0 and done.stdout.decode().startswith(file.replace(".json", ".svg"))
 
@@ -85,7 +85,7 @@ def test_without_output_the_figure_is_beside_the_request(file):
         (["{file}.not", "-o", "{folder}/heads.svg"], 1, "cannot read"),
     ],
 )
-def test_what_cannot_be_is_said(server, file, tmp_path, arguments, code, said):
+def test_invalid_arguments_are_refused(server, file, tmp_path, arguments, code, said):
     given = [argument.format(file=file, folder=tmp_path, server=server.url) for argument in arguments]
     done = run_attend("figure", *given, env={**os.environ, "COLUMNS": "200"})
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_said(server, file, tmp_path, arguments, code, said):
 
 
 @pytest.mark.parametrize("stdin", [b"", b'{"query": [[1]], "figure": 3}'])
-def test_a_body_that_is_none(server, tmp_path, stdin):
+def test_an_invalid_body_is_refused(server, tmp_path, stdin):
     done = run_attend("figure", "-", "-o", str(tmp_path / "heads.svg"), "--url", server.url, stdin=stdin)
 
     assert done.returncode == 1

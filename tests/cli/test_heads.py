@@ -17,8 +17,8 @@ BODY: dict[str, Any] = {
 }
 
 
-def test_the_tables_fit_eighty_columns(tmp_path: Path) -> None:
-    """Every metric of a batch, words among them; each head has its row."""
+def test_the_tables_of_all_metrics_fit_eighty_columns(tmp_path: Path) -> None:
+    """For a batch with tokens; each head has a row."""
     body = BODY | {"query": [BODY["query"]] * 2, "metrics": ["entropy"]}
     (tmp_path / "request.json").write_text(json.dumps(body))
 
@@ -31,8 +31,8 @@ def test_the_tables_fit_eighty_columns(tmp_path: Path) -> None:
         assert part in text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_json_is_the_reply(server: Any) -> None:
-    """The same from a server and in this process, whose default layer is the same."""
+def test_json_is_the_reply_of_the_service(server: Any) -> None:
+    """From a server and in this process, which have the same default layer."""
     body = json.dumps({"query": [[0.5] * 64] * 3, "reply": {"decimals": 4}}).encode()
     here, there = (run_attend("heads", "-", "--json", *flags, stdin=body) for flags in ((), ("--url", server.url)))
 
@@ -46,11 +46,11 @@ def test_json_is_the_reply(server: Any) -> None:
     ("arguments", "code", "said"),
     [
         (("nowhere.json",), 1, "cannot read nowhere.json"),
-        (("-", "--metrics", "entropie"), 2, "no metric is called 'entropie'"),
+        (("-", "--metrics", "entropie"), 2, "no metric is called 'entropie' (did you mean entropy?)"),
         (("-", "--metrics", "entropy"), 1, "expected a JSON object"),
     ],
 )
-def test_errors_say_what_to_do(arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_an_unusable_file_or_metric_is_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
     """One message on standard error, and nothing on the other."""
     done = run_attend("heads", *arguments, stdin=b"[1]")
 
@@ -61,8 +61,8 @@ def test_errors_say_what_to_do(arguments: tuple[str, ...], code: int, said: str)
 @pytest.mark.parametrize(
     ("command", "surplus", "path"), [("heads", "figure", "figure"), ("figure", "metrics", "analysis"), ("infer", "figure", "figure")]
 )
-def test_a_body_for_another_command_says_what_is_too_much(command: str, surplus: str, path: str, tmp_path: Path) -> None:
-    """And what that is for: one file need not do for all."""
+def test_fields_of_another_command_are_refused_by_name(command: str, surplus: str, path: str, tmp_path: Path) -> None:
+    """The message names the endpoint that has the field."""
     body = json.dumps(BODY | {surplus: {"figure": {"kind": "mean"}, "metrics": ["entropy"]}[surplus]}).encode()
 
     done = run_attend(command, "-", *TINY, *(["-o", str(tmp_path / "drawn.svg")] if command == "figure" else []), stdin=body)
@@ -72,8 +72,17 @@ def test_a_body_for_another_command_says_what_is_too_much(command: str, surplus:
     assert done.stderr.decode().strip().endswith(f"at /{surplus}")
 
 
-def test_words_are_no_commands_to_the_terminal(tmp_path: Path) -> None:
-    """What has no shape of its own is written out."""
+def test_a_batch_item_of_special_tokens_alone_is_counted(tmp_path: Path) -> None:
+    """Without special tokens it would have no query, which the service refuses."""
+    for rows, said in (([["[CLS]", "a"], ["[CLS]", "[SEP]"]], False), ([["[CLS]", "a"], ["[CLS]", "b"]], True)):
+        body = json.dumps({"query": [[[0.5, 0, 0, 1]] * 2] * 2, "tokens": {"query": rows}}).encode()
+        done = run_attend("heads", "-", *TINY, stdin=body)
+        assert done.returncode == 0, done.stderr
+        assert ("special tokens are left out" in done.stdout.decode()) == said
+
+
+def test_control_characters_in_words_are_escaped(tmp_path: Path) -> None:
+    """They are printed as escape sequences."""
     file = tmp_path / "words.json"
     file.write_text(json.dumps({"query": [[0, 0]], "tokens": {"query": ["a\x1b[31mred"]}}))
     done = run_attend("heads", str(file), "--d-model", "2", "--num-heads", "1", "--metrics", "strongest_links")
@@ -81,8 +90,8 @@ def test_words_are_no_commands_to_the_terminal(tmp_path: Path) -> None:
     assert b"a\\x1b[31mred" in done.stdout and b"\x1b" not in done.stdout
 
 
-def test_a_refusal_is_told_with_its_place() -> None:
-    """As every command tells it."""
+def test_a_refusal_is_printed_with_its_pointer() -> None:
+    """In the form of all commands."""
     done = run_attend("heads", "-", *TINY, "--metrics", "induction_score", stdin=json.dumps({**BODY, "tokens": None}).encode())
 
     assert done.returncode == 1

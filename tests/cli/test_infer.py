@@ -1,4 +1,4 @@
-"""`attend infer`: the same answer in this process and from a server, and every way in which it can be refused."""
+"""`attend infer`: the same reply in this process and from a server, and its refusals."""
 
 import json
 import os
@@ -26,18 +26,18 @@ def here() -> bytes:
     return done.stdout
 
 
-def test_in_process_and_by_url_give_the_same(start_here, file, here):
+def test_a_server_and_this_process_give_the_same(start_here, file, here):
     there = run_attend("infer", file, "--json", "--url", start_here(d_model=4, num_heads=2, seed=5))
     assert there.returncode == 0 and json.loads(here) == json.loads(there.stdout)
     assert list(json.loads(here)) == ["layer", "fully_masked_rows", *BODY["outputs"]]
 
 
-def test_flags_and_environment_say_the_same(file, here):
+def test_flags_and_environment_variables_configure_the_same(file, here):
     env = {**os.environ, "ATTEND_D_MODEL": "4", "ATTEND_NUM_HEADS": "2", "ATTEND_SEED": "5"}
     assert run_attend("infer", file, "--json", env=env).stdout == here
 
 
-def test_what_a_server_demands_of_callers_does_not_concern_the_user_of_this_process(file, here):
+def test_settings_about_callers_do_not_apply_in_this_process(file, here):
     """Keys, addresses, hosts and deadlines are for requests over a network."""
     env = {"ATTEND_KEYS_FILE": "/nowhere", "ATTEND_HOST": "0.0.0.0", "ATTEND_ALLOWED_HOSTS": "a.example", "ATTEND_WORKERS": "2"}
     env |= {"ATTEND_REQUEST_TIMEOUT": "0.000001", "ATTEND_COMPRESS_REPLIES": "true", "ATTEND_MAX_BODY_BYTES": "1024"}
@@ -45,7 +45,7 @@ def test_what_a_server_demands_of_callers_does_not_concern_the_user_of_this_proc
     assert done.returncode == 0 and done.stdout == here, done.stderr
 
 
-def test_people_get_shapes_and_numbers(file, here):
+def test_shapes_and_numbers_are_printed(file, here):
     done = run_attend("infer", file, *LAYER)
     shown, reply = done.stdout.decode(), json.loads(here)
     assert done.returncode == 0
@@ -55,7 +55,7 @@ def test_people_get_shapes_and_numbers(file, here):
     np.testing.assert_allclose(np.array(output.split(), float), np.ravel(reply["output"]), atol=5e-5)
 
 
-def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
+def test_the_largest_weights_and_fully_masked_rows_are_printed(tmp_path):
     path = tmp_path / "request.json"
     path.write_text(json.dumps({"query": BODY["query"], "block_keys": [1, 1], "select": {"top_k": 1}}))
     shown = run_attend("infer", str(path), *LAYER).stdout.decode()
@@ -78,7 +78,7 @@ def test_people_see_the_largest_weights_and_the_rows_without_keys(tmp_path):
         ([], 2, "FILE"),
     ],
 )
-def test_what_cannot_be_is_said_with_what_to_do(server, file, arguments, code, said):
+def test_invalid_arguments_are_refused_with_what_to_do(server, file, arguments, code, said):
     done = run_attend(
         "infer", *(argument.format(file=file, server=server.url) for argument in arguments), env={**os.environ, "COLUMNS": "200"}
     )
@@ -87,12 +87,12 @@ def test_what_cannot_be_is_said_with_what_to_do(server, file, arguments, code, s
 
 
 @pytest.mark.parametrize("stdin", [b"", b"[1", b"[]", b'{"query": [[NaN]]}'])
-def test_a_body_that_is_none(server, stdin):
+def test_an_invalid_body_is_refused(server, stdin):
     done = run_attend("infer", "-", "--url", server.url, stdin=stdin)
     assert done.returncode == 1 and done.stdout == b""
     assert done.stderr.startswith(b"attend infer: expected ")
 
 
-def test_a_setting_that_does_not_exist(file):
+def test_an_unknown_setting_is_refused(file):
     done = run_attend("infer", file, env={**os.environ, "ATTEND_SPEED": "9"})
     assert done.returncode == 2 and b"ATTEND_SPEED is not a setting" in done.stderr

@@ -1,7 +1,8 @@
-"""`attend layers list`, `add`, `export` and `remove`: the same on a server and on the folder that keeps its layers."""
+"""`attend layers list`, `add`, `inspect`, `export` and `remove`, on a server and on the folder that stores its layers."""
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ PATHS = {"query": "self.query", "key": "self.key", "value": "self.value", "outpu
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two layers in BERT's names, which tell neither which one is meant nor how many heads it has."""
+    """Two layers with BERT's names, which determine neither the layer nor its number of heads."""
     rng = np.random.default_rng(8)
     stem = "encoder.layer.{}.attention.{}"
     tensors = {
@@ -35,8 +36,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, tmp_path: Path) -> None:
-    """One layer of a checkpoint goes in, comes out as a file that holds its very numbers, and goes."""
+def test_a_layer_is_added_exported_and_removed(server: Server, http: httpx.Client, checkpoint: Path, tmp_path: Path) -> None:
+    """One layer of a checkpoint; the exported file has exactly its numbers."""
     file, place = tmp_path / "one.safetensors", ["--url", server.url]
     added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
     assert added.returncode == 0, added.stderr
@@ -61,7 +62,7 @@ def test_in_out_and_away(server: Server, http: httpx.Client, checkpoint: Path, t
 
 
 @pytest.mark.parametrize(("command", "setting"), [("infer", "flag"), ("heads", "variable"), ("figure", "file"), ("figure", "variable")])
-def test_commands_find_the_layers_that_are_kept(command: str, setting: str, tmp_path: Path) -> None:
+def test_commands_find_the_layers_of_the_folder(command: str, setting: str, tmp_path: Path) -> None:
     """As a server with the same settings would: those of the folder, and those of the configuration."""
     kept, request, config = tmp_path / "kept", tmp_path / "request.json", tmp_path / "attend.toml"
     save_file(
@@ -83,8 +84,8 @@ def test_commands_find_the_layers_that_are_kept(command: str, setting: str, tmp_
             assert json.loads(done.stdout)["layer"]["name"] == name
 
 
-def test_the_folder_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
-    """What `add` puts there is what `layers` finds there."""
+def test_layers_are_added_to_a_folder_without_a_server(checkpoint: Path, tmp_path: Path) -> None:
+    """`layers` lists the layer that `add` wrote there."""
     place = ["--layers-dir", str(tmp_path / "kept")]
     added = run_attend("layers", "add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place, "--json")
     assert added.returncode == 0, added.stderr
@@ -95,8 +96,8 @@ def test_the_folder_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "kept" / "one.safetensors").exists()
 
 
-def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path) -> None:
-    """The message names what there is to choose from, the flag, or the file."""
+def test_invalid_arguments_are_refused(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """The message names the choices, the flag, or the file."""
     several = run_attend("layers", "add", "one", str(checkpoint), "--spec", HEADS, "--url", server.url)
     assert several.returncode == 1 and b"encoder.layer.0.attention, encoder.layer.1.attention" in several.stderr
     for arguments, words in (
@@ -111,8 +112,8 @@ def test_what_cannot_be_is_said(server: Server, checkpoint: Path, tmp_path: Path
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
-def test_flags_before_the_command_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """Which were passed over: `add` knows nothing of what `layers` was told. What the environment says is meant for no command alone."""
+def test_flags_before_the_subcommand_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """They would be ignored, since `add` does not get the flags of `layers`. Environment variables apply to all commands."""
     kept, wide = ["--layers-dir", str(tmp_path / "kept")], {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     add = ["add", "one", str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS]
     for flags, named in (
@@ -127,23 +128,53 @@ def test_flags_before_the_command_are_refused(checkpoint: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
-    """Is told what it is taken for."""
+def test_a_file_that_is_no_checkpoint_is_refused_by_its_kind(tmp_path: Path) -> None:
+    """The message says what kind of file it seems to be."""
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + b"\0" * 60)
     done = run_attend("layers", "add", "one", str(tmp_path / "model.pt"), "--layers-dir", str(tmp_path / "kept"))
     assert done.returncode == 1 and b"expected safetensors" in done.stderr and b"torch.save" in done.stderr
 
 
-def test_json_is_said_to_be_json(tmp_path: Path) -> None:
-    """Whatever bytes its text begins with."""
+def test_a_json_file_is_refused_as_json(tmp_path: Path) -> None:
+    """For any first bytes of its text."""
     for document in ({"spec": {"d_model": 4, "num_heads": 2}}, {"layer": "x", "query": [[1]]}):
         (tmp_path / "layer.json").write_text(json.dumps(document, separators=(",", ":")))
         done = run_attend("layers", "add", "one", str(tmp_path / "layer.json"), "--layers-dir", str(tmp_path / "kept"))
         assert done.returncode == 1 and b"expected safetensors, got JSON" in done.stderr
 
 
-def test_names_stay_whole_in_the_table(tmp_path: Path) -> None:
-    """Usual ones in 80 columns."""
+def test_a_name_that_no_layer_can_have_is_refused_as_a_name(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """On a server and in a folder, with a slash too, which no route would match."""
+    for name in ("my layer", "bert/0"):
+        for place in (["--url", server.url], ["--layers-dir", str(tmp_path / "kept")]):
+            done = run_attend("layers", "add", name, str(checkpoint), "--prefix", "encoder.layer.1", "--spec", HEADS, *place)
+            assert done.returncode == 1 and not done.stdout
+            assert (
+                f'expected a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first, got "{name}"'
+                in (done.stderr.decode())
+            )
+
+
+def test_the_layers_of_a_file_are_inspected(checkpoint: Path, tmp_path: Path) -> None:
+    """With the prefixes that `add` takes; of a file of this service, with its spec; a file without layers is refused."""
+    lines = run_attend("layers", "inspect", str(checkpoint)).stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [{"layout": "bert", "prefix": f"encoder.layer.{i}.attention"} for i in range(2)]
+    with in_process(Settings()) as client:
+        (tmp_path / "own.safetensors").write_bytes(client.layer_file("default"))
+        spec = client.layer("default").spec.model_dump(mode="json")
+    assert json.loads(run_attend("layers", "inspect", str(tmp_path / "own.safetensors")).stdout) == {"spec": spec}
+    save_file({"x": np.ones(3)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("{}")
+    for name, said in (
+        ("other", "expected tensors with the names of a known layout, got x"),
+        ("text", "expected a safetensors file, or a"),
+    ):
+        done = run_attend("layers", "inspect", str(tmp_path / f"{name}.safetensors"))
+        assert done.returncode == 1 and said in done.stderr.decode()
+
+
+def test_the_table_does_not_cut_names(tmp_path: Path) -> None:
+    """Usual names fit 80 columns."""
     names, narrow = ["minilm-layer-11", "encoder.layer.11.attention.with-a-name-that-is-much-too-long"], {**os.environ, "COLUMNS": "80"}
     for count in (1, 2):
         layers = "".join(f'[layers."{name}"]\nd_model = 4\nnum_heads = 2\ndtype = "bfloat16"\n' for name in names[:count])
@@ -153,8 +184,8 @@ def test_names_stay_whole_in_the_table(tmp_path: Path) -> None:
         assert count == 2 or max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_layer_beside_the_request_is_found(tmp_path: Path) -> None:
-    """As `attend demo` leaves it; a configured layer of that name, and --layers-dir, go before it."""
+def test_a_layer_file_beside_the_request_is_used(server: Server, tmp_path: Path) -> None:
+    """As `attend demo` writes it. A configured layer of that name and --layers-dir take precedence."""
     spec, body = {"d_model": 4, "num_heads": 2, "seed": 5}, {"layer": "mine", "query": [[1, 0, 0, 0]], "outputs": ["output"]}
     (tmp_path / "request.json").write_text(json.dumps(body))
     exported = ["export", "mine", "-o", str(tmp_path / "mine.safetensors"), "--layers-dir", str(tmp_path / "kept")]
@@ -165,6 +196,13 @@ def test_a_layer_beside_the_request_is_found(tmp_path: Path) -> None:
     assert found["layer"] == {"name": "mine", "fingerprint": fingerprint}
     missing = run_attend("infer", str(tmp_path / "request.json"), "--layers-dir", str(tmp_path / "empty"))
     assert missing.returncode == 1 and b"a loaded layer (default)" in missing.stderr
+    for command in ("infer", "heads", "figure"):  # a server is not changed, but the command that adds the layer is shown
+        away = run_attend(command, str(tmp_path / "request.json"), "--url", server.url)
+        [add] = [line.partition(": attend ")[2] for line in away.stderr.decode().splitlines() if "attend layers add" in line]
+        assert away.returncode == 1 and shlex.split(add) == [
+            *("layers", "add", "mine", str(tmp_path / "mine.safetensors")),
+            *("--url", server.url),
+        ]
     other = json.loads(
         run_attend("infer", str(tmp_path / "request.json"), "--layers", json.dumps({"mine": {**spec, "seed": 6}}), "--json").stdout
     )
@@ -172,20 +210,20 @@ def test_a_layer_beside_the_request_is_found(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_can_be_removed(checkpoint: Path, tmp_path: Path) -> None:
-    """It holds no layer, and stands in the way of nothing but a clean log."""
+    """It has no layer that could be loaded, but its name is free again."""
     (tmp_path / "torn.safetensors").write_bytes(checkpoint.read_bytes()[:100])
     done = run_attend("layers", "remove", "torn", "--layers-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "torn.safetensors").exists()
 
 
-def test_a_server_without_its_folder_says_so(checkpoint: Path) -> None:
-    """Before it listens; where a file stands in the way, for one."""
+def test_a_server_that_cannot_use_its_folder_exits(checkpoint: Path) -> None:
+    """Before it listens, for example if the path is a file."""
     done = spawn_attend("serve", "--port", "0", "--layers-dir", str(checkpoint))
     assert done.returncode == 2 and b"attend serve: cannot use" in done.stderr
 
 
-def test_the_client_has_the_same(server: Server, checkpoint: Path) -> None:
+def test_the_client_adds_and_exports_layers_too(server: Server, checkpoint: Path) -> None:
     """By path or as bytes; weights come back as arrays in the layer's dtype."""
     with Client(server.url) as client:
         spec = {"num_heads": 2, "dtype": "bfloat16"}

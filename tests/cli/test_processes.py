@@ -56,7 +56,7 @@ def pair() -> Iterator[Server]:
 
 
 @several_workers
-def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
+def test_all_workers_answer_and_their_metrics_are_summed(pair: Server) -> None:
     """The same answer from both, and whoever is asked tells what all of them have done."""
     parent = pair.process.pid
     workers = workers_of(parent)
@@ -77,7 +77,7 @@ def test_each_worker_answers_and_their_metrics_add_up(pair: Server) -> None:
 
 
 @several_workers
-def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
+def test_several_workers_without_a_folder_refuse_changes_of_layers(pair: Server) -> None:
     """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
     for worker in workers_of(pair.process.pid):
         with only(worker, pair.process.pid):
@@ -90,7 +90,7 @@ def test_layers_of_several_workers_stay_as_they_are(pair: Server) -> None:
 
 
 @several_workers
-def test_law_11_the_plan_is_shown(pair: Server) -> None:
+def test_law_11_the_plan_of_threads_is_printed(pair: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
     index = ask(pair.url, path="/").json()
     (listening,) = events(pair, "listening")
@@ -100,7 +100,7 @@ def test_law_11_the_plan_is_shown(pair: Server) -> None:
 
 
 @several_workers
-def test_a_killed_worker_comes_back(pair: Server) -> None:
+def test_a_killed_worker_is_replaced(pair: Server) -> None:
     """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
     answer = attend(pair.url).json()
     before, ready = counted(pair.url, ATTENDED), len(events(pair, "ready"))
@@ -123,7 +123,7 @@ def sleeping_worker() -> Worker:
     return worker
 
 
-def test_a_worker_that_dies_while_it_is_pinged_is_noticed_at_once() -> None:
+def test_a_worker_that_dies_during_a_ping_is_detected_at_once() -> None:
     """A worker that was killed was often busy, and had been pinged: its place must not stay empty while it could still answer."""
     worker = sleeping_worker()
     threading.Timer(0.1, worker.process.kill).start()
@@ -131,7 +131,7 @@ def test_a_worker_that_dies_while_it_is_pinged_is_noticed_at_once() -> None:
     worker.join()
 
 
-def test_a_supervisor_that_gets_a_signal_waits_for_no_silent_worker() -> None:
+def test_a_signalled_supervisor_does_not_wait_for_an_unresponsive_worker() -> None:
     worker = sleeping_worker()
     assert worker.ping(3600, lambda: True)
     worker.kill()
@@ -139,7 +139,7 @@ def test_a_supervisor_that_gets_a_signal_waits_for_no_silent_worker() -> None:
 
 
 @several_workers
-def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None:
+def test_law_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> None:
     """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
     server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -154,7 +154,7 @@ def test_law_10_a_worker_that_stands_still_holds_up_nobody(start: Start) -> None
 
 
 @several_workers
-def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None:
+def test_a_worker_accepts_no_calls_before_it_is_ready(pair: Server) -> None:
     """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
     that is ready."""
     answer, ready = attend(pair.url).json(), len(events(pair, "ready"))
@@ -166,7 +166,7 @@ def test_a_worker_takes_no_calls_before_it_can_answer_them(pair: Server) -> None
     assert answered.json() == answer
 
 
-def test_a_line_of_the_log_is_written_at_once() -> None:
+def test_each_line_of_the_log_is_flushed() -> None:
     """Several processes share one standard error: a line in two pieces would be torn apart by what another writes between them."""
     script = """
 import io, sys
@@ -192,7 +192,7 @@ print(pieces)
 
 
 @several_workers
-def test_law_10_with_several_workers(start: Start) -> None:
+def test_law_10_several_workers_drain_on_sigterm(start: Start) -> None:
     """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
     server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
     parent = server.process.pid
@@ -270,7 +270,7 @@ def break_folder(path: Path) -> Path:
     return broken
 
 
-def test_a_server_that_cannot_load_its_layers_ends(tmp_path: Path) -> None:
+def test_a_server_that_cannot_load_its_layers_exits(tmp_path: Path) -> None:
     """With the reason and an exit status, as with several workers."""
     break_folder(tmp_path)
     command = [sys.executable, "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
@@ -282,7 +282,7 @@ def test_a_server_that_cannot_load_its_layers_ends(tmp_path: Path) -> None:
 
 
 @several_workers
-def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
+def test_a_server_whose_workers_cannot_start_exits(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""
     break_folder(tmp_path)
     flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json", "--drain-seconds", "0"]
@@ -296,7 +296,7 @@ def test_a_server_whose_workers_cannot_start_ends(tmp_path: Path) -> None:
 
 
 @several_workers
-def test_a_worker_that_cannot_be_replaced_is_tried_again(start: Start, tmp_path: Path) -> None:
+def test_a_failed_replacement_of_a_worker_is_repeated(start: Start, tmp_path: Path) -> None:
     """The other worker serves meanwhile, and the pauses grow."""
     server = start("--workers", "2", "--layers-dir", str(tmp_path))
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -311,7 +311,7 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again(start: Start, tmp_path:
     assert attend(server.url).status_code == 200
 
 
-def test_several_workers_need_a_folder_to_count_in() -> None:
+def test_several_workers_need_a_folder_for_their_metrics() -> None:
     """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
     script = """
 import os, sys, tempfile
@@ -346,7 +346,7 @@ def hangups() -> Iterator[None]:
 
 
 @several_workers
-def test_sighup_replaces_the_workers_and_forgets_the_old(start: Start, hangups: None) -> None:
+def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, hangups: None) -> None:
     """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
     dies without a word: its workers answer what they have, close the door and leave."""
     server = start("--workers", "2", "--drain-seconds", "0", "--client-timeout", LONG)

@@ -33,7 +33,9 @@ def certificate(tmp_path: Path) -> tuple[trustme.CA, Path, Path]:
     return authority, chain, key
 
 
-def test_over_https_too_who_never_reads_is_cut_off(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+def test_a_client_that_never_reads_is_disconnected_over_https_too(
+    start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]
+) -> None:
     """Again and again, while others come and go: one that goes just when the server looks must not end the watch over the rest."""
     authority, chain, key = certificate
     server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
@@ -50,7 +52,7 @@ def test_over_https_too_who_never_reads_is_cut_off(start: Callable[..., Server],
             mute.close()
 
 
-def test_the_pages_are_named_once_the_server_is_ready(start: Callable[..., Server]) -> None:
+def test_a_ready_server_prints_the_addresses_of_its_pages(start: Callable[..., Server]) -> None:
     """With addresses that a browser opens, also where the server listens on all interfaces."""
     server = start("--host", "0.0.0.0", "--allowed-hosts", "*")
     [ready] = [event for event in server.events if event["event"] == "ready"]
@@ -60,7 +62,7 @@ def test_the_pages_are_named_once_the_server_is_ready(start: Callable[..., Serve
         assert "<html" in httpx.get(address, headers={"Accept": "text/html"}).text
 
 
-def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+def test_flags_enable_https(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
     """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
     authority, chain, key = certificate
     server = start("--tls-cert", str(chain), "--tls-key", str(key), "--grpc-port", "0")
@@ -89,7 +91,7 @@ def test_https_by_flags(start: Callable[..., Server], certificate: tuple[trustme
         assert done.stderr.startswith("attend serve: ")
 
 
-def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_server_listens_on_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
     """Served like a port, also over one that a killed server left behind; gone when the server is."""
     path = tmp_path / "attend.sock"
     server = start("--uds", str(path))
@@ -110,7 +112,7 @@ def test_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_layers_are_written_over_a_unix_socket_with_a_key(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_key_permits_writing_layers_over_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
     """It is the admin's, as on a public address. What has taken the socket's place meanwhile is left alone."""
     path, keyed = tmp_path / "attend.sock", tmp_path / "keys"
     secret = run_attend("keys", "add", "one", "--scope", "infer,admin", "--file", str(keyed)).stdout.decode().strip()
@@ -130,7 +132,7 @@ def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
+def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
     """A file, a folder, a link to either stays what it is; a path that no socket can have is said to be too long."""
     file, folder, link = tmp_path / "notes.txt", tmp_path / "folder", tmp_path / "link"
     file.write_text("precious")
@@ -158,14 +160,14 @@ def test_a_unix_socket_replaces_nothing_else(tmp_path: Path) -> None:
         (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
     ],
 )
-def test_what_can_never_work_is_refused_at_the_start(flags: tuple[str, ...], told: str) -> None:
+def test_invalid_settings_are_refused_at_the_start(flags: tuple[str, ...], told: str) -> None:
     """With what is expected, and status 2."""
     done = serve(*flags)
     assert done.returncode == 2 and done.stderr.startswith("attend serve: ") and done.stderr.count("\n") == 1
     assert told in done.stderr
 
 
-def test_lists_that_can_work_are_taken() -> None:
+def test_valid_lists_are_accepted() -> None:
     """Networks, several of a kind, spaces between them."""
     settings = Settings(
         trusted_proxies="10.0.0.0/8, ::1 ,192.0.2.7",
@@ -175,7 +177,7 @@ def test_lists_that_can_work_are_taken() -> None:
     assert Settings(trusted_proxies="*", cors_origins="*", allowed_hosts="*").host == settings.host
 
 
-def test_behind_a_proxy(start: Callable[..., Server]) -> None:
+def test_a_trusted_proxy_names_the_caller(start: Callable[..., Server]) -> None:
     """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone.
 
     In Kubernetes, too: a Service of the name attend gives every pod ATTEND_PORT=tcp://…, which is no setting; the server says so.
@@ -190,7 +192,7 @@ def test_behind_a_proxy(start: Callable[..., Server]) -> None:
     assert {event["client"] for event in server.events if event.get("request_id") == "proxied"} == {"192.0.2.7"}
 
 
-def test_a_proxy_that_nobody_trusts_is_the_caller(http: httpx.Client, server: Server) -> None:
+def test_an_untrusted_proxy_is_itself_the_caller(http: httpx.Client, server: Server) -> None:
     """Anyone can write a header."""
     http.get("/layers", headers={"X-Forwarded-For": "192.0.2.7", "X-Request-Id": "untrusted"})
     assert server.access_line("untrusted")["client"] == "127.0.0.1"

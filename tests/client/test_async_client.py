@@ -1,4 +1,4 @@
-"""AsyncClient is Client: the same methods with the same parameters, the same answers and refusals; and what both have besides."""
+"""AsyncClient and Client have the same methods, parameters, results and refusals."""
 
 import asyncio
 import inspect
@@ -19,8 +19,8 @@ def methods(kind):
     return {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_both_clients_can_say_the_same():
-    """A method of one alone would be a call that the other cannot make."""
+def test_both_clients_have_the_same_methods():
+    """With the same signatures."""
     waiting, other = methods(Client), methods(AsyncClient)
     assert waiting.keys() == other.keys()
     for name in waiting:
@@ -30,15 +30,23 @@ def test_both_clients_can_say_the_same():
     assert kept == [p.replace(annotation=None) for p in inspect.signature(AsyncClient).parameters.values()]
 
 
-def test_both_clients_get_the_same(server):
+def test_both_clients_get_equal_results(server):
     async def everything():
         async with AsyncClient(server.url) as client:
             await client.put_layer("async", {"d_model": 64, "num_heads": 4, "seed": 5})
             result = await client.attend(QUERY, layer="async", causal=True, reproducible=True)
-            found = (await client.layers(), await client.layer("async"), await client.plan(QUERY, layer="async"), await client.ready())
+            with pytest.raises(errors.InvalidRequest, match="expected query, which is also the key"):
+                await client.attend(Q=QUERY)
+            found = (
+                await client.vocabulary(),
+                await client.layers(),
+                await client.layer("async"),
+                await client.plan(QUERY, layer="async"),
+                await client.ready(),
+            )
             with Client(server.url) as waiting:
                 expected = waiting.attend(QUERY, layer="async", causal=True, reproducible=True)
-                assert found == (waiting.layers(), waiting.layer("async"), waiting.plan(QUERY, layer="async"), True)
+                assert found == (waiting.vocabulary(), waiting.layers(), waiting.layer("async"), waiting.plan(QUERY, layer="async"), True)
             await client.delete_layer("async")
             with pytest.raises(errors.LayerNotFound):
                 await client.attend(QUERY, layer="async")
@@ -94,7 +102,7 @@ def attended(client, times):
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("status", [415, 406])
-def test_where_safetensors_are_not_taken_json_is_sent_from_then_on(kind, status):
+def test_after_safetensors_is_refused_json_is_sent(kind, status):
     seen = []
 
     def handle(request):
@@ -110,11 +118,11 @@ def test_where_safetensors_are_not_taken_json_is_sent_from_then_on(kind, status)
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_reply_in_json_is_read_whatever_was_asked_for(kind):
+def test_a_reply_in_json_is_read_although_safetensors_was_requested(kind):
     assert attended(wire(kind, lambda request: httpx.Response(200, json=REPLY)), 1)[0].output.tolist() == [[1.0]]
 
 
-def test_what_is_given_twice_is_sent_once(server):
+def test_equal_arguments_are_sent_once(server):
     sizes = []
     with Client(server.url) as client:
         client._http.event_hooks["request"] = [lambda request: sizes.append(len(request.content))]
@@ -130,7 +138,7 @@ def test_what_is_given_twice_is_sent_once(server):
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_the_key_goes_as_bearer_and_nowhere_else(kind):
+def test_the_key_is_sent_as_a_bearer_token_alone(kind):
     def handle(request):
         assert request.headers["authorization"] == "Bearer secret"
         assert b"secret" not in request.content

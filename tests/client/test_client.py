@@ -1,4 +1,4 @@
-"""The client against a real server: arrays in and out in every form, and refusals as the exceptions they were."""
+"""The client with a real server: arrays in and out in every form, and refusals as the exceptions of the server."""
 
 import asyncio
 import base64
@@ -32,7 +32,8 @@ from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Dropout, LayerReference, ReplyOptions, Select, Tokens
 from service.wire.schemas.figure import Figure, FigureRequest
 
-SPEC = {"d_model": 6, "num_heads": 2, "seed": 3}
+SHAPE = {"d_model": 6, "num_heads": 2}
+SPEC = {**SHAPE, "seed": 3}
 RNG = np.random.default_rng(0)
 SMALL = RNG.standard_normal((2, 3, 6)).astype(np.float32)
 LARGE = RNG.standard_normal((4, 60, 6)).astype(np.float32)
@@ -40,7 +41,7 @@ LARGE = RNG.standard_normal((4, 60, 6)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[Client]:
-    """Leaves the server's layers as they were: other tests have theirs there."""
+    """Restores the layers of the server, which other tests use."""
     with Client(server.url) as client:
         others = {layer.name for layer in client.layers()}
         for dtype in ("float32", "float64", "float16", "bfloat16"):
@@ -55,7 +56,7 @@ def client(server) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("query", [SMALL, LARGE], ids=["small", "large"])
-def test_it_gives_what_the_endpoint_gives(client, http, query):
+def test_attend_returns_the_numbers_of_the_endpoint(client, http, query):
     result = client.attend(query, layer="float32", causal=True, reproducible=True)
 
     plain = http.post("/attend", json={"layer": "float32", "query": query.tolist(), "causal": True, "reproducible": True})
@@ -70,19 +71,19 @@ def with_gradient(x):
 
 
 @pytest.mark.parametrize("as_given", [np.ndarray.tolist, torch.tensor, with_gradient, np.asfortranarray, lambda x: x.astype(">f4")])
-def test_whatever_makes_an_array_is_a_tensor(client, as_given):
+def test_arrays_lists_and_tensors_are_accepted(client, as_given):
     expected = client.attend(SMALL, layer="float32").output
     np.testing.assert_array_equal(client.attend(as_given(SMALL), layer="float32").output, expected)
 
 
-def test_a_bfloat16_of_torch_is_one_of_ours(client):
+def test_torch_bfloat16_is_sent_as_bfloat16(client):
     halves = torch.tensor(SMALL).bfloat16()
     expected = client.attend(halves.float().numpy(), layer="float32").output
     np.testing.assert_array_equal(client.attend(halves, layer="float32").output, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_arrays_come_back_in_the_layers_dtype_however_small(client, dtype):
+def test_arrays_have_the_dtype_of_the_layer(client, dtype):
     expected = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     result = client.attend(SMALL, layer=dtype)
     assert {result.output.dtype, result.attention_weights.dtype} == {np.dtype(expected)}
@@ -92,10 +93,10 @@ def test_arrays_come_back_in_the_layers_dtype_however_small(client, dtype):
 
 @pytest.mark.parametrize("query", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_every_number_arrives_as_it_left(client, query, dtype):
+def test_numbers_arrive_bit_for_bit(client, query, dtype):
     """A layer in float64 with weights 1: the value projection is the input itself."""
     identity = {f"{name}.weight": np.eye(6) for name in ("query", "key", "value", "output")}
-    client.put_layer("identity", {**SPEC, "bias": False, "dtype": "float64"}, identity)
+    client.put_layer("identity", {**SHAPE, "bias": False, "dtype": "float64"}, identity)
     query = query.astype(dtype)
 
     projected = client.attend(query, layer="identity", outputs=["value_projection"]).value_projection
@@ -104,7 +105,7 @@ def test_every_number_arrives_as_it_left(client, query, dtype):
 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
-def test_every_form_of_reply_holds_the_same_arrays(client, form):
+def test_all_forms_of_reply_have_equal_arrays(client, form):
     outputs = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
     fields = {"layer": "float32", "causal": True, "outputs": outputs, "reproducible": True}  # bodies differ in alignment, and so sums may
     expected = client.attend(SMALL, **fields)
@@ -115,9 +116,9 @@ def test_every_form_of_reply_holds_the_same_arrays(client, form):
 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
-def test_numbers_that_overflow_come_back_as_asked(client, form):
+def test_overflow_is_returned_as_nonfinite_says(client, form):
     weights = {f"{name}.weight": np.eye(6) * (1e6 if name == "output" else 1) for name in ("query", "key", "value", "output")}
-    client.put_layer("huge", {**SPEC, "bias": False}, weights)
+    client.put_layer("huge", {**SHAPE, "bias": False}, weights)
     row = np.array([[1.0, -1.0, 0, 0, 0, 0]])
 
     def output(nonfinite: str) -> list[float]:
@@ -134,7 +135,7 @@ def test_numbers_that_overflow_come_back_as_asked(client, form):
     assert refused.value.problems[0].at == "/reply/nonfinite"
 
 
-def test_masks_biases_and_lengths_in_every_kind_of_python(client):
+def test_masks_biases_and_lengths_of_every_python_type_are_accepted(client):
     mask = np.tri(3, dtype=bool)
     fixed = {"layer": "float32", "reproducible": True}
     expected = client.attend(SMALL, **fixed, attend_mask=mask).attention_weights
@@ -155,12 +156,12 @@ def test_masks_biases_and_lengths_in_every_kind_of_python(client):
         np.testing.assert_array_equal(client.attend(SMALL, **fixed, **fields).attention_weights, expected)
 
 
-def test_none_is_the_same_as_left_out(client):
+def test_none_leaves_a_field_out(client):
     result = client.attend(SMALL, layer="float32", attend_mask=None, causal=None, outputs=None, reply=None)
     np.testing.assert_array_equal(result.output, client.attend(SMALL, layer="float32").output)
 
 
-def test_axes_of_no_length_survive(client):
+def test_axes_of_length_zero_are_kept(client):
     result = client.attend(np.zeros((0, 3, 6)), layer="float32")
     assert result.output.shape == (0, 3, 6) and result.attention_weights.shape == (0, 2, 3, 3)
     assert client.attend(SMALL[0, :1], np.zeros((0, 6)), layer="float32", outputs=["scores"]).scores.shape == (2, 1, 0)
@@ -174,7 +175,7 @@ def test_the_largest_weights_come_with_their_keys(client, form):
     np.testing.assert_array_equal(np.take_along_axis(full, top.keys, -1), top.values.astype(np.float32))
 
 
-def test_a_result_says_what_it_holds(client):
+def test_a_result_lists_its_outputs(client):
     result = client.attend(SMALL, layer="float32", block_keys=np.ones((2, 3)))
     assert result.fully_masked_rows == 12
     assert set(result.timing) == {"decode", "queue", "compute", "encode"} and min(result.timing.values()) >= 0
@@ -186,7 +187,7 @@ def test_a_result_says_what_it_holds(client):
         _ = result.scores
 
 
-def test_headers_go_with_every_call(server):
+def test_headers_are_sent_with_every_call(server):
     with Client(server.url, headers={"X-Request-Id": "mine-1"}) as client:
         assert client.attend(np.zeros((1, 64))).request_id == "mine-1"
 
@@ -195,8 +196,8 @@ def reference(layer):
     return LayerReference(name=layer.name, fingerprint=layer.fingerprint)
 
 
-def test_a_text_becomes_attention(client, http):
-    """As on the page: tokens and vectors of /words, and then attention over them."""
+def test_words_of_a_text_are_arguments_of_every_operation(client, http):
+    """Tokens and vectors of /words are sent to /attend, as the page does."""
     words = client.words("The cat sat.", layer="float32")
     assert words.tokens == ["The", "cat", "sat", "."] and words.layer == reference(client.layer("float32"))
     reply = http.post("/words", json={"text": "The cat sat.", "layer": "float32"}).json()
@@ -215,7 +216,7 @@ def test_a_text_becomes_attention(client, http):
 @pytest.mark.parametrize(
     "vectors", [{"shape": [1, 2], "datatype": "FP99", "base64": ""}, {"shape": [1, 2], "datatype": "FP32", "base64": "AAA="}]
 )
-def test_vectors_that_cannot_be_read(vectors):
+def test_invalid_vectors_are_a_bad_reply(vectors):
     words = {"layer": {"name": "x", "fingerprint": "y"}, "tokens": ["a"], "vectors": vectors, "meaningful": False, "note": ""}
     with pytest.raises(BadReply, match="POST /words"):
         answering(httpx.Response(200, json=words)).words("a")
@@ -233,7 +234,7 @@ def test_vectors_that_cannot_be_read(vectors):
         ("figure", FigureRequest, {"kind", "format"}),
     ],
 )
-def test_every_field_is_an_argument_with_a_type_and_a_description(method, model, own):
+def test_each_field_is_a_typed_and_described_argument(method, model, own):
     function = getattr(Client, method)
     parameters = inspect.signature(function).parameters
     assert (parameters.keys() - {"self", "timeout"}) ^ model.model_fields.keys() == own
@@ -243,7 +244,7 @@ def test_every_field_is_an_argument_with_a_type_and_a_description(method, model,
     assert inspect.getdoc(function) == inspect.getdoc(getattr(AsyncClient, method))
 
 
-def test_the_dictionaries_of_fields_have_what_the_service_takes():
+def test_the_typed_dictionaries_have_the_fields_of_the_service():
     pairs = {
         arguments.Window: Window,
         arguments.Dropout: Dropout,
@@ -260,7 +261,7 @@ def test_the_dictionaries_of_fields_have_what_the_service_takes():
 # --- plan and layers ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_costs_nothing_to_ask_for(client):
+def test_a_plan_sends_shapes_alone(client):
     plan = client.plan({"shape": [2, 9000, 6]}, layer="float32", outputs=["output"])
     assert plan.admitted and plan.outputs["output"].shape == [2, 9000, 6]
     assert client.plan(LARGE, layer="float32", causal=True).outputs["attention_weights"].shape == [4, 2, 60, 60]
@@ -270,7 +271,7 @@ def test_a_plan_costs_nothing_to_ask_for(client):
 
 
 @pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE html>")])
-def test_a_picture_is_bytes(client, form, magic):
+def test_a_figure_is_the_bytes_of_a_picture(client, form, magic):
     words = {"query": [["a", "b", "c"], ["d", "e", "f"]]}
     drawn = client.figure(SMALL, layer="float32", kind="head", format=form, figure={"heads": [1], "item": 1}, causal=True, tokens=words)
     assert drawn.startswith(magic)
@@ -280,7 +281,7 @@ def test_a_picture_is_bytes(client, form, magic):
         client.figure(SMALL, layer="float32", kind="head", figure={"heads": [2]})
 
 
-def test_layers_are_made_listed_and_removed(client):
+def test_layers_are_added_listed_and_removed(client):
     spec = LayerSpec(d_model=6, num_heads=3, seed=9)
     made = client.put_layer("made", spec)
     assert made == client.layer("made") and made.spec == spec
@@ -290,17 +291,12 @@ def test_layers_are_made_listed_and_removed(client):
         client.layer("made")
 
 
-def test_weights_are_those_given(client):
+def test_given_weights_are_returned(client):
     weights = {f"{name}.weight": RNG.standard_normal((6, 6)) for name in ("query", "key", "value", "output")}
-    client.put_layer("mine", {**SPEC, "bias": False, "dtype": "float64"}, weights)
+    client.put_layer("mine", {**SHAPE, "bias": False, "dtype": "float64"}, weights)
     projected = client.attend(SMALL, layer="mine", outputs=["query_projection"]).query_projection
     expected = SMALL.astype(np.float64) @ weights["query.weight"].T
     np.testing.assert_allclose(projected.transpose(0, 2, 1, 3).reshape(2, 3, 6), expected, rtol=1e-12)
-
-
-def test_a_name_is_quoted(client):
-    with pytest.raises(errors.InvalidRequest):
-        client.put_layer("a b?c#d", SPEC)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------------------------
@@ -316,10 +312,10 @@ def test_a_name_is_quoted(client):
         (lambda c: c.attend(SMALL > 0, layer="float32"), errors.InvalidRequest, "/query"),
         (lambda c: c.attend(np.zeros((2000, 100, 6)), layer="float32"), errors.TooLarge, ""),
         (lambda c: c.put_layer("x", {"d_model": 6}), errors.InvalidRequest, "/spec/num_heads"),
-        (lambda c: c.put_layer("x", SPEC, {"query.weight": np.eye(5)}), errors.InvalidRequest, "/weights/query.bias"),
+        (lambda c: c.put_layer("x", SHAPE, {"query.weight": np.eye(5)}), errors.InvalidRequest, "/weights/query.bias"),
     ],
 )
-def test_a_refusal_is_raised_as_what_it_was(client, ask, kind, at):
+def test_a_refusal_is_raised_as_the_exception_of_the_server(client, ask, kind, at):
     with pytest.raises(kind) as refused:
         ask(client)
     first = refused.value.problems[0]
@@ -342,8 +338,8 @@ def test_a_refusal_is_raised_as_what_it_was(client, ask, kind, at):
         ({"query": SMALL, "no_such_field": 1}, "/no_such_field"),
     ],
 )
-def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
-    """A NaN would leave as null, and null means the layer's own scale."""
+def test_values_that_json_does_not_have_are_refused_before_they_are_sent(fields, at):
+    """A NaN would be sent as null, which means the layer's own scale."""
 
     def unreached(request: httpx.Request) -> httpx.Response:
         raise AssertionError("sent")
@@ -359,8 +355,12 @@ def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
         (lambda c: c.attend(SMALL, key_padding_mask=torch.ones(2, 3)), r"block_keys \(1 = blocked, as True is in torch"),
         (lambda c: c.figure(SMALL, attn_mask=np.eye(3)), r"block_mask for the booleans of torch"),
         (lambda c: c.analysis(SMALL, is_causal=True), r"causal \(key j is visible to query i"),
-        (lambda c: c.plan(SMALL, num_heads=2), r"the name of a layer"),
+        (lambda c: c.plan(SMALL, num_heads=2), r"belongs to the spec of a layer"),
         (lambda c: c.attend(SMALL, metrics=["entropy"]), r"POST /attend/analysis"),
+        (lambda c: c.attend(Q=SMALL, K=SMALL), r"expected query, which is also the key .* at /Q; expected key, .* at /K"),
+        (lambda c: c.analysis(hidden_states=SMALL), r"expected query, which is also the key"),
+        (lambda c: c.attend(SMALL, mask=np.eye(3)), r"attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias"),
+        (lambda c: c.attend(SMALL, attn_mask=np.eye(3)), r"attend_mask for those of scaled_dot_product_attention"),
         (lambda c: c.attend(SMALL, casual=True), r"did you mean causal\?"),
         (lambda c: c.attend(SMALL, layer="flaot32"), r"did you mean float32\?"),
         (lambda c: c.attend(SMALL, layer="float32", outputs=["score"]), r"did you mean scores\?"),
@@ -370,19 +370,41 @@ def test_what_json_cannot_carry_is_refused_before_it_is_sent(fields, at):
         (lambda c: c.put_layer("x", {"d_modle": 6, "num_heads": 2}), r"did you mean d_model\?"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_right_one(client, ask, words):
+def test_a_wrong_name_is_refused_with_the_right_one(client, ask, words):
     with pytest.raises(errors.RequestError, match=words):
         ask(client)
 
 
+def test_a_call_without_a_query_is_a_type_error_as_of_any_function(client):
+    with pytest.raises(TypeError, match="'query'"):
+        client.attend(layer="float32")
+
+
+@pytest.mark.parametrize("name", ["a b?c#d", "a/b", "-first", "", "x" * 65])
+def test_a_name_that_no_layer_can_have_is_refused_before_it_is_sent(name):
+    with Client(transport=httpx.MockTransport(lambda request: pytest.fail("sent"))) as client:
+        for call in (lambda: client.put_layer(name, {"d_model": 4, "num_heads": 2}), lambda: client.layer(name)):
+            with pytest.raises(errors.InvalidRequest, match="expected a layer name of at most 64 letters, digits, dots"):
+                call()
+
+
+def test_a_layer_is_copied_with_its_spec_and_weights(client):
+    """A spec that the server returned has init, seed and gain, which do not apply to given weights."""
+    made = client.put_layer("first", {"d_model": 6, "num_heads": 2, "seed": 7, "gain": 2.0})
+    copy = client.put_layer("second", made.spec, client.layer_weights("first"))
+    assert copy.fingerprint == made.fingerprint and (copy.spec.init, copy.spec.seed, copy.spec.gain) == (None, None, 1.0)
+    for name in ("first", "second"):
+        client.delete_layer(name)
+
+
 def answering(*responses: httpx.Response) -> Client:
-    """A client whose server gives these answers."""
+    """A client whose server sends these replies."""
     answers = iter(responses)
     return Client(transport=httpx.MockTransport(lambda request: next(answers)), retries=Retries(times=0))
 
 
 @pytest.mark.parametrize("kind", sorted(STATUSES, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
-def test_every_class_of_the_tree_comes_back_as_itself(kind):
+def test_every_exception_of_the_server_is_raised_by_the_client(kind):
     found = (errors.Problem("/query", "this", "that"),)
     body = problem_document(STATUSES[kind], kind.title, "the detail", "id-7", found)
     response = httpx.Response(STATUSES[kind], content=body, headers={"X-Request-Id": "id-7", "Retry-After": "9"})
@@ -394,8 +416,8 @@ def test_every_class_of_the_tree_comes_back_as_itself(kind):
         assert raised.value.retry_after == 9
 
 
-def test_titles_tell_classes_apart():
-    """Two classes of one title could not both be raised again."""
+def test_each_exception_has_its_own_title():
+    """The client selects the class by the title."""
     assert set(CLASSES.values()) >= set(STATUSES)
 
 
@@ -409,7 +431,7 @@ def test_titles_tell_classes_apart():
         (503, errors.CapacityError),
     ],
 )
-def test_a_proxys_page_is_told_by_its_status(status, kind):
+def test_the_status_selects_the_exception_for_a_proxys_page(status, kind):
     with pytest.raises(kind, match=f"HTTP {status} .*: <h1>Sorry</h1>") as raised:
         answering(httpx.Response(status, html="<h1>Sorry</h1>\n")).attend(SMALL)
     assert type(raised.value) is kind
@@ -430,12 +452,12 @@ def test_a_proxys_page_is_told_by_its_status(status, kind):
         )
     ],
 )
-def test_a_reply_that_is_none_is_said_to_be_none(body):
+def test_an_unreadable_reply_is_a_bad_reply(body):
     with pytest.raises(BadReply):
         answering(httpx.Response(200, content=body)).attend(SMALL)
 
 
-def test_a_document_of_another_version_is_said_to_be_one():
+def test_a_document_of_another_version_is_a_bad_reply():
     with pytest.raises(BadReply, match=r"older than the server.*/layers/0/colour"):
         answering(httpx.Response(200, json={"layers": [{"colour": "red"}]})).layers()
 
@@ -455,7 +477,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_server_that_is_not_there():
+def test_an_absent_server_is_unreachable():
     url = closed_port()
     with Client(url) as client:
         with pytest.raises(Unreachable, match=url):
@@ -463,12 +485,12 @@ def test_a_server_that_is_not_there():
         assert not client.ready()
 
 
-def test_a_server_that_never_answers(silent):
+def test_a_server_that_never_answers_times_out(silent):
     with Client(silent[0], timeout=0.1) as client, pytest.raises(TimedOut, match="in time"):
         client.layers()
 
 
-def test_a_server_that_hangs_up(silent):
+def test_a_server_that_closes_the_connection_is_unreachable(silent):
     url, listening = silent
 
     def hang_up() -> None:
@@ -484,12 +506,12 @@ def test_a_server_that_hangs_up(silent):
 
 
 @pytest.mark.parametrize("url", ["nonsense", "ftp://x", "http://x:port"])
-def test_a_url_that_is_none(url):
+def test_an_invalid_url_is_unreachable(url):
     with pytest.raises(Unreachable, match="expected a URL such as"):
         Client(url).layers()
 
 
-def test_ready(client):
+def test_ready_is_whether_the_server_has_loaded_its_layers(client):
     assert client.ready()
     assert not answering(httpx.Response(503, json={"ready": False})).ready()
     with pytest.raises(errors.RequestError):
@@ -506,6 +528,7 @@ PATIENCE = {  # of every method, what it is called with
     "words": ("a text",),
     "layers": (),
     "layer": ("x",),
+    "vocabulary": (),
     "put_layer": ("x", SPEC),
     "put_layer_file": ("x", b""),
     "put_layer_from": ("x", "folder", 0),
@@ -520,8 +543,8 @@ PATIENCE = {  # of every method, what it is called with
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("method", PATIENCE)
-def test_every_call_can_have_a_time_of_its_own(kind, method, monkeypatch):
-    """Without one it has the client's; None is for ever."""
+def test_every_method_takes_a_timeout(kind, method, monkeypatch):
+    """Without it the client's applies; None is no limit."""
     waited = []
     monkeypatch.setattr(operations, "model_layer", lambda *_: b"")
     monkeypatch.setattr("service.client.client.Attempts", partial(Attempts, clock=lambda: 0.0))
@@ -542,7 +565,7 @@ def test_every_call_can_have_a_time_of_its_own(kind, method, monkeypatch):
     assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "close"}
 
 
-def test_a_time_of_its_own_is_kept(silent):
+def test_the_timeout_of_a_call_replaces_that_of_the_client(silent):
     with Client(silent[0], timeout=None) as client, pytest.raises(TimedOut, match="in time"):
         client.attend(SMALL, timeout=0.1)
 
@@ -558,7 +581,7 @@ def authority(tmp_path_factory):
     return files
 
 
-def test_a_certificate_is_believed_where_its_authority_is(start, authority):
+def test_a_certificate_is_verified_with_the_given_authority(start, authority):
     url = start("--tls-cert", str(authority["chain"]), "--tls-key", str(authority["key"])).url
     for verify in (authority["ca"], str(authority["ca"]), ssl.create_default_context(cafile=authority["ca"])):
         with Client(url, verify=verify) as client:
@@ -599,13 +622,13 @@ def test_a_client_is_pickled_without_its_key(server, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [{"transport": httpx.MockTransport(print)}, {"verify": ssl.create_default_context()}])
-def test_a_client_that_cannot_be_made_again_is_not_pickled(given):
+def test_a_client_with_a_transport_cannot_be_pickled(given):
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(Client(**given))
 
 
-def test_a_forked_process_has_connections_of_its_own(server):
-    """Over the parent's, each would read the other's replies."""
+def test_a_forked_process_opens_its_own_connections(server):
+    """With the parent's, each could read the other's replies."""
     code = f"""
 import os
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keys cut over several services and merged: by hand, over HTTP against one service that holds them all, and over the whole operator."""
+"""Results over parts of the keys, merged: computed by hand, and compared with one service that has all keys, for all fields."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def client(server: Any) -> Any:
 
 
 def shard(request: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The call for one who holds keys start to stop alone, where they are numbers 0 to stop - start."""
+    """The call over the keys from start to stop alone, renumbered from 0."""
     keys = np.shape(request["key"])[-2]
     own = {"query": request["query"], "key": request["key"][..., start:stop, :], "value": request["value"][..., start:stop, :]}
     for name in ("attend_mask", "block_mask", "attend_keys", "block_keys", "key_segments", "bias"):
@@ -87,7 +87,7 @@ def shard(request: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def of_shards(client: Client, layer: str, request: dict[str, Any], sizes: tuple[int, ...]) -> list[Any]:
-    """A reply for each run of keys."""
+    """A reply for each part of the keys."""
     ends = np.cumsum(sizes)
     return [client.attend(layer=layer, outputs=BOTH, **shard(request, end - n, end)) for n, end in zip(sizes, ends, strict=True)]
 
@@ -101,7 +101,7 @@ def draw(spec: dict[str, Any], seed: int = 7) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_merged_shards_are_the_single_answer(client: Client, name: str, sizes: tuple[int, ...]) -> None:
+def test_merged_parts_equal_the_whole(client: Client, name: str, sizes: tuple[int, ...]) -> None:
     spec, fields = BASE | LAYERS[name][0], LAYERS[name][1]
     weights = draw(spec)
     client.put_layer("whole", spec, weights)
@@ -120,8 +120,8 @@ def test_merged_shards_are_the_single_answer(client: Client, name: str, sizes: t
 
 @pytest.mark.parametrize("batched", [True, False])
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_any_call_to_any_layer_can_be_cut_anywhere(client: Client, batched: bool, seed: int, data: st.DataObject) -> None:
-    """Parts without a key among them; and it makes no difference in which order parts are merged, or by way of what."""
+def test_parts_of_any_call_to_any_layer_can_be_merged(client: Client, batched: bool, seed: int, data: st.DataObject) -> None:
+    """Some parts have no keys. The order and grouping of merges do not matter."""
     features = [feature for feature in FEATURES if feature not in ("dropout", "fully_masked")]
     case = random_case(np.random.default_rng(seed), features=features, rate=0.4, dtype="float64", batched=batched)
     assume(case.spec.is_relative)
@@ -149,7 +149,7 @@ def test_any_call_to_any_layer_can_be_cut_anywhere(client: Client, batched: bool
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
-def test_what_comes_back_has_the_dtype_of_the_replies(client: Client, dtype: str, tolerance: float) -> None:
+def test_merged_arrays_have_the_dtype_of_the_replies(client: Client, dtype: str, tolerance: float) -> None:
     """Without a batch, too. The layer rounds; merging adds one rounding of the result."""
     spec = BASE | {"sinks": True, "dtype": dtype}
     client.put_layer("low", spec, draw(spec))
@@ -171,7 +171,7 @@ def reply(heads: Any, log: Any) -> dict[str, Any]:
     return {"head_outputs": np.array(heads, float), "log_sum_exp": np.array(log, float)}
 
 
-def test_parts_weigh_as_their_sums_of_exponentials() -> None:
+def test_parts_are_weighted_by_their_sums_of_exponentials() -> None:
     """One head, one query: sums of 1 and 3, so a quarter and three quarters."""
     merged = merge([reply([[[4.0, 0.0]]], [[0.0]]), reply([[[0.0, 8.0]]], [[np.log(3)]])])
 
@@ -179,7 +179,7 @@ def test_parts_weigh_as_their_sums_of_exponentials() -> None:
     np.testing.assert_allclose(merged["log_sum_exp"], [[np.log(4)]], rtol=1e-15)
 
 
-def test_a_sink_is_counted_once() -> None:
+def test_a_sink_counts_once() -> None:
     """A sink of 1 in sums of 2 and 4: with the keys' own 1 and 3, that is 5 in all."""
     parts = [reply([[[4.0]]], [[np.log(2)]]), reply([[[8.0]]], [[np.log(4)]])]
     merged = merge(parts, sinks=[0.0], output_weight=[[2.0], [0.0]], output_bias=[1.0, 3.0])
@@ -190,8 +190,8 @@ def test_a_sink_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, [0.7]])
-def test_two_empty_halves_are_empty(sinks: Any) -> None:
-    """And one empty half changes nothing."""
+def test_two_fully_masked_halves_are_fully_masked(sinks: Any) -> None:
+    """One fully masked half changes nothing."""
     empty, full = reply([[[0.0, 0.0]]], [[-np.inf]]), reply([[[1.5, -2.0]]], [[0.9]])
     merged = merge([empty, empty], sinks=sinks)
     assert merged["head_outputs"].tolist() == [[[0.0, 0.0]]] and merged["log_sum_exp"].tolist() == [[-np.inf]]
@@ -211,7 +211,7 @@ def test_numbers_far_apart_neither_overflow_nor_vanish() -> None:
     np.testing.assert_allclose(low["head_outputs"], [[[2.0]]], rtol=1e-15)
 
 
-def test_replies_as_json_has_them() -> None:
+def test_replies_in_json_can_be_merged() -> None:
     """Nested lists, with "-inf" in words."""
     merged = merge([{"head_outputs": [[[2.0]]], "log_sum_exp": [[0.0]]}, {"head_outputs": [[[0.0]]], "log_sum_exp": [["-inf"]]}])
     assert merged["head_outputs"].tolist() == [[[2.0]]] and merged["head_outputs"].dtype == np.float64
@@ -239,7 +239,7 @@ FULL = reply(np.ones((2, 3, 5)), np.zeros((2, 3)))
         ([FULL], {"output_bias": [1.0]}, "/output_bias", "output_weight with it"),
     ],
 )
-def test_what_cannot_be_merged_is_said(replies: Any, more: Any, at: str, said: str) -> None:
+def test_replies_that_cannot_be_merged_are_refused(replies: Any, more: Any, at: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as refused:
         merge(replies, **more)
     assert refused.value.problems[0].at == at

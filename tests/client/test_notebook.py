@@ -1,4 +1,4 @@
-"""What a notebook shows of results: HTML that parses, escapes texts, loads nothing and is small, for every shape of weights."""
+"""The HTML of results in notebooks parses, escapes texts, loads nothing and is small, for every shape of weights."""
 
 import io
 import re
@@ -51,7 +51,7 @@ class Elements(HTMLParser):
 
 
 def shown(result):
-    """The elements of what a notebook shows of a result, which is safe and loads nothing."""
+    """The elements of a result's HTML, which is safe and loads nothing."""
     elements = Elements(result._repr_html_())
     assert not {"script", "style", "link", "iframe", "object"} & {*elements.found}
     assert all(load.startswith("data:image/png;base64,") for load in elements.loads)
@@ -101,13 +101,13 @@ def test_omitted_tokens_are_left_out(client):
     assert rows.texts.count("cat") == 16 and rows.texts.count("sat") == 8
 
 
-def test_what_has_no_weights_is_shown_as_text(client):
+def test_a_result_without_weights_is_shown_as_text(client):
     assert client.attend(QUERY, outputs=["output"])._repr_html_() is None
     assert client.attend(QUERY, select={"top_k": 2})._repr_html_() is None
     assert client.attend(np.zeros((0, 3, 64)))._repr_html_() is None
 
 
-def test_a_large_result_is_small_on_a_page(client):
+def test_the_html_of_a_large_result_is_bounded(client):
     client.put_layer("wide", {"d_model": 64, "num_heads": 32})
     result = client.attend(RNG.standard_normal((700, 64)), layer="wide", tokens={"query": ["word"] * 700})
     client.delete_layer("wide")
@@ -128,8 +128,8 @@ def test_metrics_of_heads_are_a_table(client):
     cells = [text for text in elements.texts if re.fullmatch(r"\d\.\d{3}", text)]
     assert cells == [f"{x:.3f}" for pair in zip(result["entropy"][0], result["confidence"][0], strict=True) for x in pair]
     assert elements.texts[:4] == ["head", "entropy", "confidence", "induction_score"]  # undefined here: no token is repeated
-    assert elements.texts[-1] == "layer 'default'; also cosine_similarity"
-    assert client.analysis(QUERY, metrics=["jensen_shannon"])._repr_html_() is None
+    assert elements.texts[-1] == "layer 'default'" and len(elements.loads) == 1
+    assert client.analysis(QUERY, metrics=["entropy_per_query"])._repr_html_() is None
     client.put_layer("many", {"d_model": 64, "num_heads": 64})
     client.put_layer("more", {"d_model": 65, "num_heads": 65})
     assert shown(client.analysis(QUERY, layer="many")).found.count("tr") == ROWS + 1
@@ -139,8 +139,37 @@ def test_metrics_of_heads_are_a_table(client):
         client.delete_layer(name)
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_strongest_links_are_words_and_similarities_are_a_heat_map(client, batched):
+    metrics = ["strongest_links", "zero_ablation", "jensen_shannon", "value_norms"]
+    query, tokens = (QUERY, TOKENS["query"]) if batched else (QUERY[0], TOKENS["query"][0])
+    result = client.analysis(query, metrics=metrics, tokens={"query": tokens})
+    elements = shown(result)
+    assert elements.texts[:4] == ["head", "strongest links", "zero_ablation relative_change", "zero_ablation cosine"]
+    links = {name: part[0] if batched else part for name, part in result["strongest_links"].items()}
+    for head in range(8):
+        row = zip(links["query_words"][head], links["key_words"][head], links["weights"][head], strict=True)
+        assert ", ".join([f"{q}→{k} {x:.2f}" for q, k, x in row][:3]) in elements.texts
+    assert len(elements.loads) == 1 and any(text.startswith("jensen shannon, largest 0.") for text in elements.texts)
+    assert elements.texts[-1] == "layer 'default'; also value_norms"
+    numbers = shown(client.analysis(query, metrics=["strongest_links"]))
+    assert any(re.match(r"\d→\d \d\.\d\d, ", text) for text in numbers.texts)
+
+
+def test_words_are_a_table_of_tokens_and_vectors(client):
+    words = client.words("The <b> cat & dog")
+    elements = shown(words)
+    assert elements.texts[:3] == ["token", "vector", "norm"]
+    for token, vector in zip(words.tokens, words.vectors, strict=True):
+        assert token in elements.texts and f"{np.linalg.norm(vector):.3f}" in elements.texts
+        assert ", ".join(f"{x:.3f}" for x in vector[:4]) + " …" in elements.texts
+    assert elements.texts[-1] == f"layer 'default'; {words.note}"
+    long = shown(client.words("word " * 100))
+    assert long.found.count("tr") == ROWS + 1 and long.texts[-1].startswith("36 more tokens are not shown; ")
+
+
 @pytest.mark.parametrize("form", ["png", "svg", "html"])
-def test_a_figure_shows_itself(client, form):
+def test_a_figure_is_shown_by_its_format(client, form):
     drawn = client.figure(QUERY, format=form, figure={"title": 'a "title" & more'})
     shows = {name: getattr(drawn, f"_repr_{name}_")() for name in ("png", "svg", "html")}
     assert [name for name, text in shows.items() if text is not None] == [form]

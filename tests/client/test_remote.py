@@ -1,4 +1,4 @@
-"""RemoteMultiheadAttention beside a local `nn.MultiheadAttention` of the same seed: outputs, weights and gradients."""
+"""RemoteMultiheadAttention compared with a local `nn.MultiheadAttention` of the same seed: outputs, weights and gradients."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ SEED = 11
 
 @pytest.fixture(scope="module")
 def client(server):
-    """Leaves the server's layers as they were: other tests have theirs there."""
+    """Restores the layers of the server, which other tests use."""
     with Client(server.url) as client:
         others = {layer.name for layer in client.layers()}
         for dtype in ("float32", "float64", "bfloat16"):
@@ -37,7 +37,7 @@ def client(server):
 
 
 def local(dtype=torch.float64, **options):
-    """The very module whose numbers the layer has: drawn in float32, then cast."""
+    """The local module with the weights of the layer: drawn in float32, then cast."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         return nn.MultiheadAttention(WIDTH, HEADS, **options).to(dtype)
@@ -72,7 +72,7 @@ MASKS = {
 
 
 def agree(remote, there, arguments, fields):
-    """Outputs and weights of both, and what flows back to each input."""
+    """Outputs and weights of both, and the gradients of each input."""
     mine, theirs = ([x.detach().clone().requires_grad_() for x in arguments] for _ in range(2))
     got, expected = remote(*mine, **fields), there(*theirs, **fields)
     assert (got[1] is None) == (expected[1] is None)
@@ -87,7 +87,7 @@ def agree(remote, there, arguments, fields):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_every_mask_means_what_it_means_in_torch(client, batch_first, mask):
+def test_every_mask_has_the_meaning_of_torch(client, batch_first, mask):
     remote = RemoteMultiheadAttention(client, "float64", batch_first=batch_first)
     there = local(batch_first=batch_first)
     for need, average in ((True, True), (True, False), (False, True)):
@@ -96,19 +96,19 @@ def test_every_mask_means_what_it_means_in_torch(client, batch_first, mask):
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "padding added", "blocked", "added", "added per head", "both added"])
-def test_an_unbatched_query(client, mask):
+def test_an_unbatched_query_is_computed(client, mask):
     fields = {name: x[0] if name == "key_padding_mask" else x[:HEADS] if x.ndim == 3 else x for name, x in MASKS[mask].items()}
     remote = RemoteMultiheadAttention(client, "float64")
     for average in (True, False):
         agree(remote, local(), inputs(True, batched=False), {**fields, "average_attn_weights": average})
 
 
-def test_widths_of_their_own(client):
+def test_keys_and_values_may_have_other_widths(client):
     remote = RemoteMultiheadAttention(client, "dims", batch_first=True)
     agree(remote, local(kdim=6, vdim=10, batch_first=True), inputs(True, widths=(WIDTH, 6, 10)), {})
 
 
-def test_self_attention_adds_up_what_flows_back(client):
+def test_the_gradient_of_self_attention_sums_over_query_key_and_value(client):
     x = inputs(True)[0]
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     RemoteMultiheadAttention(client, "float64", batch_first=True)(mine, mine, mine)[0].square().sum().backward()
@@ -122,8 +122,8 @@ def test_gradients_are_those_of_finite_differences(client):
     assert torch.autograd.gradcheck(lambda *x: remote(*x, need_weights=False)[0], arguments, fast_mode=True)
 
 
-def test_a_layer_replaced_before_its_gradients_is_noticed(client):
-    """Gradients of other weights than those of the output would be wrong, and nobody would see."""
+def test_a_layer_replaced_before_its_gradients_is_detected(client):
+    """Gradients of other weights than those of the output would be wrong without a sign."""
     client.put_layer("moving", {"d_model": 6, "num_heads": 2, "seed": 1})
     query = torch.randn(2, 3, 6, requires_grad=True)
     output, _ = RemoteMultiheadAttention(client, "moving", batch_first=True)(query, query, query)
@@ -133,7 +133,7 @@ def test_a_layer_replaced_before_its_gradients_is_noticed(client):
     client.delete_layer("moving")
 
 
-def test_only_the_gradients_that_are_needed_are_asked_for(client):
+def test_only_the_required_gradients_are_requested(client):
     query, key, value = inputs(True)
     value.requires_grad_()
     output, _ = RemoteMultiheadAttention(client, "float64", batch_first=True)(query, key, value)
@@ -167,8 +167,8 @@ def test_each_input_has_the_dtype_of_the_layer(client):
                 remote(*arguments)
 
 
-def test_under_autocast_other_dtypes_are_cast_but_float64(client):
-    """As torch casts them, in whose modules a layer of float32 then gets what the one before made of bfloat16."""
+def test_autocast_casts_all_dtypes_but_float64(client):
+    """As torch does: a float32 layer gets the bfloat16 output of the module before it."""
     remote = RemoteMultiheadAttention(client, "float32", batch_first=True)
     expected = local(torch.float32, batch_first=True)(*inputs(True, dtype=torch.float32))[0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -183,7 +183,7 @@ def test_under_autocast_other_dtypes_are_cast_but_float64(client):
 @pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])
 @pytest.mark.parametrize("hint", [False, True])
 def test_masks_of_integers_are_refused_as_torch_refuses_them(client, mask, dtype, hint):
-    """Which were added to the scores, so that a padding of ones blocked nothing."""
+    """Torch would add them to the scores, so a padding mask of ones would block nothing."""
     fields = {"attn_mask": BLOCKED, "is_causal": hint, "need_weights": not hint, mask: (PADDING if "key" in mask else BLOCKED).to(dtype)}
     for module in (local(batch_first=True), RemoteMultiheadAttention(client, "float64", batch_first=True)):
         with pytest.raises(AssertionError) as refused:
@@ -193,7 +193,7 @@ def test_masks_of_integers_are_refused_as_torch_refuses_them(client, mask, dtype
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}], ids=str)
-def test_a_local_module_is_swapped_in_one_line(client, options):
+def test_a_local_module_is_replaced_in_one_line(client, options):
     there = local(batch_first=True, **options)
     remote = RemoteMultiheadAttention.copy_of(there, client, "copied")
     widths = (WIDTH, options.get("kdim", WIDTH), options.get("vdim", WIDTH))
@@ -201,7 +201,7 @@ def test_a_local_module_is_swapped_in_one_line(client, options):
     assert not list(remote.parameters()) and "copied" in repr(remote)
 
 
-def test_dropout_drops_while_training_and_the_same_on_the_way_back(client):
+def test_dropout_in_training_drops_the_same_weights_in_both_passes(client):
     remote = RemoteMultiheadAttention(client, "float64", batch_first=True, dropout=0.5)
     query, key, value = inputs(True)
     value.requires_grad_()
@@ -231,32 +231,32 @@ def test_rows_without_a_key_have_zero_weights(client):
         ({"attn_mask": torch.zeros(Q, K + 1, dtype=torch.bool)}, "/block_mask"),
     ],
 )
-def test_what_cannot_be_said_is_refused(client, fields, at):
+def test_arguments_without_a_meaning_for_the_service_are_refused(client, fields, at):
     with pytest.raises(InvalidRequest) as refused:
         RemoteMultiheadAttention(client, "float64", batch_first=True)(*inputs(True), **fields)
     assert refused.value.problems[0].at == at
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
-def test_keys_of_a_modules_own_are_refused(client, options):
+def test_a_module_with_add_bias_kv_is_refused(client, options):
     with pytest.raises(InvalidRequest, match="add_bias_kv"):
         RemoteMultiheadAttention.copy_of(local(**options), client, "refused")
 
 
 @pytest.mark.parametrize("module", [nn.Linear(3, 3), None, "attention"], ids=["linear", "none", "text"])
-def test_what_is_no_attention_is_not_copied(client, module):
+def test_only_attention_modules_are_copied(client, module):
     with pytest.raises(TypeError, match=f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}"):
         RemoteMultiheadAttention.copy_of(module, client, "refused")
     assert "refused" not in {layer.name for layer in client.layers()}
 
 
 def test_a_remote_module_is_not_copied(client):
-    """Its weights are in a service, and not in it."""
+    """Its weights are in the service."""
     with pytest.raises(TypeError, match="got a RemoteMultiheadAttention"):
         RemoteMultiheadAttention.copy_of(RemoteMultiheadAttention(client, "float64"), client, "refused")
 
 
-def test_one_call_forward_and_one_back(server):
+def test_each_pass_is_one_call(server):
     sent = []
     with Client(server.url) as client:
         client._http.event_hooks["request"] = [sent.append]
@@ -265,8 +265,8 @@ def test_one_call_forward_and_one_back(server):
     assert [request.url.path for request in sent] == ["/attend", "/attend"]
 
 
-def test_a_gradient_of_the_weights_is_refused_and_never_lost(client):
-    """A loss with the weights in it would otherwise be minimised without them, and nobody would see."""
+def test_a_gradient_of_the_attention_weights_is_refused(client):
+    """A loss that contains the weights would otherwise be minimised without them, without a sign."""
     query, key, value = (x.requires_grad_() for x in inputs(True))
     remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
     for loss in (lambda output, weights: weights.square().sum(), lambda output, weights: output.sum() + weights.max()):
@@ -292,8 +292,8 @@ def test_attributes_are_those_of_the_local_module(client, layer):
     assert (remote.out_proj.bias is None) == (there.out_proj.bias is None)
 
 
-def test_attributes_follow_the_layer_that_answers(client):
-    """One that replaced it under its name may have other heads; asked for once more only then."""
+def test_attributes_follow_the_layer_of_the_server(client):
+    """A layer that replaced it under its name may have other heads; its document is requested again only then."""
     asked = []
     client.put_layer("moving", {"d_model": 6, "num_heads": 2})
     remote, x = RemoteMultiheadAttention(client, "moving", batch_first=True), torch.ones(1, 2, 6)
@@ -307,7 +307,7 @@ def test_attributes_follow_the_layer_that_answers(client):
     client.delete_layer("moving")
 
 
-def test_whoever_wants_the_weights_learns_where_they_are(client):
+def test_access_to_the_weights_names_the_method_that_returns_them(client):
     remote = RemoteMultiheadAttention(client, "float64")
     with pytest.raises(AttributeError, match=r"no shape.*client\.layer_weights"):
         _ = remote.in_proj_weight.shape
@@ -326,7 +326,7 @@ def test_a_nested_tensor_is_refused(client):
 
 
 def encoder_layer(**options):
-    """torch's, with the seed's attention in it."""
+    """Torch's layer with the attention of the seed."""
     made = nn.TransformerEncoderLayer(WIDTH, HEADS, 20, dropout=0.0, dtype=torch.float64, **options)
     made.self_attn.load_state_dict(local().state_dict())
     return made
@@ -354,7 +354,7 @@ def swapped(layer, client, *names):
     ],
     ids=["none", "causal", "added", "padding", "both"],
 )
-def test_in_an_encoder_layer(client, options, training, fields):
+def test_the_module_works_in_an_encoder_layer(client, options, training, fields):
     there = encoder_layer(**options).train(training)
     remote = swapped(there, client, "self_attn")
     x = inputs(options["batch_first"])[1]
@@ -368,7 +368,7 @@ def test_in_an_encoder_layer(client, options, training, fields):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_in_a_decoder_layer(client, training):
+def test_the_module_works_in_a_decoder_layer(client, training):
     there = nn.TransformerDecoderLayer(WIDTH, HEADS, 20, dropout=0.0, batch_first=True, dtype=torch.float64).train(training)
     for attention in (there.self_attn, there.multihead_attn):
         attention.load_state_dict(local().state_dict())
@@ -381,8 +381,8 @@ def test_in_a_decoder_layer(client, training):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch, once per process
 @pytest.mark.parametrize("built", ["of copies", "afterwards"])
-def test_in_a_whole_encoder(client, built):
-    """As torch builds it, of copies of one layer; or with the attention of an encoder that is there exchanged."""
+def test_the_module_works_in_an_encoder(client, built):
+    """As torch builds it from copies of one layer, or with the attention of an existing encoder replaced."""
     there = nn.TransformerEncoder(encoder_layer(batch_first=True), 2).eval()
     if built == "of copies":
         remote = nn.TransformerEncoder(swapped(there.layers[0], client, "self_attn"), 2).eval()
@@ -398,8 +398,8 @@ def test_in_a_whole_encoder(client, built):
         torch.testing.assert_close(got[real], expected[real], rtol=1e-9, atol=1e-9)  # torch's fast path leaves zeros elsewhere
 
 
-def test_a_model_is_copied_pickled_and_saved(client):
-    """Each of them calls the same service, over connections of its own where it was read back."""
+def test_a_model_can_be_copied_pickled_and_saved(client):
+    """Each calls the same service; an unpickled one opens its own connections."""
     model = nn.Sequential(swapped(encoder_layer(batch_first=True), client, "self_attn")).eval()
     x, saved = inputs(True)[1], io.BytesIO()
     expected = model(x)
@@ -415,7 +415,7 @@ def test_a_model_is_copied_pickled_and_saved(client):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # which is what is tested
 @pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
-def test_in_the_workers_of_a_data_loader(client, start, workers):
+def test_the_module_works_in_the_workers_of_a_data_loader(client, start, workers):
     items = Attended(RemoteMultiheadAttention(client, "float64"), WIDTH)
     expected = torch.stack([items[i] for i in range(6)])  # over a connection that is open when workers begin
     loader = torch.utils.data.DataLoader(items, batch_size=3, num_workers=workers, multiprocessing_context=start)

@@ -1,4 +1,4 @@
-"""What is sent again and what never is: the policy on its own with a clock and a die of one's own, and both clients over a counted wire."""
+"""Which requests are retried: the policy with an injected clock and generator, and both clients over a transport that counts requests."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -57,40 +57,40 @@ def ours(kind, status, **headers):
         (operations.ready(), httpx.Response(503), False),
     ],
 )
-def test_only_what_cannot_double_a_change_is_sent_again(call, outcome, again):
+def test_only_requests_that_cannot_repeat_a_change_are_retried(call, outcome, again):
     assert (Attempts(Retries(), call, None).next_delay(outcome) is not None) == again
 
 
 @pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])
-def test_a_number_of_retries_is_enough(said, times):
+def test_retries_can_be_given_as_a_number(said, times):
     with Client("http://127.0.0.1:9", retries=said) as client:
         assert client.retries.times == times
 
 
-def test_waits_grow_twofold_up_to_a_bound_and_end():
+def test_delays_double_up_to_a_bound():
     attempts = Attempts(Retries(times=5, first=0.1, longest=0.5), ATTEND, None, draw=lambda: 1.0)
     assert [attempts.next_delay(BROKEN) for _ in range(6)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]
 
 
-def test_waits_are_drawn_from_nothing_up_to_the_bound():
+def test_delays_are_drawn_between_zero_and_the_bound():
     draws = iter([0.0, 0.5])
     attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: next(draws))
     assert [attempts.next_delay(BROKEN), attempts.next_delay(BROKEN)] == [0.0, 0.1]
 
 
-def test_retry_after_is_the_least_wait():
+def test_retry_after_is_the_shortest_delay():
     attempts = Attempts(Retries(first=0.1), ATTEND, None, draw=lambda: 0.5)
     assert attempts.next_delay(httpx.Response(429, headers={"Retry-After": "7"})) == pytest.approx(7.05)
 
 
-def test_retry_after_may_be_a_date_or_nonsense():
+def test_retry_after_may_be_a_date_or_invalid():
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
     assert 90 < retry_after(httpx.Response(503, headers={"Retry-After": soon})) <= 100
     assert retry_after(httpx.Response(503, headers={"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"})) == 0
     assert retry_after(httpx.Response(503, headers={"Retry-After": "soon"})) == 0
 
 
-def test_nobody_waits_beyond_their_patience():
+def test_no_delay_exceeds_the_timeout():
     now = [0.0]
     attempts = Attempts(Retries(), ATTEND, 10.0, clock=lambda: now[0], draw=lambda: 0.0)
     assert attempts.next_delay(httpx.Response(429, headers={"Retry-After": "9"})) == 9
@@ -99,7 +99,7 @@ def test_nobody_waits_beyond_their_patience():
 
 
 def answering(kind, *answers):
-    """A client of that kind over a wire that gives these answers, the last for ever; and what was sent."""
+    """A client over a transport that gives these outcomes, the last repeatedly; and the requests that were sent."""
     sent = []
 
     def handle(request):
@@ -117,7 +117,7 @@ def answering(kind, *answers):
 
 
 def layers_of(client):
-    """What `client.layers()` gives, whichever kind it is."""
+    """The result of `client.layers()` of either client."""
     found = client.layers()
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
@@ -133,7 +133,7 @@ def test_an_operation_that_failed_twice_succeeds(kind):
 
 @KINDS
 @pytest.mark.parametrize(("failure", "raised"), [(BROKEN, Unreachable), (ours(NotReady, 503), NotReady)])
-def test_attempts_end_in_the_last_failure(kind, failure, raised):
+def test_the_last_failure_is_raised(kind, failure, raised):
     client, sent = answering(kind, failure)
     with pytest.raises(raised):
         layers_of(client)
@@ -141,7 +141,7 @@ def test_attempts_end_in_the_last_failure(kind, failure, raised):
 
 
 @KINDS
-def test_a_change_that_may_have_been_made_is_not_made_again(kind):
+def test_a_change_that_may_have_been_made_is_not_repeated(kind):
     client, sent = answering(kind, BROKEN)
     with pytest.raises(AttendError):
         made = client.delete_layer("x")
@@ -150,8 +150,8 @@ def test_a_change_that_may_have_been_made_is_not_made_again(kind):
 
 
 @pytest.mark.parametrize("timeout", [30.0, None])
-def test_the_timeout_is_for_all_attempts_together(timeout):
-    """A later attempt has what the earlier ones have left, in both clients."""
+def test_the_timeout_limits_all_attempts_together(timeout):
+    """A later attempt has the time that the earlier ones left, in both clients."""
 
     def serve(seen):
         def answer(request):

@@ -32,7 +32,7 @@ def tiny(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "gemma2", "t5"])
-def test_a_model_computes_with_the_service_what_it_computes_alone(server, kind):
+def test_a_model_computes_the_same_with_the_service(server, kind):
     from service.client.transformers import register
 
     model, inputs = tiny(kind)
@@ -74,7 +74,7 @@ def test_only_the_chosen_layers_are_sent(server):
     assert (got - expected)[real].abs().max() < 3e-5 * expected.abs().max()
 
 
-def test_what_the_service_does_not_compute_is_refused(server):
+def test_models_that_the_service_cannot_compute_are_refused(server):
     from service.client.transformers import register
 
     model, inputs = tiny("llama")

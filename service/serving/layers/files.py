@@ -15,7 +15,7 @@ from service.spec import LayerSpec, Part
 from service.tensors import BY_TORCH, Array
 from service.wire.json import reader as json_reader
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
-from service.wire.problems import validate
+from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
@@ -52,7 +52,7 @@ def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
         if CONFIG in metadata:
             fields, weights = _read_by_config(tensors, metadata, source, given)
             origin = f"layer {metadata[LAYER]} of a model, by its config.json"
-            return ParsedLayer(without_init(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
+            return ParsedLayer(spec_of_given_weights(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
         return read_checkpoint(tensors, source, given)
     if source.layout not in (None, "attend"):
         raise InvalidRequest.where(
@@ -68,7 +68,7 @@ def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
 def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given: Mapping[str, Any]) -> ParsedLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
-    spec = without_init(validate(LayerSpec, fields, "/spec"))
+    spec = spec_of_given_weights(validate(LayerSpec, fields, "/spec"))
     return ParsedLayer(spec, weights, assumed_fields(spec, given))
 
 
@@ -112,6 +112,15 @@ def read_stored(body: bytes) -> tuple[ParsedLayer, str]:
 def _origin(metadata: Mapping[str, str]) -> str | None:
     """The origin in the metadata of a file, cut, since any file may have any text there."""
     return metadata.get(ORIGIN, "")[:MAX_ORIGIN] or None
+
+
+def spec_of_given_weights(spec: LayerSpec) -> LayerSpec:
+    """The spec without init, seed and gain. Raises InvalidRequest if one of them differs from its default: nothing is drawn."""
+    drawn = {name: getattr(spec, name) for name in ("init", "seed", "gain")}
+    for name, value in drawn.items():
+        if value not in (None, LayerSpec.model_fields[name].default):
+            raise InvalidRequest.where(f"/spec/{name}", "nothing, since the weights are given and none is drawn", describe_value(value))
+    return without_init(spec)
 
 
 def without_init(spec: LayerSpec) -> LayerSpec:

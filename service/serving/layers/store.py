@@ -25,7 +25,7 @@ from service.serving.layers.coordination import Claim, Coordinator, create_locke
 from service.serving.layers.files import ParsedLayer, read_stored, stored_pieces
 from service.serving.layers.registry import LoadedLayer
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LAYER_NAME
+from service.wire.schemas.attend import LAYER_NAME, require_layer_name
 
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
@@ -140,8 +140,7 @@ class LayerStore:
             return self.coordinator.announce(), LayerFile(after, _stamp(target.stat(follow_symlinks=False)))
 
     def _path(self, name: str, kind: str = SUFFIX) -> Path:
-        if not NAME.fullmatch(name):
-            raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", describe_value(name))
+        require_layer_name(name)
         return self.path / f"{name}{kind}"
 
 

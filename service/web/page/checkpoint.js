@@ -1,5 +1,7 @@
 // Safetensors files on the user's disk. Only their headers are read; tensors stay slices of the files until they are sent.
 
+const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/checkpoints
+
 /** Name -> {dtype, shape, data: Blob} for the tensors of several files. Throws Error with a text for people. */
 export async function openTensors(files) {
   const tensors = new Map();
@@ -24,15 +26,19 @@ async function readHeader(file) {
 /** How many layers a model has, by its config or else by the first numbers in the names of its tensors. */
 export function countLayers(config, tensors) {
   const { num_hidden_layers, n_layer, n_layers, num_layers } = { ...config, ...config.text_config };
-  const numbers = [...tensors.keys()].map((name) => Number(/(?:^|\.)(\d+)\./.exec(name)?.[1] ?? 0));
-  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...numbers);
+  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...[...tensors.keys()].map(numberIn));
 }
 
-/** The tensors with this number in their names, and tables that all layers share; all tensors if no name has the number. */
+/** The attention tensors of this layer, whose number is the first in a name, and tables that layers share; those of all layers if none has it. */
 export function tensorsOfLayer(tensors, number) {
-  const entries = [...tensors];
-  const own = entries.filter(([name]) => name.split(".").includes(String(number)));
-  return new Map(own.length ? [...own, ...entries.filter(([name]) => name.includes("relative_attention_bias"))] : entries);
+  const attention = [...tensors].filter(([name]) => ATTENTION.test(name));
+  const own = attention.filter(([name]) => numberIn(name) === Number(number));
+  return new Map(own.length ? [...own, ...attention.filter(([name]) => name.includes("relative_attention_bias"))] : attention);
+}
+
+/** The first number among the segments of a name. */
+function numberIn(name) {
+  return Number(/(?:^|\.)(\d+)\./.exec(name)?.[1] ?? 0);
 }
 
 /** A safetensors file of these tensors, with `metadata`, texts by name. */

@@ -181,9 +181,7 @@ export class Views {
   }
 }
 
-/** Indices of the words to show: those that the request does not omit, or all if it omits all. */
+/** Indices of the words to show: those that the request does not omit. */
 function visibleOf(words, request) {
-  const all = words.map((_, i) => i);
-  const some = all.filter((i) => !omits(request, words[i]));
-  return some.length ? some : all;
+  return words.map((_, i) => i).filter((i) => !omits(request, words[i]));
 }

@@ -1,6 +1,5 @@
 """GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
 
-import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
@@ -16,18 +15,11 @@ from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers
+from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers, require_layer_name
 
-NAME = re.compile(LAYER_NAME)
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
-NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_name` checks it
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it
 CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
-
-
-def require_name(name: str) -> None:
-    """Raises InvalidRequest if `name` is no valid name of a layer."""
-    if not NAME.fullmatch(name):
-        raise InvalidRequest.where("", f"a layer name matching {LAYER_NAME}", describe_value(name))
 
 
 def require_query(names: Sequence[str]) -> None:
@@ -83,7 +75,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         has several, `part` (encoder, decoder or cross), the config decides what the layer computes.
         """
         require_writable()
-        require_name(name)
+        require_layer_name(name)
         require_query([name for name, _ in request.query_params.multi_items()])
         require_started(service)
         raw = await read(request.scope["attend"], request.receive, service, layer=True)

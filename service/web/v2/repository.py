@@ -12,12 +12,13 @@ from service.serving.service import Service
 from service.web.openapi.operations import LOAD_EXAMPLE, request_body_doc
 from service.web.request_reader import read_as
 from service.web.routes.attend import require_started
-from service.web.routes.layers import NewName, require_name
+from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
 from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
+from service.wire.schemas.attend import require_layer_name
 from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.parameters import read_nested
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
@@ -77,7 +78,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
     if (config := parameters.config) is None:
         await service.loader.load(name)
         return
-    require_name(name)
+    require_layer_name(name)
     await run_in_threadpool(read_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
     try:
         await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))

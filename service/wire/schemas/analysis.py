@@ -81,7 +81,9 @@ class AnalysisOptions(Document):
     """Options of the metrics."""
 
     local_window: Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)] = Field(default=2, description="Largest distance of a local key.")
-    top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(default=5, description="Number of strongest links of each head.")
+    top_links: Annotated[int, Field(ge=1, le=1000, strict=True)] = Field(
+        default=5, examples=[5], description="Number of strongest links of each head."
+    )
     mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="Share of a row's weight, for keys_for_mass.")
     query_lens: Annotated[Index | list[Index], BeforeValidator(_lens)] | None = Field(
         default=None, description="[b]. Only the first n queries count. If null, in self-attention those that are real keys, otherwise all."

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema, models_json_schema
 
+from service.errors import InvalidRequest
 from service.spec import Finite, LayerSpec, Window, disagreement
 from service.wire import shapes
 from service.wire.arrays import Kind
@@ -43,9 +44,10 @@ from service.wire.suggestions import OTHER_NAMES
 
 WEIGHTS_DESCRIPTION = (
     "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
-    "`gain`; if given, `init` and `seed` become null, and `gain` 1."
+    "`gain`; if given, nothing is drawn, and these three must be left out, null or at their defaults."
 )
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
 SPECIAL = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
@@ -113,6 +115,7 @@ def unique(noun: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.instead)  # fields of a layer's spec, and their names in other libraries
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
 TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
@@ -141,14 +144,14 @@ class Dropout(Document):
     """Keeps a weight where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divides it by 1 - p. The reply
     has the weights after dropout."""
 
-    p: Annotated[float, Field(ge=0, lt=1, strict=True)]
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+    p: Annotated[float, Field(ge=0, lt=1, strict=True, examples=[0.1])]
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True, examples=[0])]
 
 
 class Select(Document):
     """The attention weights to return. Indices count from 0, and keep their order."""
 
-    heads: Indices | None = Field(default=None, description="Heads to return; all if null.")
+    heads: Indices | None = Field(default=None, examples=[[0, 1]], description="Heads to return; all if null.")
     queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
     average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
     top_k: PositiveInt | None = Field(
@@ -161,6 +164,7 @@ class ReplyOptions(Document):
 
     form: Literal["nested", "flat", "base64"] = Field(
         default="nested",
+        examples=["nested"],
         description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
     )
     datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
@@ -174,12 +178,12 @@ class ReplyOptions(Document):
 class Tokens(Document):
     """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
 
-    query: TokenLists | None = Field(default=None, description="A token for each query.")
+    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
     key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
     omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
         default=None,
         description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
-        "other marks of a sequence. Weights stay as they are.",
+        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
     )
 
     def omits(self, token: str) -> bool:
@@ -199,6 +203,7 @@ class AttendRequest(Document):
     """
 
     instead: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
         **OTHER_NAMES,
         "figure": "no field of that name, which belongs to POST /attend/figure",
         "metrics": "no field of that name, which belongs to POST /attend/analysis",
@@ -267,6 +272,7 @@ class PutLayer(Document):
     """A layer: its spec, and its weights unless they are to be drawn."""
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
+    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
     spec: LayerSpec
     weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
@@ -278,6 +284,12 @@ class PutLayer(Document):
         if isinstance(spec, dict) and spec.get("init", ...) is None:
             return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
         return data
+
+
+def require_layer_name(name: str) -> None:
+    """Raises InvalidRequest if no layer can have this name."""
+    if not re.fullmatch(LAYER_NAME, name):
+        raise InvalidRequest.where("", NAME_EXPECTED, describe_value(name))
 
 
 class LayerReference(Document):

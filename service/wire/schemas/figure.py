@@ -15,6 +15,7 @@ class Figure(Document):
 
     kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = Field(
         default="heads",
+        examples=["mean"],
         description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: cosines "
         "between the heads' weights; `concatenation`: the heads' outputs side by side, and after the output projection.",
     )
@@ -58,8 +59,6 @@ class FigureRequest(AttendRequest):
             raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
             raise disagreement("/query", "at least one query and one key to draw", "none")
-        if () in (self.kept("query"), self.kept("key")):
-            raise disagreement("/tokens/omit", "at least one query and one key to draw", "none that is not omitted")
         return self
 
     def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:

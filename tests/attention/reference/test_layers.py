@@ -85,7 +85,7 @@ def test_keys_share_what_comes_from_the_input_and_have_what_comes_from_the_laten
         ({"projections": False}, "/latent"),
         ({"init": "torch_mha"}, "/latent"),
         ({"latent": {"key_value_rank": 3, "rope_key_dim": 2}}, "/latent/rope_key_dim"),
-        ({"value_dim": 5}, "/value_dim"),
+        ({"key_dim": 4, "value_dim": 5}, "/value_dim"),
     ],
     ids=str,
 )
@@ -93,6 +93,12 @@ def test_latents_that_no_layer_can_have(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 4, "num_heads": 2, "latent": {"key_value_rank": 3, "rope_key_dim": 1}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
+def test_keys_and_values_of_a_latent_layer_have_one_width():
+    for name in ("key_dim", "value_dim"):
+        spec = LayerSpec(d_model=4, num_heads=2, latent={"key_value_rank": 3, "rope_key_dim": 1}, **{name: 5})
+        assert (spec.d_model, spec.key_dim, spec.value_dim, spec.weight_shapes()["key_value_down.weight"]) == (4, 5, 5, (3, 5))
 
 
 # --- relative scores ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Visits to the page in a browser. Each ends with a look at its console: no error, no breach of the policy, nothing fetched elsewhere."""
+"""Visits to the page in a browser, each with a check of its console: no error, no violation of the policy, no request to another host."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from support.server import Server
 
 @pytest.fixture
 def visit(browser: Any, server: Server) -> Iterator[Visitor]:
-    """Opens the page; keywords are those of a browser's context. At the end, every visit is looked through for complaints."""
+    """Opens the page; keywords are those of a browser's context. At the end, the console of every visit is checked."""
     visits: list[Visit] = []
 
     def begin(layer: str = "default", **context: Any) -> Visit:

@@ -1,4 +1,4 @@
-"""The page of a server that wants a key, in a real browser: it asks, says what is wrong with a key, and keeps the right one for itself."""
+"""The page of a server with keys, in a real browser: it requests a key, shows why one is refused, and stores the right one in its tab."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.fixture
 def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
-    """A tab of its own; its complaints are looked through at the end. `sent` of the page holds the Authorization of each request."""
+    """A new tab, whose console is checked at the end. `sent` of the page has the Authorization of each request."""
     guarded.know(guarded.key, guarded.others)
     page = browser.new_context(permissions=["clipboard-read", "clipboard-write"]).new_page()
     page.set_default_timeout(20000)
@@ -51,13 +51,13 @@ def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
 
 
 def error(visit: Visit) -> str:
-    """What is said at the field, once something is."""
+    """The message at the field, once there is one."""
     said: str = visit.page.locator("#access-error:not(:empty)").inner_text()
     return said
 
 
 def enter(visit: Visit, key: str) -> None:
-    """Types a key; returns when the service has answered the first question after it, or what follows it where it was let in."""
+    """Types a key; returns after the first reply, or, if the key is accepted, after the following one."""
     with visit.page.expect_response("**/layers"):
         visit.page.fill("#access", key)
         visit.page.press("#access", "Enter")
@@ -68,8 +68,8 @@ def shown(visit: Visit) -> None:
     visit.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
 
 
-def test_the_page_asks_for_a_key_and_says_what_is_wrong_with_one(visit: Visit, guarded: Guarded) -> None:
-    """None, one that nobody has, one of the wrong scope, one that no header can hold; then the right one."""
+def test_the_page_requests_a_key_and_shows_why_one_is_refused(visit: Visit, guarded: Guarded) -> None:
+    """No key, an unknown one, one with the wrong scope, one that no header can have; then the right one."""
     page = visit.page
     visit.open()
     assert "requires a key" in error(visit)
@@ -90,8 +90,8 @@ def test_the_page_asks_for_a_key_and_says_what_is_wrong_with_one(visit: Visit, g
     assert set(visit.refused) == {401, 403}
 
 
-def test_the_key_stays_in_the_tab(visit: Visit, guarded: Guarded) -> None:
-    """Sent as Bearer with all that is asked, kept over a reload, unknown to another tab, and in no address, cookie or lasting store."""
+def test_the_key_is_stored_in_the_tab_alone(visit: Visit, guarded: Guarded) -> None:
+    """It is a Bearer token of every request, kept after a reload, unknown to other tabs, and in no address, cookie or lasting store."""
     page = visit.page
     sent: list[str | None] = []
     page.on("request", lambda request: sent.append(request.headers.get("authorization")) if "/page/" not in request.url else None)
@@ -115,8 +115,8 @@ def test_the_key_stays_in_the_tab(visit: Visit, guarded: Guarded) -> None:
     beside.locator("#access-error", has_text="requires a key").wait_for()
 
 
-def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guarded) -> None:
-    """At the next request; what was shown before is greyed and cannot be used."""
+def test_after_a_key_is_removed_the_page_requests_another(visit: Visit, guarded: Guarded) -> None:
+    """At the next request; the earlier result is greyed and inert."""
     visit.open()
     enter(visit, guarded.secret)
     shown(visit)
@@ -128,8 +128,8 @@ def test_a_key_that_is_withdrawn_is_asked_for_again(visit: Visit, guarded: Guard
     assert visit.page.locator("#shown[inert]").count() == 1
 
 
-def test_what_is_copied_names_the_key_and_does_not_hold_it(visit: Visit, guarded: Guarded) -> None:
-    """The command and the program take it from the variable that the service's own commands read, and work."""
+def test_copied_code_reads_the_key_from_the_environment(visit: Visit, guarded: Guarded) -> None:
+    """The command and the program read it from the variable that the service's own commands read, and work."""
     page = visit.page
     visit.open()
     enter(visit, guarded.secret)
@@ -150,8 +150,8 @@ def test_what_is_copied_names_the_key_and_does_not_hold_it(visit: Visit, guarded
     assert page.locator("#summary").inner_text().startswith(f"{heads} heads, {queries} queries ")
 
 
-def test_a_server_without_keys_asks_for_none(browser: Any, server: Server) -> None:
-    """Nor does the page send one."""
+def test_without_keys_the_page_requests_none(browser: Any, server: Server) -> None:
+    """The page sends none either."""
     page = browser.new_context().new_page()
     sent: list[str | None] = []
     page.on("request", lambda request: sent.append(request.headers.get("authorization")))

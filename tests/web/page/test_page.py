@@ -17,8 +17,8 @@ pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def test_masks_of_every_kind(visit: Visitor, http: httpx.Client) -> None:
-    """Causal, window, lengths, single cells: what the page asks, and what its tooltip then says."""
+def test_each_mask_control_changes_the_request_and_the_weights(visit: Visitor, http: httpx.Client) -> None:
+    """Causal, window, lengths, single cells: the request of the page, and its tooltip."""
     page = visit()
     grid = Grid(page, 10, 10)
     assert page.asking(lambda: page.page.check("#causal"))["causal"] is True
@@ -48,7 +48,7 @@ def test_masks_of_every_kind(visit: Visitor, http: httpx.Client) -> None:
     assert "block_mask" not in page.asking(lambda: page.page.click("#unblock"))
 
 
-def test_two_sentences_have_words_of_their_own(visit: Visitor, http: httpx.Client, layers: None) -> None:
+def test_two_sentences_are_queries_and_keys(visit: Visitor, http: httpx.Client, layers: None) -> None:
     """Cross-attention, on a layer whose keys and values have other widths than its queries."""
     page = visit("odd")
     page.asking(lambda: page.page.check("#cross"))
@@ -66,8 +66,8 @@ def test_two_sentences_have_words_of_their_own(visit: Visitor, http: httpx.Clien
     assert page.asking(lambda: page.page.uncheck("#cross"))["tokens"]["key"] == WORDS
 
 
-def test_a_request_is_pasted(visit: Visitor, http: httpx.Client) -> None:
-    """Its masks come to the controls, its words to the axes, its batch to a choice; what it asks to have replied is set aside."""
+def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) -> None:
+    """Its masks set the controls, its tokens label the axes, its batch items can be chosen; its `reply` and `outputs` are replaced."""
     rng = np.random.default_rng(5)
     query, key = rng.standard_normal((2, 3, 64)).round(3).tolist(), rng.standard_normal((2, 5, 64)).round(3).tolist()
     body = {
@@ -108,7 +108,7 @@ def test_a_request_is_pasted(visit: Visitor, http: httpx.Client) -> None:
         ('{"query": [[0]], "mask": 1}', "since libraries disagree"),
     ],
 )
-def test_what_is_wrong_with_a_pasted_request_stands_below_it(visit: Visitor, text: str, said: str) -> None:
+def test_the_refusal_of_a_pasted_request_is_shown_below_it(visit: Visitor, text: str, said: str) -> None:
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
     with page.page.expect_response("**/attend"):
@@ -119,10 +119,10 @@ def test_what_is_wrong_with_a_pasted_request_stands_below_it(visit: Visitor, tex
     assert page.page.get_attribute("#request", "aria-describedby") == "request-error"
 
 
-def test_refusals_stand_where_they_belong(visit: Visitor) -> None:
+def test_a_refusal_is_shown_at_its_field(visit: Visitor) -> None:
     page = visit()
     for field, value, place, said in (
-        ("#left", "-3", "#window-error", "greater than or equal to 0"),
+        ("#left", "-3", "#window-error", "at least 0"),
         ("#length", "99", "#length-error", "at most 10"),
         ("#offset", "soon", "#offset-error", "an integer"),
     ):
@@ -134,8 +134,8 @@ def test_refusals_stand_where_they_belong(visit: Visitor) -> None:
     assert "at least one word" in page.page.inner_text("#text-error")
 
 
-def test_nothing_of_an_earlier_request_can_be_used_after_a_refusal(visit: Visitor) -> None:
-    """It is greyed and inert, its summary is gone, and the page says that there is a refusal; the next reply ends this."""
+def test_after_a_refusal_the_earlier_result_is_inert(visit: Visitor) -> None:
+    """It is greyed and inert without its summary, and the page says that there is a refusal, until the next reply."""
     page = visit()
     page.page.click("[data-copy=json]")
     page.refusal(lambda: page.page.fill("#length", "99"))
@@ -149,21 +149,21 @@ def test_nothing_of_an_earlier_request_can_be_used_after_a_refusal(visit: Visito
     assert page.page.locator("#code").is_hidden() and page.page.inner_text("#taken") == ""
 
 
-def test_examples_are_clicked(visit: Visitor) -> None:
+def test_a_click_on_an_example_sends_it(visit: Visitor) -> None:
     page = visit()
     asked = page.asking(lambda: page.page.get_by_role("button", name="Trophy").click())
     assert page.page.input_value("#text").startswith("The trophy") and asked["tokens"]["query"][:2] == ["The", "trophy"]
 
 
-def test_lengths_and_offsets_are_explained_beside_their_fields(visit: Visitor) -> None:
+def test_fields_of_lengths_and_offsets_have_hints(visit: Visitor) -> None:
     page = visit()
     for field, meaning in (("#length", "padding"), ("#offset", "Where the first query stands among the keys")):
         described = page.page.locator(field).get_attribute("aria-describedby")
         assert described and meaning in " ".join(page.page.inner_text(f"#{name}") for name in described.split())
 
 
-def test_the_address_has_the_state(visit: Visitor, layers: None) -> None:
-    """A link, opened elsewhere, shows the same, as does a reload; it has no more than what differs from the page's first state."""
+def test_the_address_restores_the_state(visit: Visitor, layers: None) -> None:
+    """A link in another tab shows the same, as does a reload; it has only what differs from the page's first state."""
     page = visit("wide")
     assert page.page.url.endswith("/#layer=wide")
     page.asking(lambda: page.page.fill("#text", "a dog & a bird"))
@@ -189,8 +189,8 @@ def test_the_address_has_the_state(visit: Visitor, layers: None) -> None:
         asked = other.asking(lambda: other.page.reload())
 
 
-def test_the_address_has_a_pasted_request_and_the_masks_over_it(visit: Visitor) -> None:
-    """Masks that the controls cannot show stay as they are in the request; one that the user emptied stays away."""
+def test_the_address_restores_a_pasted_request_and_its_masks(visit: Visitor) -> None:
+    """Masks that the controls cannot show stay unchanged in the request; one that the user cleared stays cleared."""
     body = {"query": np.eye(4, 64).reshape(2, 2, 64).tolist(), "valid_lens": [1, 2], "causal": True, "window": {"left": 1, "right": 0}}
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
@@ -205,13 +205,13 @@ def test_the_address_has_a_pasted_request_and_the_masks_over_it(visit: Visitor) 
     assert side(page, "q").all_inner_texts() == WORDS and page.page.is_enabled("#length")
 
 
-def test_an_address_with_nonsense_does_no_harm(visit: Visitor) -> None:
+def test_an_invalid_address_is_ignored(visit: Visitor) -> None:
     page = visit()
     page.asking(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads" and page.page.url.endswith("/#layer=default")
 
 
-def test_a_server_that_is_gone_is_said_to_be(browser: Any, start: Callable[..., Server]) -> None:
+def test_a_server_that_does_not_answer_is_reported(browser: Any, start: Callable[..., Server]) -> None:
     server = start()
     page = Visit(browser.new_page(), server.url).begin()
     server.stop()
@@ -220,8 +220,8 @@ def test_a_server_that_is_gone_is_said_to_be(browser: Any, start: Callable[..., 
     assert "does not answer" in page.page.inner_text("#problem")
 
 
-def test_words_are_never_read_as_html(visit: Visitor) -> None:
-    """Wherever words get to: labels, tooltip, words, announcements, errors, layers' names, clipboard."""
+def test_words_are_not_interpreted_as_html(visit: Visitor) -> None:
+    """In labels, tooltip, words, announcements, errors, names of layers, clipboard."""
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
     tokens = {"query": [HOSTILE, "<script>alert(2)</script>"]}
@@ -237,8 +237,8 @@ def test_words_are_never_read_as_html(visit: Visitor) -> None:
     assert page.page.locator("img").count() == 0 and page.page.locator("main script").count() == 0
 
 
-def test_what_is_copied_gives_what_is_shown(browser: Any, visit: Visitor, http: httpx.Client) -> None:
-    """The curl command in a shell, the program in an interpreter, the body by hand: each the same weights."""
+def test_copied_code_reproduces_the_shown_numbers(browser: Any, visit: Visitor, http: httpx.Client) -> None:
+    """The curl command in a shell, the program in an interpreter and the posted body give the same weights."""
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     page.page.evaluate("document.getElementById('special').checked = true")  # hidden without special tokens
     page.asking(lambda: page.page.fill("#text", "it's the cat's \"mat\" $HOME `x` \\n"))
@@ -267,7 +267,7 @@ def test_what_is_copied_gives_what_is_shown(browser: Any, visit: Visitor, http: 
     [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")],
 )
 @pytest.mark.parametrize("kind", ["heads", "shown"])
-def test_pictures_are_downloaded(visit: Visitor, form: str, start: bytes, kind: str) -> None:
+def test_pictures_are_downloaded_in_each_format(visit: Visitor, form: str, start: bytes, kind: str) -> None:
     page = visit()
     page.page.locator("#heads [data-head='2']").click()
     page.page.select_option("#kind", kind)
@@ -278,8 +278,8 @@ def test_pictures_are_downloaded(visit: Visitor, form: str, start: bytes, kind: 
     assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
 
 
-def test_a_picture_that_is_refused_says_why_beside_its_button(visit: Visitor) -> None:
-    """No picture of a layer that is gone by then."""
+def test_the_refusal_of_a_picture_is_shown_beside_its_button(visit: Visitor) -> None:
+    """For example, of a layer that was removed meanwhile."""
     page = visit()
     page.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
     page.refusal(lambda: page.page.click("[data-figure=svg]"), "**/attend/figure")
@@ -287,8 +287,8 @@ def test_a_picture_that_is_refused_says_why_beside_its_button(visit: Visitor) ->
     assert page.page.inner_text("#taken") == ""
 
 
-def test_everything_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
-    """The heat map's cursor says what it stands on; letters lock a row or a column and block a cell; words say what they attend to."""
+def test_the_page_is_operable_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
+    """The cursor of the heat map announces its cell; letters lock a row or column and block a cell; words announce their links."""
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go"))).mean(0)
     keyboard, live = page.page.keyboard, page.page.locator("#live")
@@ -324,8 +324,8 @@ def test_everything_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
 @pytest.mark.parametrize("state", ["shown", "refused"])
-def test_axe_finds_nothing(visit: Visitor, layers: None, scheme: str, width: int, state: str) -> None:
-    """The accessibility rules of axe, in both colours, on a wide and a narrow screen, with all that opens, and with a refusal."""
+def test_axe_finds_no_accessibility_violations(visit: Visitor, layers: None, scheme: str, width: int, state: str) -> None:
+    """In both colours, on a wide and a narrow screen, with all sections open, and with a refusal."""
     from axe_playwright_python.sync_playwright import Axe
 
     page = visit("tiny-2", color_scheme=scheme, viewport={"width": width, "height": 844})
@@ -347,7 +347,7 @@ def test_axe_finds_nothing(visit: Visitor, layers: None, scheme: str, width: int
     assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found] == []
 
 
-def test_colours_are_chosen_and_kept(visit: Visitor) -> None:
+def test_the_chosen_colours_are_kept_after_a_reload(visit: Visitor) -> None:
     page = visit()
     page.page.select_option("#theme", "dark")
     assert page.page.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
@@ -356,7 +356,7 @@ def test_colours_are_chosen_and_kept(visit: Visitor) -> None:
     assert page.page.get_attribute("html", "data-theme") == "dark"
 
 
-def test_a_phone(visit: Visitor) -> None:
+def test_the_page_fits_a_phone(visit: Visitor) -> None:
     """Nothing is wider than the screen; a tap shows a number and locks a word."""
     page = visit(viewport={"width": 390, "height": 844}, device_scale_factor=2, is_mobile=True, has_touch=True)
     assert page.page.evaluate("document.documentElement.scrollWidth") == 390

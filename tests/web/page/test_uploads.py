@@ -1,13 +1,16 @@
 """Layers that the page adds from files, in a real browser."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support.browser import Visit
+from support.model_cases import MODELS
 from support.page import Visitor
 
 from service.client import Client
@@ -15,46 +18,85 @@ from service.client import Client
 pytestmark = pytest.mark.browser
 
 
+RECORD = """window.sent = []; const real = window.fetch;
+window.fetch = (path, options) => (options?.body instanceof Blob && window.sent.push(options.body), real(path, options));"""
+NAMES = """async () => await Promise.all(window.sent.map(async (body) => {
+  const size = Number(new DataView(await body.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+  return Object.keys(JSON.parse(await body.slice(8, 8 + size).text())).filter((name) => name !== "__metadata__");
+}))"""
+CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
 def bert(folder: Path) -> Path:
     """A folder with a tiny BERT of two layers, as `save_pretrained` writes it."""
-    rng = np.random.default_rng(7)
-    tensors = {}
+    shapes: dict[str, tuple[int, ...]] = {"embeddings.word_embeddings.weight": (11, 8)}
     for layer in range(2):
+        at = f"encoder.layer.{layer}"
         for name in ("self.query", "self.key", "self.value", "output.dense"):
-            tensors[f"encoder.layer.{layer}.attention.{name}.weight"] = rng.standard_normal((8, 8)).astype(np.float32)
-            tensors[f"encoder.layer.{layer}.attention.{name}.bias"] = rng.standard_normal(8).astype(np.float32)
+            shapes |= {f"{at}.attention.{name}.weight": (8, 8), f"{at}.attention.{name}.bias": (8,)}
+        shapes |= {f"{at}.intermediate.dense.weight": (13, 8), f"{at}.output.dense.weight": (8, 13), f"{at}.output.LayerNorm.bias": (8,)}
+    return write_model(folder, {**CONFIG, "model_type": "bert", "position_embedding_type": "absolute"}, shapes)
+
+
+def llama(folder: Path) -> Path:
+    """The same of a tiny Llama with one head of keys and values."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "lm_head.weight": (11, 8)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4), ("o", 8))}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (13, 8) for name in ("gate", "up")} | {f"{at}.mlp.down_proj.weight": (8, 13)}
+        shapes |= {f"{at}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    rope = {"rope_theta": 500.0, "rope_type": "default"}
+    return write_model(folder, {**CONFIG, "model_type": "llama", "num_key_value_heads": 1, "rope_parameters": rope}, shapes)
+
+
+def write_model(folder: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]]) -> Path:
+    rng = np.random.default_rng(7)
     folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "model_type": "bert",
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "position_embedding_type": "absolute",
-    }
+    save_file({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.mark.parametrize("way", ["chosen", "dropped"])
-def test_the_layers_of_a_models_folder_are_added(visit: Visitor, http: httpx.Client, tmp_path: Path, way: str) -> None:
-    """All of them, as the service reads them from the folder itself; then they are shown as one model."""
-    folder = bert(tmp_path / f"bert {way}")
+@pytest.mark.parametrize(("write", "of_attention"), [(bert, "attention"), (llama, "self_attn")])
+def test_the_attention_layers_of_a_models_folder_are_added(
+    visit: Visitor, http: httpx.Client, tmp_path: Path, way: str, write: Callable[[Path], Path], of_attention: str
+) -> None:
+    """All layers are read as the service reads them from the folder itself, and shown as one model. Only attention tensors are sent."""
+    model = f"{write.__name__}-{way}"
+    folder = write(tmp_path / model.replace("-", " "))
     page = visit()
+    page.page.evaluate(RECORD)
     if way == "chosen":
         page.page.set_input_files("#folder", folder)
     else:
         drop(page, folder)
     page.page.locator("#upload-parts").wait_for()
-    assert page.page.input_value("#upload-name") == f"bert-{way}"
+    assert page.page.input_value("#upload-name") == model
     asked = page.asking(lambda: page.page.click("#upload-parts .main"))
-    assert asked["layer"] == f"bert-{way}-0" and page.page.inner_text("#upload-status") == f"Added bert-{way}-0 to bert-{way}-1"
-    assert page.page.locator("#model li").all_text_contents() == [f"bert-{way}-0", f"bert-{way}-1"]
+    assert asked["layer"] == f"{model}-0" and page.page.inner_text("#upload-status") == f"Added {model}-0 to {model}-1"
+    assert page.page.locator("#model li").all_text_contents() == [f"{model}-0", f"{model}-1"]
+    every = load_file(folder / "model.safetensors")
+    sent = [[name for name in every if f".{number}.{of_attention}." in name] for number in range(2)]
+    assert [sorted(names) for names in page.page.evaluate(NAMES)] == [sorted(names) for names in sent]
     with Client(str(http.base_url)) as client:
         for number in range(2):
-            assert client.put_layer_from("other", folder, layer=number).fingerprint == client.layer(f"bert-{way}-{number}").fingerprint
-            client.delete_layer(f"bert-{way}-{number}")
+            assert client.put_layer_from("other", folder, layer=number).fingerprint == client.layer(f"{model}-{number}").fingerprint
+            client.delete_layer(f"{model}-{number}")
         client.delete_layer("other")
+
+
+def test_the_page_sends_every_tensor_that_any_model_needs() -> None:
+    """Of the models of every family: their names have what the page looks for, and the number of the layer first."""
+    script = (Path(__file__).parents[3] / "service/web/page/checkpoint.js").read_text()
+    pattern = re.search(r"ATTENTION = /(.*)/i;", script)
+    assert pattern is not None
+    cases = [(case["layer"], name) for model in MODELS.values() for case in model["cases"] for name in case["shapes"]]
+    for layer, name in cases:
+        assert re.search(pattern[1], name, re.IGNORECASE), name
+        assert "relative_attention_bias" in name or re.findall(r"(?:^|\.)(\d+)\.", name)[0] == str(layer), name
+    assert len(cases) > 500
 
 
 def drop(page: Visit, path: Path) -> None:

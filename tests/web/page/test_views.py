@@ -14,8 +14,8 @@ from service.wire.schemas.attend import is_special
 pytestmark = pytest.mark.browser
 
 
-def test_a_sentence_is_shown_as_the_service_answers(visit: Visitor, http: httpx.Client) -> None:
-    """Summary, words, and every thumbnail's strongest cell, against the reply to the very body that the page sent."""
+def test_the_shown_weights_are_those_of_the_service(visit: Visitor, http: httpx.Client) -> None:
+    """Summary, words, and the strongest cell of every thumbnail, compared with the reply to the body that the page sent."""
     page = visit()
     asked = page.asking(lambda: page.page.fill("#text", "a dog saw one bird"))
     weights = weights_of(http, asked)
@@ -32,7 +32,7 @@ def test_a_sentence_is_shown_as_the_service_answers(visit: Visitor, http: httpx.
         assert picture.argmax() == square.argmax()
 
 
-def test_a_head_is_enlarged_and_its_numbers_are_under_the_pointer(visit: Visitor, http: httpx.Client) -> None:
+def test_pointing_at_a_cell_of_an_enlarged_head_shows_its_number(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
     grid = Grid(page, 10, 10)
@@ -46,7 +46,7 @@ def test_a_head_is_enlarged_and_its_numbers_are_under_the_pointer(visit: Visitor
     assert page.page.locator("#heads [aria-pressed=true]").inner_text() == "Head 3"
 
 
-def test_a_word_isolates_its_row_or_its_column_and_a_click_locks_it(visit: Visitor, http: httpx.Client) -> None:
+def test_pointing_at_a_word_isolates_its_row_or_column_and_a_click_locks_it(visit: Visitor, http: httpx.Client) -> None:
     """From the words and from the heat map's labels; the lock stays when the pointer goes, and Escape ends it."""
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))[5]
@@ -77,7 +77,7 @@ def test_a_word_isolates_its_row_or_its_column_and_a_click_locks_it(visit: Visit
     assert not any(numbers_beside(page, "k"))
 
 
-def test_heads_are_taken_out_of_the_mean(visit: Visitor, http: httpx.Client) -> None:
+def test_heads_can_be_left_out_of_the_mean(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
     grid = Grid(page, 10, 10)
@@ -92,8 +92,8 @@ def test_heads_are_taken_out_of_the_mean(visit: Visitor, http: httpx.Client) -> 
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
 
 
-def test_the_output_changes_where_a_head_is_switched_off(visit: Visitor, http: httpx.Client) -> None:
-    """By the length of the difference, computed here from two replies; what is copied has the head off, too."""
+def test_switching_off_a_head_shows_the_change_of_the_output(visit: Visitor, http: httpx.Client) -> None:
+    """The length of the difference, computed here from two replies; copied code has the head off, too."""
     page = visit()
     asked = page.asking(lambda: page.page.click("#go"))
     page.asking(lambda: page.page.uncheck("#heads input[aria-label='Head 2 on']"))
@@ -126,7 +126,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("layer", ["default", "grouped"])
-def test_a_cell_is_computed_step_by_step(visit: Visitor, http: httpx.Client, layers: None, layer: str) -> None:
+def test_a_locked_cell_shows_how_its_weight_is_computed(visit: Visitor, http: httpx.Client, layers: None, layer: str) -> None:
     """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
     page = visit(layer)
     asked = page.asking(lambda: page.page.click("#go"))
@@ -156,7 +156,7 @@ def test_a_cell_is_computed_step_by_step(visit: Visitor, http: httpx.Client, lay
     assert page.page.locator("#steps").is_hidden()
 
 
-def test_a_cell_of_the_mean_leads_to_its_heads(visit: Visitor, http: httpx.Client) -> None:
+def test_a_cell_of_the_mean_links_to_its_heads(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
     Grid(page, 10, 10).click(1, 2)
@@ -166,8 +166,8 @@ def test_a_cell_of_the_mean_leads_to_its_heads(visit: Visitor, http: httpx.Clien
     page.page.locator("#steps li", has_text="Softmax").wait_for()
 
 
-def test_all_layers_of_a_model_in_one_view(visit: Visitor, http: httpx.Client, layers: None) -> None:
-    """Layers whose names differ in their last number; a click on a head leads to it. `default` belongs to none."""
+def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx.Client, layers: None) -> None:
+    """Layers whose names differ in their last number; a click on a head opens it. `default` belongs to no model."""
     page = visit()
     assert page.page.locator("#model").is_hidden()
     page.asking(lambda: page.page.select_option("#layer", "tiny-2"))
@@ -190,8 +190,8 @@ def test_all_layers_of_a_model_in_one_view(visit: Visitor, http: httpx.Client, l
         assert tile[int((q + 0.5) * 4.8), int((k + 0.5) * 4.8)] == tile.max()
 
 
-def test_statistics_stand_beside(visit: Visitor, http: httpx.Client) -> None:
-    """Entropy, confidence and the strongest link, worked out here from the weights; a head's row leads to its picture."""
+def test_the_table_has_the_statistics_of_the_service(visit: Visitor, http: httpx.Client) -> None:
+    """Entropy, confidence and the strongest link, computed here from the weights; a click on a row opens its head."""
     page = visit()
     weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
     rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#numbers tbody tr").all()]
@@ -208,8 +208,8 @@ def test_statistics_stand_beside(visit: Visitor, http: httpx.Client) -> None:
     assert page.page.inner_text("#matrix-title") == "Head 6" and page.page.inner_text("#numbers .shown button") == "6"
 
 
-def test_statistics_that_are_not_defined_say_why(visit: Visitor) -> None:
-    """Of a request with dropout the weights are shown, and in place of its statistics the reason."""
+def test_undefined_statistics_are_explained(visit: Visitor) -> None:
+    """With dropout the weights are shown, and the reason in place of statistics."""
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
     body = {"query": np.eye(3, 64).tolist(), "dropout": {"p": 0.5, "seed": 1}}
@@ -218,8 +218,8 @@ def test_statistics_that_are_not_defined_say_why(visit: Visitor) -> None:
     assert "Expected no dropout" in page.page.inner_text("#numbers-error")
 
 
-def test_special_tokens_are_hidden_by_a_switch(visit: Visitor, http: httpx.Client) -> None:
-    """From pictures, words and numbers. A cell that is then blocked is counted in the whole matrix."""
+def test_a_switch_hides_special_tokens(visit: Visitor, http: httpx.Client) -> None:
+    """In pictures, words and numbers. A cell blocked then is addressed by its place in the whole matrix."""
     page = visit()
     assert page.page.locator("#special").is_hidden()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
@@ -237,8 +237,8 @@ def test_special_tokens_are_hidden_by_a_switch(visit: Visitor, http: httpx.Clien
     assert [(q, k) for q, row in enumerate(asked["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
 
 
-def test_special_tokens_are_those_of_the_service(visit: Visitor) -> None:
-    """The page knows them by itself, to offer the switch."""
+def test_the_page_and_the_service_agree_on_special_tokens(visit: Visitor) -> None:
+    """The page recognises them itself, to show the switch."""
     tokens = ["[CLS]", "[sep]", "[MASK]", "<s>", "</s>", "<unk>", "<pad>", "<|im_end|>", "<\uff5cend\uff5c>", "<start_of_turn>", "<", "cat"]
     known = "async (tokens) => { const { isSpecial } = await import('/page/request.js'); return tokens.map(isSpecial); }"
     assert visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
@@ -251,8 +251,8 @@ def test_the_strongest_link_is_not_clipped(visit: Visitor) -> None:
     assert page.page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
-def test_512_by_512_with_12_heads(visit: Visitor, layers: None) -> None:
-    """All that a short sentence has. The milliseconds from reply to paint are told (pytest -rP), not judged."""
+def test_512_by_512_weights_of_12_heads_are_shown(visit: Visitor, layers: None) -> None:
+    """With all views of a short sentence. The milliseconds from reply to paint are printed (pytest -rP), not asserted."""
     page = visit("wide")
     words = [f"w{i}" for i in range(512)]
     page.asking(lambda: page.page.fill("#text", " ".join(words)))

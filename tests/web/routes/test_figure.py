@@ -77,9 +77,28 @@ def test_left_out_positions_are_in_no_kind_of_picture(http, layers):
     assert texts["row"] == ["The", "sat", "on", "mats"] and texts["column"] == ["0", "1"]
 
 
-def test_a_picture_of_nothing_is_refused(http, layers):
-    answer = http.post("/attend/figure", json={**BODY, "tokens": {"query": WORDS, "omit": WORDS}})
-    assert answer.status_code == 422 and answer.json()["errors"][0]["at"] == "/tokens/omit"
+@pytest.mark.parametrize("path", ["/attend", "/attend/plan", "/attend/analysis", "/attend/figure"])
+@pytest.mark.parametrize(
+    ("tokens", "at", "expected", "got"),
+    [
+        ({"omit": WORDS}, "/tokens/omit", "at least one query that is not omitted", f"all {len(WORDS)} omitted"),
+        ({"query": ["[CLS]"] * len(WORDS), "omit": "special"}, "/tokens/omit", "at least one query that is not omitted", "all"),
+        ({"omit": ["sat", "satt"]}, "/tokens/omit/1", "a token of the queries or keys", '"satt" (did you mean sat?)'),
+        ({"query": None, "omit": ["cat"]}, "/tokens/omit/0", "a token of the queries or keys", '"cat"'),
+    ],
+)
+def test_every_endpoint_refuses_an_omission_of_everything_or_of_an_unknown_token(http, layers, path, tokens, at, expected, got):
+    answer = http.post(path, json={**BODY, "tokens": {"query": WORDS, **tokens}})
+    assert answer.status_code == 422
+    [problem] = answer.json()["errors"]
+    assert (problem["at"], problem["expected"]) == (at, expected) and problem["got"].startswith(got)
+
+
+def test_each_item_of_a_batch_keeps_a_query_and_a_key(http, layers):
+    words = [["a", "[PAD]"], ["[CLS]", "[SEP]"]]
+    body = {"layer": BODY["layer"], "query": [[[0.5] * 4] * 2] * 2, "tokens": {"query": words, "omit": "special"}}
+    [problem] = http.post("/attend/analysis", json=body).json()["errors"]
+    assert problem["expected"] == "at least one query of item 1 that is not omitted"
 
 
 def test_a_picture_has_layer_and_fingerprint_in_its_metadata(http, layers):
@@ -130,9 +149,9 @@ def test_an_accept_without_a_picture_type_is_406(http, layers):
         ({"item": 1}, "/figure/item", "an item below 1", "1"),
         ({"kind": "pie"}, "/figure/kind", 'one of "concatenation", "head", "heads", "mean", "similarity", "std"', '"pie"'),
         ({"colour": "red"}, "/figure/colour", "no field of that name", 'a field "colour" (did you mean colours?)'),
-        ({"dpi": 10000}, "/figure/dpi", "less than or equal to 384", "10000"),
-        ({"width": 12}, "/figure/width", "greater than or equal to 200", "12"),
-        ({"maximum": 0}, "/figure/maximum", "greater than 0", "0"),
+        ({"dpi": 10000}, "/figure/dpi", "at most 384", "10000"),
+        ({"width": 12}, "/figure/width", "at least 200", "12"),
+        ({"maximum": 0}, "/figure/maximum", "more than 0", "0"),
         ({"width": 200, "values": True}, "/figure/values", None, None),
     ],
 )

@@ -375,7 +375,7 @@ def test_a_gain_multiplies_what_is_drawn(http: httpx.Client, init: str) -> None:
 
 
 def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Client) -> None:
-    """The fingerprint covers the weights. Without a gain it is 1, and it is 1 for given weights."""
+    """The fingerprint covers the weights. Without a gain it is 1, and it is 1 for a file of a layer."""
     spec = {"d_model": 4, "num_heads": 2, "seed": 3, "bias": False}
     plain, one, null, two = (
         http.put("/layers/gained", json={"spec": {**spec, **gain}}).json() for gain in ({}, {"gain": 1}, {"gain": None}, {"gain": 2})
@@ -383,10 +383,16 @@ def test_a_gain_is_part_of_the_spec_and_not_of_the_fingerprint(http: httpx.Clien
     assert plain == one == null and plain["spec"]["gain"] == 1
     assert two["spec"] == {**plain["spec"], "gain": 2} and two["fingerprint"] != plain["fingerprint"]
     again = put(http, http.get("/layers/gained/weights").content, "gained").json()
-    weights = {f"{name}.weight": drawn(4).tolist() for name in ("query", "key", "value", "output")}
-    given = http.put("/layers/gained", json={"spec": {**spec, "gain": 2}, "weights": weights}).json()
-    assert again["fingerprint"] == two["fingerprint"] and again["spec"]["gain"] == given["spec"]["gain"] == 1
+    assert again["fingerprint"] == two["fingerprint"] and again["spec"]["gain"] == 1
     http.delete("/layers/gained")
+
+
+def test_a_spec_without_its_wrapper_is_refused_with_the_wrapper(http: httpx.Client) -> None:
+    errors = http.put("/layers/bare", json={"d_model": 4, "embed_dim": 4}).json()["errors"]
+    assert errors[0] == {"at": "/spec", "expected": 'an object such as {"d_model": 64, "num_heads": 8}', "got": "nothing"}
+    assert [(error["at"], error["expected"]) for error in errors[1:]] == [
+        (f"/{name}", 'no field of that name, which belongs inside "spec"') for name in ("d_model", "embed_dim")
+    ]
 
 
 def test_query_parameters_with_a_json_body_are_refused(http: httpx.Client) -> None:
@@ -429,13 +435,31 @@ def test_an_init_of_null_without_weights_is_the_default(http: httpx.Client, seed
     http.delete("/layers/drawn")
 
 
-def test_a_seed_with_given_weights_is_ignored(http: httpx.Client) -> None:
-    """The layer's spec has null for `init` and `seed`."""
+def test_given_weights_admit_the_defaults_of_seed_init_and_gain_alone(http: httpx.Client) -> None:
+    """As generated clients fill them in, and as GET shows them. Any other value would be ignored, so it is refused, in files as well."""
     spec, weights = {"d_model": 2, "num_heads": 1, "bias": False}, {name: tensor.tolist() for name, tensor in PLAIN.items()}
-    seeded = http.put("/layers/filed", json={"spec": {**spec, "seed": 7, "init": "numpy_normal"}, "weights": weights}).json()
     plain = http.put("/layers/filed", json={"spec": spec, "weights": weights}).json()
+    assert (plain["spec"]["seed"], plain["spec"]["init"], plain["spec"]["gain"]) == (None, None, 1)
+    for same in ({"seed": 0, "init": "xavier_uniform", "gain": 1.0}, {"seed": None, "init": None, "gain": None}, plain["spec"]):
+        assert http.put("/layers/filed", json={"spec": {**spec, **same}, "weights": weights}).json() == plain
+    for name, value in (("seed", 7), ("init", "torch_linear"), ("gain", 2.0)):
+        refused = problem(put(http, packed(ONE), spec=json.dumps({"num_heads": 1, name: value})), 422)
+        assert refused["at"] == f"/spec/{name}" and refused["expected"].startswith("nothing, since the weights are given")
     assert http.delete("/layers/filed").status_code == 204
-    assert seeded == plain and plain["spec"]["seed"] is None and plain["spec"]["init"] is None
+
+
+@pytest.mark.parametrize("eps", [0, 1e-30, 1e-5, 0.01, 1])
+def test_the_eps_of_a_norm_may_be_zero(http: httpx.Client, eps: float) -> None:
+    """The oracle is the formula of RMSNorm in float64; queries and keys are not zero."""
+    spec = {"d_model": 5, "num_heads": 1, "projections": False, "dtype": "float64", "qk_norm": {"eps": eps}}
+    weights = {"query_norm.weight": [1, 2, 3, 4, 5], "key_norm.weight": [2, 1, 1, 1, 3]}
+    assert http.put("/layers/filed", json={"spec": spec, "weights": weights}).is_success
+    x = np.random.default_rng(3).standard_normal((3, 5))
+    scores = http.post("/attend", json={"layer": "filed", "query": x.tolist(), "outputs": ["scores"]}).json()["scores"]
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    expected = (normed * weights["query_norm.weight"]) @ (normed * weights["key_norm.weight"]).T / np.sqrt(5)
+    np.testing.assert_allclose(scores, [expected], rtol=1e-12)
+    http.delete("/layers/filed")
 
 
 def test_max_layer_bytes_applies_to_safetensors_of_put_only(start_here: Callable[..., str]) -> None:
