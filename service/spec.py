@@ -28,11 +28,15 @@ Flag = Annotated[bool, Field(strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "relative_scores": None},
+    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "differential": None, "relative_scores": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
+
+NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
+NULLABLE |= {"differential", "relative_scores"}  # fields in which null has a meaning of its own
 
 
 def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
@@ -243,6 +247,21 @@ class OutputGate(Part):
     bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
 
 
+class Differential(Part):
+    """Differential attention (Ye et al. 2024, arXiv 2410.05258): weights are the difference of two softmaxes, and may be negative.
+
+    Queries and keys of a head are two halves of head_dim/2 numbers: A = softmax(scale q1 k1^T) - lambda softmax(scale q2 k2^T). The head's
+    output is (1 - lambda_init) norm(A v), with an RMS norm. lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init,
+    with four weights [head_dim/2] of these names, which all heads share.
+    """
+
+    lambda_init: Finite = Field(default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0.")
+    eps: Annotated[Eps, Field(gt=0)] = Field(default=1e-5, description="Of the norm of each head's output.")
+    norm_weights: Flag = Field(
+        default=True, description="Whether that norm has a weight for all heads, `head_norm.weight` [value_head_dim]."
+    )
+
+
 def _admit_null(schema: dict[str, Any]) -> None:
     """Adds null to the JSON schema of every field that may be left out, and removes defaults that are derived from other fields."""
     for name, field in schema["properties"].items():
@@ -289,7 +308,9 @@ class LayerSpec(BaseModel):
     projections: Flag = Field(
         default=True, description="If false, requests have projected queries, keys and values, and the output is not projected."
     )
-    scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.")
+    scale: Finite = Field(
+        default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out, with `differential` 1/sqrt(head_dim/2)."
+    )
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
@@ -310,6 +331,7 @@ class LayerSpec(BaseModel):
     )
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
+    differential: Differential | None = Field(default=None, description="Differential attention, whose weights may be negative.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -326,9 +348,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "relative_scores", "qk_norm", "output_gate"}
-        optional |= {"latent", "init"}
-        filled = {k: v for k, v in data.items() if v is not None or k in optional}
+        filled = {k: v for k, v in data.items() if v is not None or k in NULLABLE}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
             filled.setdefault("num_kv_heads", heads)
@@ -350,8 +370,12 @@ class LayerSpec(BaseModel):
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
-        if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
-            raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+        if self.differential:
+            self._check_differential()
+        width = self.head_dim // 2 if self.differential else self.head_dim
+        if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
+            most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
+            raise disagreement("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -383,6 +407,13 @@ class LayerSpec(BaseModel):
         if self.relative_scores and self.relative_scores.kind == "transformer_xl" and self.d_model % 2:
             raise disagreement("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
         return self
+
+    def _check_differential(self) -> None:
+        if self.head_dim % 2:
+            raise disagreement("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
+        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("relative_scores", "null"), ("sinks", "false")):
+            if getattr(self, name):
+                raise disagreement(f"/{name}", f"{absent}, since differential attention has no such form", "one")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
@@ -449,6 +480,18 @@ class LayerSpec(BaseModel):
         uneven = self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer")
         return not (self.chunk_size or self.query_scale or uneven)
 
+    @property
+    def splits_over_keys(self) -> bool:
+        """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
+        return self.is_relative and not self.differential
+
+    @property
+    def undefined_outputs(self) -> dict[str, str]:
+        """Outputs that the layer does not have -> why."""
+        if self.differential:
+            return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+        return {}
+
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
 
@@ -474,6 +517,10 @@ class LayerSpec(BaseModel):
             shapes["gate.weight"] = (self.gate_dim, self.d_model)
             if self.output_gate.bias:
                 shapes["gate.bias"] = (self.gate_dim,)
+        if self.differential:
+            shapes |= dict.fromkeys(LAMBDAS, (self.head_dim // 2,))
+            if self.differential.norm_weights:
+                shapes["head_norm.weight"] = (self.value_head_dim,)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
@@ -508,10 +555,11 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
             raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
+    width = head_dim if filled.get("differential") is None else head_dim // 2
     if isinstance(rope := filled.get("rope"), Mapping) and rope.get("dims") is None:
-        filled["rope"] = {**rope, "dims": head_dim}
-    if head_dim > 0:
-        filled.setdefault("scale", 1 / math.sqrt(head_dim))
+        filled["rope"] = {**rope, "dims": width}
+    if width > 0:
+        filled.setdefault("scale", 1 / math.sqrt(width))
     if filled.get("projections") is False and type(value_head_dim) is int:
         filled.setdefault("key_dim", kv * head_dim)
         filled.setdefault("value_dim", kv * value_head_dim)

@@ -27,7 +27,7 @@ from service.wire.schemas.figure import Figure
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-TESTED_ELSEWHERE = {"examples.md", "heads.md"}  # by test_examples.py and test_docs_heads.py
+TESTED_ELSEWHERE = {"examples.md", "heads.md", "check.md"}  # by test_examples.py, test_docs_heads.py and cli/test_check_layers.py
 
 
 def blocks(language: str, text: str = README) -> list[str]:

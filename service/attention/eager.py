@@ -5,7 +5,8 @@
     O = A V                               [batch, heads, rows, value_head_dim]
 
 A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector. T are the terms of `relative_scores`.
+score in the softmax of each row; it has no value vector. T are the terms of `relative_scores`. Other kinds of weights are computed by
+subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class Eager:
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         relative = spec.relative_scores
         self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
-        self.is_required = spec.sinks or relative is not None  # torch's fused kernels compute neither
+        self.is_fusible = type(self) is Eager and not (spec.sinks or relative)  # whether torch's fused kernels compute such weights
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
     def __call__(

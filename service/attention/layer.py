@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result, WeightBlock
-from service.attention.eager import PER_HEAD, Eager, rows_per_block
+from service.attention.eager import PER_HEAD, rows_per_block
 from service.attention.linear import set_precision
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
 from service.attention.selection import select_heads_and_queries
 from service.attention.short import Short
+from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec
 
@@ -37,7 +38,7 @@ class MultiHeadAttention:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.projections = Projections(spec, weights)
-        self.eager = Eager(spec, self.projections.weights, device)
+        self.eager = eager_for(spec)(spec, self.projections.weights, device)
         self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
 
     @property

@@ -33,6 +33,11 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
+def rotate_halves(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Rotate each half of the heads of x [b, heads, n, head_dim] by itself, as differential attention does."""
+    return torch.cat([rotate(half, positions, rope) for half in x.chunk(2, -1)], -1)
+
+
 def _frequencies(rope: Rope, dims: int) -> Tensor:
     """theta^(-2i/dims) for each pair, scaled as `rope.scaling` says, or `rope.frequencies`: float64 [dims/2]."""
     if rope.frequencies is not None:

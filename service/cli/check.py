@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +15,15 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from service.attention.compare import Agreement, compare
+from service.attention.compare import Comparison, compare
 from service.attention.compare.convention import option_table
 from service.cli.clients import open_client
 from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.server_check import ServerReport, check_server
 from service.cli.terminal import fail, report_errors
+from service.errors import InvalidRequest
+from service.spec import LayerSpec
+from service.wire.problems import validate
 
 EPILOG = """Examples: attend check --cases 1000
 
@@ -31,6 +34,9 @@ attend check --cases 50 --json
 attend check --module my_package:MyAttention --with mask_means=block --cases 70
 
 attend check --module ./attention.py:MyAttention --with 'weights={"query": "a", "key": "b", "value": "c", "output": "d"}'
+
+attend check --module rotary.py:Rotary --with causal=true \
+--spec '{"d_model": 30, "num_heads": 3, "rope": {"scaling": {"type": "linear", "factor": 8}}}'
 
 What --with takes:
 
@@ -46,6 +52,12 @@ Modules = Annotated[
     list[str] | None,
     typer.Option("--module", metavar="MODULE:NAME", help="Check your class, instance or function; also FILE.py:NAME. Repeatable."),
 ]
+Spec = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="The layer that the --module computes: a spec, or a file with one. By default plain multi-head attention."
+    ),
+]
 Options = Annotated[
     list[str] | None,
     typer.Option("--with", metavar="NAME=VALUE", help="A convention of the --module; the list is below. Repeatable."),
@@ -60,6 +72,7 @@ def check(
     seed: Seed = 0,
     case: CaseNumber = None,
     module: Modules = None,
+    spec: Spec = None,
     options: Options = None,
     as_json: AsJson = False,
     config: Config = None,
@@ -74,15 +87,16 @@ def check(
     if module:
         if url or case is not None or config:
             raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
-        reports = []
+        reports, arguments = [], _read_spec(spec) | _read_options(options or [])
+        given = [*(["--spec", spec] if spec else []), *(word for option in options or [] for word in ("--with", option))]
         for name in module:
-            reports.append(check_module(name, seed, cases or 1, options or []))
+            reports.append(check_module(name, arguments, seed, cases or 1, given))
             if not as_json:
                 reports[-1].show(Console())
         document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
     else:
-        if options:
-            raise typer.BadParameter("--with needs a --module")
+        if options or spec:
+            raise typer.BadParameter("--with and --spec need a --module")
         repeated = {"url": url, "ca": url and ca, "config": config, **flags}
         words = [word for name, value in repeated.items() if value is not None for word in (f"--{name}", str(value))]
         reports = [report := ServerReport(shlex.join(["attend", "check", *words]), seed)]
@@ -97,7 +111,19 @@ def check(
         raise typer.Exit(1)
 
 
-def _convention(pairs: Sequence[str]) -> dict[str, Any]:
+def _read_spec(given: str | None) -> dict[str, LayerSpec]:
+    """The argument `spec` of `compare`, from JSON or the name of a file. Raises typer.Exit."""
+    if given is None:
+        return {}
+    try:
+        return {"spec": validate(LayerSpec, json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))}
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"expected a spec in JSON, or a file with one: {error}", param_hint="--spec") from None
+    except InvalidRequest as error:
+        fail("check", f"--spec: {error}", code=2)
+
+
+def _read_options(pairs: Sequence[str]) -> dict[str, Any]:
     """NAME=VALUE pairs as a dictionary; a value that is not JSON is text. Raises BadParameter for anything else."""
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -113,66 +139,65 @@ def _convention(pairs: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The last round of one module, its seed, and the number of calls in all rounds. `options`: those of --with."""
+    """The last round of one module, its seed, and the number of calls in all rounds. `given`: the flags that repeat it."""
 
     name: str
-    options: Sequence[str]
-    agreement: Agreement
+    given: Sequence[str]
+    comparison: Comparison
     calls: int
     seed: int
 
     @property
     def agrees(self) -> bool:
-        return self.agreement.agrees
+        return self.comparison.agrees
 
     def document(self) -> dict[str, Any]:
         """For --json. An error that is not finite is null."""
         cases = [
             {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": result.agrees}
-            for result in self.agreement.results
+            for result in self.comparison.results
         ]
         document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
-        return document if self.agrees else {**document, "first": self.agreement.conclusion, "again": self._command()}
+        return document if self.agrees else {**document, "first": self.comparison.conclusion, "again": self._command()}
 
     def show(self, console: Console) -> None:
         table = Table("case", "largest error", "tolerance", "", title=self.name, title_justify="left")
-        for result in self.agreement.results:
+        for result in self.comparison.results:
             if result.skipped or result.raised:
                 table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
             else:
                 verdict = "agrees" if result.agrees else "[bold red]WRONG"
                 table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
         console.print(table)
-        disagreement = [self.agreement.conclusion, f"again: {self._command()}"]
+        disagreement = [self.comparison.conclusion, f"again: {self._command()}"]
         for line in [f"agrees with the reference in {self.calls} calls"] if self.agrees else disagreement:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _command(self) -> str:
-        given = [word for option in self.options for word in ("--with", option)]
-        return shlex.join(["attend", "check", "--module", self.name, *given, "--seed", str(self.seed)])
+        return shlex.join(["attend", "check", "--module", self.name, *self.given, "--seed", str(self.seed)])
 
 
-def check_module(name: str, seed: int, calls: int, options: Sequence[str]) -> ModuleReport:
+def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int, given: Sequence[str]) -> ModuleReport:
     """Compares the implementation with the reference in at least `calls` calls. Raises typer.Exit if it cannot be constructed or called.
 
     A round is one call of each kind of case; each round has another seed. The first round that disagrees ends the check.
     """
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    convention, stderr, done, rounds = _convention(options), Console(stderr=True), 0, 0
+    stderr, done, rounds = Console(stderr=True), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task(f"checking {name}", total=calls)
         while True:
-            agreement = _compare(name, seed + rounds, convention)
-            done, rounds = done + sum(result.skipped is None for result in agreement.results), rounds + 1
+            comparison = _compare(name, seed + rounds, arguments)
+            done, rounds = done + sum(result.skipped is None for result in comparison.results), rounds + 1
             progress.update(task, completed=done)
-            if done >= calls or not done or not agreement.agrees:
+            if done >= calls or not done or not comparison.agrees:
                 break
-    return ModuleReport(name, options, agreement, done, seed + rounds - 1)
+    return ModuleReport(name, given, comparison, done, seed + rounds - 1)
 
 
-def _compare(name: str, seed: int, options: dict[str, Any]) -> Agreement:
+def _compare(name: str, seed: int, arguments: Mapping[str, Any]) -> Comparison:
     try:
-        return compare(name, seed=seed, **options)
+        return compare(name, seed=seed, **arguments)
     except ImportError as error:
         hint = "Give a file as --module path/to/file.py:NAME, or run this where `python -c 'import …'` works."
         fail("check", f"cannot import {name}: {error}", hint, code=2)

@@ -17,7 +17,7 @@ from service.attention.compare.random_cases import Case, random_case
 from service.attention.reference.forward import Reference, attend
 from service.client import BadReply, Client, operations
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
-from service.spec import fingerprint
+from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
 from service.wire.schemas.attend import Output
 
@@ -135,16 +135,24 @@ def _check(client: Client, name: str, case: Case) -> list[OutputError]:
         layer = client.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
             return [_wrong("weights", f"differ from those that {case.spec.init} draws from seed {case.spec.seed}")]
-        result = client.perform(operations.attend(**case.request, layer=name, outputs=OUTPUTS).as_json())
+        result = client.perform(operations.attend(**case.request, layer=name, outputs=outputs_of(case.spec)).as_json())
     except (InvalidRequest, ServiceFault, MalformedBody, BadReply) as error:
         return [_wrong("reply", f"none: {error}")]
     return compare_reply(case, attend(case.spec, weights, **case.request), result, result.fully_masked_rows)
 
 
+def outputs_of(spec: LayerSpec) -> list[Output]:
+    """The outputs that the layer has, without gradients."""
+    return [name for name in OUTPUTS if name not in spec.undefined_outputs]
+
+
 def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
     """The errors of all outputs."""
     largest = largest_score(case, reference)
-    errors = [compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest) for name in OUTPUTS]
+    errors = [
+        compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest)
+        for name in outputs_of(case.spec)
+    ]
     if fully_masked_rows != reference.fully_masked_rows:
         errors.append(_wrong("fully_masked_rows", f"{fully_masked_rows}, expected {reference.fully_masked_rows}"))
     return errors

@@ -82,9 +82,11 @@ class AttendResult(Mapping[str, Any]):
         return f"AttendResult({shapes}; layer {self.layer.name!r})"
 
     def _repr_html_(self) -> str | None:
-        """Heat maps for a notebook; None without attention weights, of which `repr` is shown instead."""
+        """Heat maps for a notebook; None, for which it shows `repr`, without attention weights, or with negative ones."""
         weights = self.tensors.get("attention_weights")
-        return heat_maps(weights, self.select, self.tokens, repr(self)) if isinstance(weights, np.ndarray) else None
+        if not isinstance(weights, np.ndarray) or (weights < 0).any():
+            return None
+        return heat_maps(weights, self.select, self.tokens, repr(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from service.attention.call import Call, Result
 from service.attention.masks import real_keys
-from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
+from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
@@ -68,6 +68,12 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
+    for i, name in enumerate(metrics):
+        if spec.differential and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+            expected = (
+                f"metrics of the heads' outputs, such as contribution, {layer}, whose weights may be negative (differential attention)"
+            )
+            raise InvalidRequest.where("/metrics" if request.metrics is None else f"/metrics/{i}", expected, name)
     for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"

@@ -152,7 +152,7 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
         query = _max_row_norm(call.query)
         score *= query * (query if call.key is call.query else _max_row_norm(call.key))
     bias = call.masks.bias
-    return score > MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
+    return not score <= MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
 
 
 def _max_row_norm(rows: Tensor) -> float:

@@ -40,7 +40,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     request = validate(AttendRequest, members)
     check_against_layer(request, layer.spec)
     cost = predict(request, layer.spec)
-    problems, in_parts = refusals(request, cost, limits, shards if layer.spec.is_relative else 0)
+    problems, in_parts = refusals(request, cost, limits, shards if layer.spec.splits_over_keys else 0)
     if problems:
         raise TooLarge(problems=problems)
     call = bind(request, layer.spec)
@@ -95,6 +95,11 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             raise InvalidRequest.where(f"/{name}", f"{h} heads (or 1) {layer}", str(array.shape[-3]))
     if request.head_scale is not None and request.head_scale.shape[-1] != h:
         raise InvalidRequest.where("/head_scale", f"{h} factors {layer}", str(request.head_scale.shape[-1]))
+    for i, name in enumerate(request.outputs):
+        if (reason := spec.undefined_outputs.get(name)) is not None:
+            raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    if spec.differential and request.dropout is not None:
+        raise InvalidRequest.where("/dropout", f"none {layer}, since dropout of a difference of two softmaxes is not defined", "dropout")
     if request.select and request.select.heads:
         for i, head in enumerate(request.select.heads):
             if head >= h:

@@ -132,7 +132,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     # softmax, dropout and sorting take time per score, beyond the matrix products
-    per_score = pairs * (10 + 20 * inputs.dropout + 20 * bool(inputs.top_k))
+    softmaxes = 2 if spec.differential else 1
+    per_score = pairs * (10 * softmaxes + 20 * inputs.dropout + 20 * bool(inputs.top_k))
     relative_products, relative_elements = _relative_cost(spec, b, q, k)
     products = 2 * (projections + q * k * (query_width + joined_width) + relative_products)
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
@@ -145,7 +146,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
         per_query, per_key = per_query + 2 * (latent.query_rank or 0), per_key + 2 * latent.key_value_rank + latent.rope_key_dim
     sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
-    memory = (sequences + elements) * size + relative_elements * max(4, size) + max(4, size) * (2 * scores + min(b * pairs, 1 << 21))
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21) + relative_elements)
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
     reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
@@ -183,8 +184,8 @@ def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: 
     """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
     One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
-    depend on all keys at once and are never cut, nor are several sequences in one query. For a layer whose spec is not `is_relative`,
-    `shards` is 0.
+    depend on all keys at once and are never cut, nor are several sequences in one query. For a layer whose spec has no
+    `splits_over_keys`, `shards` is 0.
     """
     problems = exceeded_limits(cost, limits)
     is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None

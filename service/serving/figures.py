@@ -25,6 +25,7 @@ from service.serving.cost import ServingLimits, predict, require_admitted
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, CallerState
 from service.serving.threads import lower_priority
+from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
@@ -50,13 +51,17 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     for i, head in enumerate(options.heads or ()):
         if head >= num_heads:
             raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
+    if layer.spec.differential:
+        for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
+            if value == other:
+                raise InvalidRequest.where(f"/figure/{field}", f'another for layer "{request.layer}", whose weights may be negative', other)
     num_drawn = len(options.heads or range(num_heads))
     if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
         raise TooLarge.where("/figure/heads", f"at most {MAX_HEADS} heads in one picture", str(num_drawn))
     format = options.format or PICTURES.get(decoded.reply_format or "")
     if format is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    spec = _spec(request, num_heads, format)
+    spec = _spec(request, layer.spec, format)
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     # reproducible: equal requests get equal bytes
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
@@ -80,10 +85,10 @@ def media_type_of(spec: FigureSpec) -> str:
     return next(media for media, form in PICTURES.items() if form == spec.format)
 
 
-def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
+def _spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
     options = request.figure
     key = request.query if request.key is None else request.key
-    heads = options.heads or ([0] if options.kind == "head" else range(num_heads))
+    heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
     kept, tokens = {side: request.kept(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
     labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
@@ -98,6 +103,7 @@ def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
         key_positions=kept["key"],
         omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
+        signed=layer.differential is not None,
         title=options.title,
         maximum=options.maximum,
         logarithmic=options.scale == "log",

@@ -56,7 +56,7 @@ def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimi
         predicted, shards = analysis.predict(request, layer.spec), 0
     else:
         predicted = cost.predict(request, layer.spec)
-    problems, _ = cost.refusals(request, predicted, limits, shards if layer.spec.is_relative else 0)
+    problems, _ = cost.refusals(request, predicted, limits, shards if layer.spec.splits_over_keys else 0)
     outputs = {}
     for name, shape in predicted.outputs.items():
         datatype = _datatype(name, request, layer.spec)

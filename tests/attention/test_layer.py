@@ -21,7 +21,7 @@ from service.attention.reference import forward
 from service.attention.reference.forward import Reference
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype
-from service.cli.server_check import compare_reply, largest_score
+from service.cli.server_check import compare_reply, largest_score, outputs_of
 from service.client import Client
 from service.spec import Init, LayerSpec
 
@@ -302,7 +302,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     client.put_layer("operator", case.spec, case.weights)
     exact = forward.attend(case.spec, weights_of(case), **case.request)
 
-    result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
+    result = client.attend(**case.request, layer="operator", outputs=outputs_of(case.spec))
 
     wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
     assert wrong == [], case.spec

@@ -218,6 +218,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"output_gate": {}},
         {"latent": {"key_value_rank": 8, "rope_key_dim": 1}},
         {"relative_scores": {"kind": "transformer_xl"}},
+        {"differential": {}},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

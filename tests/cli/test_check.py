@@ -293,7 +293,7 @@ def test_the_options_reach_the_comparison(package):
         (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),
         (["--module", "theirs:Right", "--with", "colour"], "expected NAME=VALUE, got 'colour'"),
         (["--module", "theirs:Right", "--url", "http://127.0.0.1:1"], "leave --url, --case"),
-        (["--with", "mask_means=block"], "--with needs a --module"),
+        (["--with", "mask_means=block"], "--with and --spec need a --module"),
         (["--cases", "0"], "--cases"),
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 
 from service.attention.compare.cases import CheckCase, Requirements
 from service.attention.compare.convention import Convention, Polarity
+from service.attention.compare.weights import is_matrix
 from service.attention.reference.forward import merge_heads, split_heads
 from service.tensors import Array
 
@@ -45,6 +46,7 @@ class Caller:
     device: Any = None
     batch_first: bool = True
     heads: int = 1
+    kv_heads: int = 1
     heads_given: bool = False
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
 
@@ -111,16 +113,21 @@ class Caller:
             needed = role == mask_role or self.signature.parameters[name].default is inspect.Parameter.empty
             mask = case.mask if role == mask_role else np.ones_like(case.mask)
             if role in ("query", "key", "value"):
-                values[name] = self._tensor(self._laid_out(getattr(case, role)), self.dtype)
+                values[name] = self._tensor(
+                    self._laid_out(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype
+                )
             elif role in ("mask", "padding"):
                 if needed:
                     values[name] = self._mask(mask, role)
             elif role == "lengths":
                 if needed:
                     values[name] = self._tensor(self._unbatched(mask[:, 0].sum(axis=-1)), "int64")
+            elif role == "positions":
+                positions = np.broadcast_to(np.arange(case.query.shape[1]), case.query.shape[:2])
+                values[name] = self._tensor(self._unbatched(positions), "int64")
             elif role in self.matrices:
                 matrix = self.matrices[role]
-                values[name] = self._tensor(matrix.T if self.convention.orientation == "in,out" else matrix, self.dtype)
+                values[name] = self._tensor(matrix.T if is_matrix(role) and self.convention.orientation == "in,out" else matrix, self.dtype)
             elif role == "heads":
                 values[name] = self.heads
             elif role == "causal":
@@ -129,10 +136,10 @@ class Caller:
                 values[name] = role == "return_weights"
         return values
 
-    def _laid_out(self, x: Array) -> Array:
+    def _laid_out(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
-            x = split_heads(x, self.heads)
+            x = split_heads(x, heads)
             x = x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2)
         elif self.convention.batched and not self.batch_first:
             x = x.swapaxes(0, 1)

@@ -1,12 +1,13 @@
 """Prepares a candidate for calls: constructs a class, reads the weights, finds the roles of its parameters.
 
 Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was. In a module
-that is constructed here, biases of zeros are replaced by random ones, since zeros would hide a forgotten bias.
+that is constructed here, a parameter whose numbers are all equal gets random ones added: zeros would hide a forgotten bias, ones a
+forgotten norm.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from service.attention.compare.caller import Caller, CallFailed
-from service.attention.compare.cases import BATCH, QUERIES, CheckCase, draw_check_cases
-from service.attention.compare.convention import HEADS, Convention, Polarity, constructor_arguments, find_roles, mask_polarity
-from service.attention.compare.weights import fit_spec, read_weights
+from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CheckCase, draw_check_cases
+from service.attention.compare.convention import Convention, Polarity
+from service.attention.compare.names import CALL, HEADS, constructor_arguments, find_roles, mask_polarity
+from service.attention.compare.weights import complete_weights, is_matrix, plain_spec, read_weights
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
@@ -73,10 +75,15 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
-    """A class, instance or function as a `Candidate`. ValueError: something is ambiguous; the message names the option that decides."""
+def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Candidate:
+    """A class, instance or function as a `Candidate`, without a spec one of plain multi-head attention.
+
+    ValueError: something is ambiguous, and the message names the option that decides; or the weights are not those of the spec.
+    """
+    if spec is not None:
+        convention = replace(convention, d_model=spec.d_model, num_heads=spec.num_heads)
     if isinstance(candidate, type):
-        candidate, heads = _construct(candidate, convention, seed)
+        candidate, heads = _construct(candidate, spec, convention, seed)
         convention = replace(convention, num_heads=convention.num_heads or heads)
     heads = convention.num_heads or _heads_attribute(candidate)
     if _is_module(candidate):
@@ -84,14 +91,14 @@ def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
         if any(hasattr(p, "materialize") for p in candidate.parameters()):
             with _evaluating(candidate):
                 caller.call(_shape_case(convention))
-        return _with_weights(caller, read_weights(candidate, True, heads or 1, convention), heads, candidate, seed)
-    weights = read_weights(candidate, False, heads or 1, convention)
+        return _with_weights(caller, spec, read_weights(candidate, True, convention), heads, candidate, seed)
+    weights = read_weights(candidate, False, convention)
     if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
         convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
     frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
     failures = []
     for framework in frameworks:
-        prepared = _with_weights(_make_caller(candidate, convention, framework, heads), weights, heads, None, seed)
+        prepared = _with_weights(_make_caller(candidate, convention, framework, heads), spec, weights, heads, None, seed)
         if len(frameworks) == 1:
             return prepared
         try:
@@ -103,22 +110,24 @@ def prepare(candidate: Any, convention: Convention, seed: int) -> Candidate:
     raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')
 
 
-def _with_weights(caller: Caller, weights: Mapping[str, Array], heads: int | None, module: Any, seed: int) -> Candidate:
-    if taken := [role for role in caller.roles if "." in role]:
-        return _function_of_matrices(caller, taken, weights, heads, seed)
-    if not weights:  # a function of projected heads
-        heads = 1 if caller.convention.layout == "b,n,d" else heads or 3
-        weights = {f"{name}.weight": np.eye(caller.convention.d_model) for name in PROJECTIONS}
-        caller = replace(caller, heads=heads, heads_given=True)
-    elif heads is None:
+def _with_weights(
+    caller: Caller, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
+) -> Candidate:
+    """The candidate with its spec and weights: those found in it, or those of a function."""
+    taken = [role for role in caller.roles if role not in CALL]
+    if taken or not found:
+        return _function(caller, spec, found, taken, heads, seed)
+    if heads is None:
         raise ValueError("ambiguous: the number of heads; pass num_heads=…")
-    return Candidate(caller, fit_spec(weights, heads), weights, module)
+    spec = spec or plain_spec(found, heads)
+    return _candidate(caller, spec, complete_weights(found, spec, caller.convention), module)
 
 
-def _construct(cls: type, convention: Convention, seed: int) -> tuple[Any, int | None]:
+def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
     """An instance, and the number of heads it was constructed with."""
-    arguments = constructor_arguments(inspect.signature(cls), convention)
-    heads = next((n for name, n in arguments.items() if name.lower() in HEADS), None)
+    spec = spec or LayerSpec(d_model=convention.d_model, num_heads=convention.num_heads or 3)
+    arguments = constructor_arguments(inspect.signature(cls), convention, spec)
+    heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(cls, torch.nn.Module):
         return cls(**arguments), heads
@@ -126,27 +135,46 @@ def _construct(cls: type, convention: Convention, seed: int) -> tuple[Any, int |
         torch.manual_seed(seed)
         module = cls(**arguments)
         for parameter in module.parameters():
-            if not hasattr(parameter, "materialize") and parameter.ndim == 1 and not parameter.any():
-                parameter.normal_(std=0.3)
+            if not hasattr(parameter, "materialize") and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
         dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
         return module.to(device=convention.device, dtype=dtype), heads
 
 
-def _function_of_matrices(caller: Caller, taken: list[str], weights: Mapping[str, Array], heads: int | None, seed: int) -> Candidate:
-    """A candidate that takes its weights as arguments: those of the convention, or drawn here, uniform in ±1."""
-    convention, rng = caller.convention, np.random.default_rng(seed)
-    if caller.framework == "torch" and convention.orientation is None:
+def _function(
+    caller: Caller, spec: LayerSpec | None, found: Mapping[str, Array], taken: Sequence[str], heads: int | None, seed: int
+) -> Candidate:
+    """A candidate that takes projected heads, or its weights as arguments: those of the convention, or drawn here, uniform in ±1."""
+    convention = caller.convention
+    projects = any(is_matrix(name) for name in taken)
+    if projects and caller.framework == "torch" and convention.orientation is None:
         raise ValueError('ambiguous: how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
-    if "heads" not in caller.roles and heads is None:
+    if projects and "heads" not in caller.roles and heads is None:
         raise ValueError("ambiguous: the number of heads; pass num_heads=…")
-    d, heads = convention.d_model, heads or 3
-    drawn = {name: rng.uniform(-1, 1, (d, d) if name.endswith("weight") else d).astype(np.float32) for name in taken}
-    weights = weights or {name: x.astype(np.float64) for name, x in drawn.items()}
-    if missing := [name for name in PROJECTIONS[:3] if f"{name}.weight" not in weights]:
-        raise ValueError(f"found no weight of {', '.join(missing)} among the parameters: pass arguments={{…}} or weights={{…}}")
+    heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
+    if spec is None:
+        fields = {"d_model": convention.d_model, "num_heads": heads, "projections": projects, "dtype": "float64"}
+        spec = LayerSpec.model_validate(fields | ({"bias": {name: f"{name}.bias" in taken for name in PROJECTIONS}} if projects else {}))
+    if spec.projections > projects:
+        raise ValueError(
+            "found no weights, though the spec has projections: pass weights={…}, arguments={…}, or a spec with projections false"
+        )
+    rng = np.random.default_rng(seed)
+    drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in taken}
+    matrices = found or {name: x.astype(np.float64) for name, x in drawn.items()}
     convention = replace(convention, orientation=convention.orientation or "in,out")
-    complete = {"output.weight": np.eye(len(weights["query.weight"])), **weights}
-    return Candidate(replace(caller, heads=heads, matrices=weights, convention=convention), fit_spec(complete, heads), complete, None)
+    caller = replace(caller, heads_given=not projects, matrices=matrices, convention=convention)
+    return _candidate(caller, spec, complete_weights(matrices, spec, convention), None)
+
+
+def _candidate(caller: Caller, spec: LayerSpec, weights: Mapping[str, Array], module: Any) -> Candidate:
+    """ValueError: a window or chunk that no case is long enough for."""
+    lengths = [spec.chunk_size or 0, *(length or 0 for length in (spec.window.model_dump().values() if spec.window else ()))]
+    if max(lengths) > (longest := POSITIONAL_QUERIES - 2):
+        raise ValueError(
+            f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}: pass a smaller spec"
+        )
+    return Candidate(replace(caller, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
 
 
 def _is_module(candidate: Any) -> bool:
@@ -156,7 +184,7 @@ def _is_module(candidate: Any) -> bool:
 
 def _heads_attribute(candidate: Any) -> int | None:
     """The number of heads of an instance with an attribute of one of the usual names."""
-    found = {n for name in HEADS if isinstance(n := getattr(candidate, name, None), int)}
+    found = {n for name in HEADS.split() if isinstance(n := getattr(candidate, name, None), int)}
     return found.pop() if len(found) == 1 else None
 
 

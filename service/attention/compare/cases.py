@@ -1,7 +1,7 @@
 """The cases a candidate is called on, in order of difficulty; each is made so that one kind of mistake shows.
 
-Inputs are scaled until the largest score is near 3, so that the softmax is neither flat nor one-hot whatever the weights are. Batch, heads,
-queries, keys and widths all differ.
+Inputs are scaled until the largest score is near 3, so that the softmax is neither flat nor one-hot whatever the weights are; a norm of
+queries and keys makes scores independent of that. Batch, heads, queries, keys and widths all differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
 BATCH, QUERIES, KEYS = 2, 5, 7
+POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
 Kind = Literal["plain", "mask", "causal", "padding"]
 
 
@@ -54,39 +55,48 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
     """The cases in order of difficulty. Inputs are values of the candidate's dtype, stored as float64."""
     rng = np.random.default_rng(seed)
     batch = BATCH if requirements.batched else 1
-    same_widths = spec.d_model == spec.key_dim == spec.value_dim
+    queries = POSITIONAL_QUERIES if spec.positional else QUERIES
+    same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
     def draw(name: str, kind: Kind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
-        query = rng.standard_normal((batch, QUERIES, spec.d_model))
-        key = query if keys == QUERIES and same_widths else rng.standard_normal((batch, keys, spec.key_dim))
+        query = rng.standard_normal((batch, queries, spec.query_dim))
+        key = query if keys == queries and same_widths else rng.standard_normal((batch, keys, spec.key_dim))
         value = key if key is query or requirements.value_is_key else rng.standard_normal((batch, keys, spec.value_dim))
-        mask = np.broadcast_to(mask, (batch, QUERIES, keys))
-        visible = mask & np.tri(QUERIES, keys, dtype=bool) if requirements.causal else mask
+        mask = np.broadcast_to(mask, (batch, queries, keys))
+        visible = mask & np.tri(queries, keys, dtype=bool) if requirements.causal else mask
         return _scaled(CheckCase(name, kind, query, key, value, mask, visible), spec, weights, requirements.dtype, largest)
 
     def draw_mask(keys: int) -> Array:
-        mask = rng.random((batch if requirements.per_item_mask else 1, QUERIES, keys)) < 0.5
-        mask[:, np.arange(QUERIES), np.arange(QUERIES)] = True  # each row has a key, for a causal candidate too
+        mask = rng.random((batch if requirements.per_item_mask else 1, queries, keys)) < 0.5
+        mask[:, np.arange(queries), np.arange(queries)] = True  # each row has a key, for a causal candidate too
         return mask
 
     everything = np.ones((), bool)
-    lengths = np.array([QUERIES - 2, QUERIES - 1][: batch if requirements.per_item_padding else 1])
-    yield draw("no mask", "plain", QUERIES, everything)
-    yield draw("mask", "mask", QUERIES, draw_mask(QUERIES))
-    yield draw("causal mask", "causal", QUERIES, np.tri(QUERIES, dtype=bool))
-    yield draw("cross-attention", "plain", KEYS, everything)
-    yield draw("cross-attention with a mask", "mask", KEYS, draw_mask(KEYS))
-    yield draw("padded keys", "padding", QUERIES, np.arange(QUERIES) < lengths[:, None, None])
-    yield draw("large logits", "plain", QUERIES, everything, largest=1500.0)
+    lengths = np.array([queries - 2, queries - 1][: batch if requirements.per_item_padding else 1])
+    yield draw("no mask", "plain", queries, everything)
+    yield draw("mask", "mask", queries, draw_mask(queries))
+    yield draw("causal mask", "causal", queries, np.tri(queries, dtype=bool))
+    if not spec.positional:  # the positions of queries are open if q != k
+        yield draw("cross-attention", "plain", KEYS, everything)
+        yield draw("cross-attention with a mask", "mask", KEYS, draw_mask(KEYS))
+    padded = draw("padded keys", "padding", queries, np.arange(queries) < lengths[:, None, None])
+    if not padded.reference(spec, weights).fully_masked_rows:  # a narrow window
+        yield padded
+    if not (spec.qk_norm or spec.softcap):  # which hold the scores
+        yield draw("large logits", "plain", queries, everything, largest=1500.0)
 
 
 def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtype: str, largest: float) -> CheckCase:
-    """The case with its inputs multiplied by one number, so that its highest score is within a factor 2 of `largest`."""
+    """The case with its inputs multiplied by one number, so that its highest score is within a factor 2 of `largest`, if it can be."""
+    highest = float(case.reference(spec, weights).scores.max())
     for _ in range(64):
-        highest = float(case.reference(spec, weights).scores.max())
         if largest / 2 <= highest <= largest * 2:
             break
         factor = 2**0.5 if highest < largest else 0.5**0.5  # scores are products of two inputs
-        case = replace(case, query=case.query * factor, key=case.key * factor, value=case.value * factor)
+        scaled = replace(case, query=case.query * factor, key=case.key * factor, value=case.value * factor)
+        before, highest = highest, float(scaled.reference(spec, weights).scores.max())
+        if abs(highest - before) < 0.1 * abs(before):  # a norm or a softcap holds them
+            break
+        case = scaled
     query, key, value = (x.astype(BY_TORCH[dtype].numpy).astype(np.float64) for x in (case.query, case.key, case.value))
     return replace(case, query=query, key=key, value=value)

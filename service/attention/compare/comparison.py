@@ -12,8 +12,10 @@ import numpy as np
 from service.attention.compare.caller import CallFailed
 from service.attention.compare.candidate import Candidate, load_candidate, prepare
 from service.attention.compare.cases import CheckCase, draw_check_cases
+from service.attention.compare.changes import Computation
 from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
+from service.spec import LayerSpec
 from service.tensors import Array
 
 RELATIVE = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
@@ -77,7 +79,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Comparison:
     """The results of `compare`; its string is the report. `disagreements`: the first, and later ones that show other mistakes."""
 
     results: tuple[CaseResult, ...]
@@ -100,14 +102,15 @@ class Agreement:
         return "\n".join(f"{'also' if i else 'first'} {x}" for i, x in enumerate(self.disagreements)) or "agrees with the reference"
 
 
-def compare(candidate: Any, *, seed: int = 0, **options: Any) -> Agreement:
+def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> Comparison:
     """Compare a candidate, or the one that "my_package:MyAttention" names, with the reference on a few cases of rising difficulty.
 
-    Options are the fields of `Convention`. ValueError: how to construct or call the candidate, or to read its weights, is ambiguous; the
-    message names the option that decides. TypeError: no such option.
+    The reference computes the layer `spec`; without it, multi-head attention with a bias wherever the candidate has one. Options are the
+    fields of `Convention`. ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names
+    the option that decides; or the weights are not those of the spec. TypeError: no such option.
     """
     convention = make_convention(options)
-    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, convention, seed)
+    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, spec, convention, seed)
     results: list[CaseResult] = []
     disagreements: list[Disagreement] = []
     found: set[str] = set()
@@ -116,21 +119,22 @@ def compare(candidate: Any, *, seed: int = 0, **options: Any) -> Agreement:
             if reason := prepared.caller.skip_reason(case):
                 results.append(CaseResult(case.name, skipped=reason))
                 continue
-            result, disagreement = _compare_case(prepared, case, found)
+            unexplained = any(x.hint == UNEXPLAINED for x in disagreements)  # then later ones are too
+            result, disagreement = _compare_case(prepared, case, None if unexplained else found)
             results.append(result)
             if disagreement is not None:
                 another_kind = disagreement.index is None and all(x.index is not None for x in disagreements)
                 if not disagreements or another_kind or {*disagreement.mistakes} - found:
                     disagreements.append(disagreement)
                 found |= {*disagreement.mistakes}
-    return Agreement(tuple(results), tuple(disagreements))
+    return Comparison(tuple(results), tuple(disagreements))
 
 
-def assert_agrees(candidate: Any, *, seed: int = 0, **options: Any) -> None:
+def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> None:
     """`compare` for tests: AssertionError with the report if the candidate disagrees."""
-    agreement = compare(candidate, seed=seed, **options)
-    if not agreement.agrees:
-        raise AssertionError(f"disagrees with the reference\n{agreement}")
+    comparison = compare(candidate, spec=spec, seed=seed, **options)
+    if not comparison.agrees:
+        raise AssertionError(f"disagrees with the reference\n{comparison}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ class _Output:
         return float("inf") if np.isnan(error) else error
 
 
-def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str]) -> tuple[CaseResult, Disagreement | None]:
+def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] | None) -> tuple[CaseResult, Disagreement | None]:
+    """`found`: mistakes of earlier cases; None: an explanation is not searched."""
     reference = case.reference(candidate.spec, candidate.weights)
     try:
         result = candidate.caller.call(case)
@@ -177,7 +182,7 @@ def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str])
 
 
 def _disagreement(
-    candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str, found: Collection[str]
+    candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str, found: Collection[str] | None
 ) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
@@ -187,8 +192,9 @@ def _disagreement(
     results = {x.name: (x.got, x.tolerance) for x in outputs if x.got.shape == x.expected.shape}
     if candidate.caller.convention.average_weights:
         results.pop("attention_weights", None)  # mistakes are computed per head
-    mistakes = explain(candidate.spec, candidate.weights, case, results, dtype, found) if results else ()
-    hint = f"this is what comes out {', and '.join(mistakes)}" if mistakes else UNEXPLAINED
+    searched = results and found is not None
+    mistakes = explain(Computation(candidate.spec, candidate.weights, case, dtype), results, found or ()) if searched else ()
+    hint = f"this is what comes out when {', and when '.join(mistakes)}" if mistakes else UNEXPLAINED
     expected, got = (f"{x[index]:.{17 if dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
     return Disagreement(case.name, wrong.name, expected, got, index, hint, mistakes)
 

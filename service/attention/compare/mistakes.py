@@ -1,220 +1,272 @@
-"""Computes attention with known mistakes, and searches for the mistake that explains a wrong result.
+"""The known mistakes, and the search for those that explain a wrong result.
 
-A mistake is named only if computing it gives the candidate's numbers within the tolerance of the case. Single mistakes are tried
-first, then pairs.
+A mistake is named only if making it gives the candidate's numbers within the tolerance of the case. Single mistakes are tried first, then
+pairs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
 from itertools import combinations, permutations
-from typing import Any
 
 import numpy as np
 
-from service.attention.compare.cases import CheckCase
-from service.attention.compare.weights import cut_packed
-from service.attention.reference.forward import merge_heads, project, softmax, split_heads
-from service.spec import PROJECTIONS, LayerSpec
-from service.tensors import BY_TORCH, Array
-
-Changes = dict[str, Any]
-SOFTMAX_AXES = {"queries": 2, "heads": 1, "batch": 0}
-
-
-# wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d]
-RESHAPE: Changes = {"split": lambda x, h: x.reshape(len(x), h, x.shape[1], -1), "merge": lambda x: x.reshape(len(x), x.shape[2], -1)}
-INTERLEAVE: Changes = {
-    "split": lambda x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
-    "merge": lambda x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
-}
-NO_TRANSPOSE: Changes = {"split": lambda x, h: x.reshape(*x.shape[:2], h, -1), "merge": lambda x: x.reshape(*x.shape[:2], -1)}
-SEQUENCE_FIRST: Changes = {
-    "split": lambda x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
-    "merge": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
-}
+from service.attention.compare.changes import (
+    Change,
+    Computation,
+    Function,
+    add_mask,
+    block_after_softmax,
+    each_weight,
+    exchange,
+    fill_with_zero,
+    in_functions,
+    in_mask,
+    in_part,
+    in_softmax,
+    in_spec,
+    in_weights,
+    over_axis,
+    overflow,
+    recut,
+    spread_rotary_part,
+)
+from service.attention.compare.weights import QKV, QUERY_GATE
+from service.spec import Rope, Window
+from service.tensors import Array
 
 CONSTANTS = (32, 64, 80, 96, 128, 256, 512, 768, 1024)  # usual values of head_dim and d_model
+LEFT_OUT = {  # field of a spec -> its name in hints
+    "rope": "RoPE",
+    "qk_norm": "the norm of queries and keys",
+    "output_gate": "the output gate",
+    "softcap": "the softcap",
+    "window": "the window",
+    "chunk_size": "the division into chunks",
+    "query_scale": "the factor on queries by their position",
+    "alibi": "ALiBi",
+    "relative_bias": "the relative bias",
+    "sinks": "the sink of the softmax",
+}
 
-# (hint, changes): the hint completes "this is what comes out …"; the changes are arguments of `attend_with_mistakes`
-MISTAKES: tuple[tuple[str, Changes], ...] = (
-    ("when the scores are not divided by sqrt(head_dim)", {"scale": lambda spec: 1.0}),
-    ("when the scores are divided by sqrt(d_model) and not by sqrt(head_dim)", {"scale": lambda spec: spec.d_model**-0.5}),
-    (
-        "when the scores are divided by head_dim and not by its square root (or by the root twice)",
-        {"scale": lambda spec: 1 / spec.head_dim},
-    ),
-    ("when the scores are multiplied by sqrt(head_dim) and not divided", {"scale": lambda spec: spec.head_dim**0.5}),
-    *(
-        (
-            f"when the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)",
-            {"scale": lambda spec, n=n: n**-0.5},
-        )
+# Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
+SPLIT: dict[str, Function] = {
+    "reshape": lambda x, h: x.reshape(len(x), h, x.shape[1], -1),
+    "head fastest": lambda x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
+    "not transposed": lambda x, h: x.reshape(*x.shape[:2], h, -1),
+    "sequence first": lambda x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
+}
+MERGE: dict[str, Function] = {
+    "reshape": lambda x: x.reshape(len(x), x.shape[2], -1),
+    "head fastest": lambda x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
+    "not transposed": lambda x: x.reshape(*x.shape[:2], -1),
+    "sequence first": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
+}
+
+
+# for splits that change the number of heads: neither repeats them nor adds a bias for each
+OTHER_HEADS: dict[str, Function] = {"repeat_kv_heads": lambda x, heads: x, "position_bias": lambda *_: 0.0}
+
+
+def _both(name: str) -> Change:
+    return in_functions(split_heads=SPLIT[name], merge_heads=MERGE[name])
+
+
+def _not_transposed(c: Computation) -> Computation:
+    return _both("not transposed")(in_functions(**OTHER_HEADS)(c))
+
+
+def _one_head(c: Computation) -> Computation:
+    return in_spec(scale=lambda spec: spec.d_model**-0.5)(in_functions(split_heads=lambda x, h: x[:, None], **OTHER_HEADS)(c))
+
+
+def _by_key_head(x: Array, heads: int) -> Array:
+    return np.tile(x, (1, heads // x.shape[1], 1, 1))
+
+
+def _identity(c: Computation) -> Mapping[str, Array]:
+    identity = {"output.weight": np.eye(c.spec.concatenated_dim), "output.bias": np.zeros(1)}
+    return identity if "output.weight" in c.weights else {}
+
+
+def _in_first_head(shared: Array, heads: int) -> Array:
+    return shared[:, None] * np.eye(heads, 1)[:, None]
+
+
+def _by_reshape(shared: Array, heads: int) -> Array:
+    return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
+
+
+def _and_next(visible: Array) -> Array:
+    """The mask with the key after the last visible one of each query: [b, q, k]."""
+    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
+    return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
+
+
+def _wider(window: Window | None, by: int) -> Window | None:
+    return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
+
+
+def _scaled_linearly(rope: Rope | None) -> Rope | None:
+    return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
+
+
+# What is changed -> "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
+MISTAKES: dict[str, dict[str, Change]] = {
+    "scale": {
+        "the scores are not divided by sqrt(head_dim)": in_spec(scale=lambda spec: 1.0),
+        "mscale is forgotten, and the scores are divided by sqrt(head_dim) alone": in_spec(
+            scale=lambda spec: spec.head_dim**-0.5 if spec.latent else spec.scale
+        ),
+        "the scores are multiplied by mscale and not by its square": in_spec(
+            scale=lambda spec: (spec.scale * spec.head_dim**-0.5) ** 0.5 if spec.latent else spec.scale
+        ),
+        "the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)": in_spec(scale=lambda spec: spec.head_dim**-0.5),
+        "the scores are divided by sqrt(d_model) and not by sqrt(head_dim)": in_spec(scale=lambda spec: spec.d_model**-0.5),
+        "the scores are divided by head_dim and not by its square root (or by the root twice)": in_spec(
+            scale=lambda spec: 1 / spec.head_dim
+        ),
+        "the scores are multiplied by sqrt(head_dim) and not divided": in_spec(scale=lambda spec: spec.head_dim**0.5),
+    }
+    | {
+        f"the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)": in_spec(scale=lambda spec, n=n: n**-0.5)
         for n in CONSTANTS
-    ),
-    ("when the mask is inverted: it blocks what it should let through (see mask_means)", {"visible": lambda mask, visible: ~mask}),
-    ("when the mask is ignored", {"visible": lambda mask, visible: np.ones_like(mask)}),
-    ("when it is causal without being asked (see causal)", {"visible": lambda mask, visible: np.tril(mask)}),
-    ("when the mask is transposed", {"visible": lambda mask, visible: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else visible}),
-    (
-        "when each query also sees the key after its last one (a causal mask off by one)",
-        {"visible": lambda mask, visible: visible | _next_key(visible)},
-    ),
-    ("when blocked scores are set to about 0 and not to -inf", {"fill": "zero"}),
-    ("when the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1", {"fill": "after"}),
-    ("when the mask's ones (1 = attend) are added to the scores", {"fill": "add"}),
-    ("when the mask's ones (1 = blocked) are added to the scores", {"fill": "add_blocked"}),
-    ("when heads are split by a reshape without a transpose", {"split": RESHAPE["split"]}),
-    ("when heads are merged by a reshape without a transpose", {"merge": RESHAPE["merge"]}),
-    ("when heads are both split and merged by a reshape without a transpose", RESHAPE),
-    ("when heads are split with the head as the fastest axis", {"split": INTERLEAVE["split"]}),
-    ("when heads are merged with the head as the fastest axis", {"merge": INTERLEAVE["merge"]}),
-    ("when heads are split and merged with the head as the fastest axis", INTERLEAVE),
-    (
-        "when heads attend to each other at every position, because the transpose after the split is missing (see layout)",
-        NO_TRANSPOSE,
-    ),
-    (
-        "when the first axis is taken for the sequence and the second for the batch (see batch_first)",
-        SEQUENCE_FIRST,
-    ),
-    ("when there is only one head", {"split": lambda x, heads: x[:, None], "scale": lambda spec: spec.d_model**-0.5}),
-    *((f"when the softmax runs over the {name} and not over the keys", {"axis": axis}) for name, axis in SOFTMAX_AXES.items()),
-    ("when exp overflows, because the largest score of the row is not subtracted first", {"overflow": True}),
-    ("when the scores are returned and not the weights", {"returns": "scores"}),
-    ("when every matrix is applied the other way round (x @ W against x @ W.T, see orientation)", {"flip": True}),
-    *(
-        ("when one matrix for query, key and value is cut the other way, as [3, h, d] against [h, 3, d] (see fused)", {"recut": order})
-        for order in ("q,k,v", "per_head")
-    ),
-    ("when the biases are left out", {"biases": False}),
-    ("when the output projection is left out", {"projects_output": False}),
-    ("when the query is added to the output (a residual connection)", {"residual": True}),
-    ("when key and value are exchanged", {"swap": True}),
-    *(
-        (f"when the matrices of query, key, value are taken to be those of {', '.join(order)}", {"order": order})
-        for order in permutations(("query", "key", "value"))
-        if order != ("query", "key", "value")
-    ),
-)
+    },
+    "mask": {
+        "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
+        "the mask is ignored": in_mask(lambda mask, _: np.ones_like(mask)),
+        "it is causal without being asked (see causal)": in_mask(lambda mask, _: np.tril(mask)),
+        "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
+        "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
+    },
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": in_softmax(overflow)},
+    "blocked": {
+        "blocked scores are set to about 0 and not to -inf": in_softmax(fill_with_zero),
+        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": block_after_softmax,
+        "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
+        "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
+    },
+    "axis": {
+        "the softmax runs over the queries and not over the keys": over_axis(2),
+        "the softmax runs over the heads and not over the keys": over_axis(1),
+        "the softmax runs over the batch and not over the keys": over_axis(0),
+    },
+    "split": {
+        "heads are split by a reshape without a transpose": in_functions(split_heads=SPLIT["reshape"]),
+        "heads are split with the head as the fastest axis": in_functions(split_heads=SPLIT["head fastest"]),
+    },
+    "merge": {
+        "heads are merged by a reshape without a transpose": in_functions(merge_heads=MERGE["reshape"]),
+        "heads are merged with the head as the fastest axis": in_functions(merge_heads=MERGE["head fastest"]),
+    },
+    "split + merge": {
+        "heads are both split and merged by a reshape without a transpose": _both("reshape"),
+        "heads are split and merged with the head as the fastest axis": _both("head fastest"),
+        "heads attend to each other at every position, since no transpose follows the split (see layout)": _not_transposed,
+        "the first axis is taken for the sequence and the second for the batch (see batch_first)": _both("sequence first"),
+    },
+    "split + scale": {"there is only one head": _one_head},
+    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_functions(repeat_kv_heads=_by_key_head)},
+    "weights": {
+        "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": each_weight(
+            ("query.weight", "key.weight", "value.weight", "output.weight"), np.transpose
+        ),
+    }
+    | {
+        f"the matrices of query, key, value are taken to be those of {', '.join(order)}": exchange(QKV, order)
+        for order in permutations(QKV)
+        if order != QKV
+    },
+    "order": {
+        "one matrix for query, key and value is cut as [3, h, d] and not as [h, 3, d] (see fused)": recut(QKV, "q,k,v", "per_head"),
+        "one matrix for query, key and value is cut as [h, 3, d] and not as [3, h, d] (see fused)": recut(QKV, "per_head", "q,k,v"),
+    },
+    "biases": {"the biases are left out": each_weight(".bias", np.zeros_like)},
+    "output": {"the output projection is left out": in_weights(_identity)},
+    "residual": {"the query is added to the output (a residual connection)": lambda c: replace(c, residual=True)},
+    "returned": {"the scores are returned and not the weights": lambda c: replace(c, returned="scores")},
+    "inputs": {"key and value are exchanged": lambda c: replace(c, case=replace(c.case, key=c.case.value, value=c.case.key))},
+    **{
+        name: {f"{words} is left out": in_spec(**{name: lambda spec, name=name: False if getattr(spec, name) is True else None})}
+        for name, words in LEFT_OUT.items()
+    },
+    "rope scaling": {
+        "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
+        "every frequency of RoPE is divided by the factor, and not the low ones alone": in_spec(
+            rope=lambda spec: _scaled_linearly(spec.rope)
+        ),
+    },
+    "rope factor": {"RoPE's attention_factor is ignored": in_part("rope", attention_factor=1.0)},
+    "rope theta": {"RoPE has theta 10000 and not the layer's": in_part("rope", theta=10000.0)},
+    "rope pairs": {
+        "RoPE rotates halves of each head and not neighbouring pairs": in_part("rope", interleaved=False),
+        "RoPE rotates neighbouring pairs and not halves of each head": in_part("rope", interleaved=True),
+    },
+    "norm order": {
+        "the norm of queries and keys is applied after RoPE and not before": in_part("qk_norm", after_rope=True),
+        "the norm of queries and keys is applied before RoPE and not after": in_part("qk_norm", after_rope=False),
+    },
+    "norm width": {
+        "the norm is taken per head and not over the full width of all heads": in_part("qk_norm", over="head"),
+        "the norm is taken over the full width of all heads and not per head": in_part("qk_norm", over="all"),
+    },
+    "norm weights": {
+        "1 + w is forgotten: norms multiply by their parameter w (see norm_weights)": each_weight("_norm.weight", lambda w: w - 1),
+        "norms multiply by 1 + w and not by their parameter w (see norm_weights)": each_weight("_norm.weight", lambda w: w + 1),
+    },
+    "gate": {
+        "the halves of one matrix for query and gate are swapped": exchange(QUERY_GATE, QUERY_GATE[::-1]),
+        "one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d] (see fused)": recut(QUERY_GATE, "q,k,v", "per_head"),
+        "one matrix for query and gate is cut as [h, 2, d] and not as [2, h, d] (see fused)": recut(QUERY_GATE, "per_head", "q,k,v"),
+    },
+    "window length": {
+        "the window has one key more": in_spec(window=lambda spec: _wider(spec.window, 1)),
+        "the window has one key less": in_spec(window=lambda spec: _wider(spec.window, -1)),
+    },
+    "rotary part": {
+        f"the rotary part of the keys is not shared across heads, but {words}": spread_rotary_part(function, spread)
+        for words, function, spread in (
+            ("in the first head alone", "latent_heads", _in_first_head),
+            ("spread by a reshape without a transpose", "latent_heads", _by_reshape),
+            ("spread by a reshape without a transpose, after RoPE", "rotate", _by_reshape),
+        )
+    },
+}
 
 
-def explain(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    case: CheckCase,
-    results: Mapping[str, tuple[Array, float]],
-    dtype: str,
-    found: Collection[str] = (),
-) -> tuple[str, ...]:
-    """The hints of the mistakes whose numbers these are; empty if no known mistake gives them, nor any two together.
+def explain(right: Computation, results: Mapping[str, tuple[Array, float]], found: Collection[str] = ()) -> tuple[str, ...]:
+    """The mistakes whose numbers these are; empty if no known mistake gives them, nor any two together.
 
-    `results` has "output" and possibly "attention_weights", each with its tolerance. `dtype` is the candidate's: it decides where exp
-    overflows. Mistakes that were `found` in another case are tried first.
+    `results` has "output" and possibly "attention_weights", each with its tolerance. Mistakes that were `found` in another case are tried
+    first.
     """
-    for hints, changes in sorted(_combinations(), key=lambda combination: -len({*found} & {*combination[0]})):
+    for mistakes in sorted(_combinations(right), key=lambda tried: -len({*found}.intersection(hint for hint, _ in tried))):
         try:
-            wrong, rows = attend_with_mistakes(spec, weights, case, dtype, **changes)
-        except ValueError:  # shapes for which this mistake cannot be made
+            wrong, rows = reduce(lambda computation, mistake: mistake[1](computation), mistakes, right).run()
+        except ValueError:  # shapes for which these mistakes cannot be made
             continue
-        if rows.any() and all(_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in results.items()):
-            return tuple(hints)
+        if rows.any() and all(_is_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in results.items()):
+            return tuple(hint for hint, _ in mistakes)
     return ()
 
 
-def attend_with_mistakes(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    case: CheckCase,
-    dtype: str = "float64",
-    *,
-    scale: Callable[[LayerSpec], float] | None = None,
-    visible: Callable[[Array, Array], Array] | None = None,
-    fill: str = "-inf",
-    split: Callable[[Array, int], Array] = split_heads,
-    merge: Callable[[Array], Array] = merge_heads,
-    axis: int = -1,
-    overflow: bool = False,
-    returns: str = "weights",
-    flip: bool = False,
-    biases: bool = True,
-    projects_output: bool = True,
-    residual: bool = False,
-    swap: bool = False,
-    recut: str | None = None,
-    order: tuple[str, str, str] = ("query", "key", "value"),
-) -> tuple[dict[str, Array], Array]:
-    """The output and weights of the case with these mistakes, and which rows [b, q] to compare.
-
-    Rows without a key are not compared: libraries differ there.
-    """
-    cut = weights if recut is None else {**weights, **_recut(weights, spec.num_heads, recut)}
-    used = {name: w for name, w in cut.items() if biases or not name.endswith(".bias")}
-    used = {name: w.T if flip and w.ndim == 2 else w for name, w in used.items()}
-    inputs = (case.query, case.value, case.key) if swap else (case.query, case.key, case.value)
-    q, k, v = (split(project(x, used, name), spec.num_heads) for x, name in zip(inputs, order, strict=True))
-    mask = case.visible if visible is None else visible(case.mask, case.visible)
-    with np.errstate(all="ignore"):
-        raw = (spec.scale if scale is None else scale(spec)) * (q @ k.swapaxes(-1, -2))
-        scores = fill_scores(raw, mask[:, None], fill)
-        exponentials = np.exp(scores.astype(BY_TORCH[dtype].numpy)).astype(np.float64)
-        attended = (
-            exponentials / exponentials.sum(axis=axis, keepdims=True)
-            if overflow
-            else np.moveaxis(softmax(np.moveaxis(scores, axis, -1))[0], -1, axis)
-        )
-        attended = attended * mask[:, None] if fill == "after" else attended
-        output = merge(attended @ v)
-        if projects_output:
-            output = project(output, used, "output")
-    outputs = {"output": output + case.query if residual else output, "attention_weights": scores if returns == "scores" else attended}
-    return outputs, np.asarray(mask.any(axis=-1))
+def _combinations(right: Computation) -> Iterator[tuple[tuple[str, Change], ...]]:
+    """Single mistakes that can be made, then pairs that do not change the same."""
+    possible: list[tuple[set[str], tuple[str, Change]]] = []
+    for changed, mistakes in MISTAKES.items():
+        for hint, change in mistakes.items():
+            with suppress(ValueError):
+                change(right)
+                possible.append(({*changed.split(" + ")}, (hint, change)))
+    yield from ((mistake,) for _, mistake in possible)
+    yield from ((first, second) for (one, first), (other, second) in combinations(possible, 2) if one.isdisjoint(other))
 
 
-def _recut(weights: Mapping[str, Array], heads: int, order: str) -> dict[str, Array]:
-    """The projections packed in the other order, then cut in this one. ValueError: their shapes differ."""
-    cut: dict[str, Array] = {}
-    for kind in ("weight", "bias"):
-        names = [f"{part}.{kind}" for part in PROJECTIONS[:3]]
-        if all(name in weights for name in names):
-            parts = [weights[name].reshape(heads, -1, *weights[name].shape[1:]) for name in names]
-            packed = np.stack(parts, axis=1 if order == "q,k,v" else 0)
-            cut |= zip(names, cut_packed("", packed.reshape(-1, *packed.shape[3:]), heads, order), strict=True)
-    return cut
-
-
-def fill_scores(raw: Array, mask: Array, fill: str) -> Array:
-    """Scores [b, h, q, k] after a mask [b, 1, q, k], applied correctly or in one of the wrong ways."""
-    if mask.all():
-        return raw
-    match fill:
-        case "after":
-            return raw
-        case "add":
-            return raw + mask
-        case "add_blocked":
-            return raw + ~mask
-    return np.where(mask, raw, 0.0 if fill == "zero" else -np.inf)
-
-
-def _combinations() -> Iterator[tuple[list[str], Changes]]:
-    for count in (1, 2):
-        for mistakes in combinations(MISTAKES, count):
-            names = [name for _, changes in mistakes for name in changes]
-            if len(names) == len(set(names)):
-                yield [hint for hint, _ in mistakes], {name: change for _, changes in mistakes for name, change in changes.items()}
-
-
-def _next_key(visible: Array) -> Array:
-    """True at the key after the last visible one of each query: [b, q, k]."""
-    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
-    later: Array = np.arange(visible.shape[-1]) == last[..., None] + 1
-    return later
-
-
-def _same(got: Array, wrong: Array, rows: Array, tolerance: float) -> bool:
+def _is_same(got: Array, wrong: Array, rows: Array, tolerance: float) -> bool:
+    """Whether an output [b, q, d] or weights [b, h, q, k] agree in these rows."""
     if got.shape != wrong.shape:
         return False
     if not rows.all():
-        if got.ndim == 4:  # [b, h, q, k] -> [b, q, h, k]
-            got, wrong = got.swapaxes(1, 2), wrong.swapaxes(1, 2)
-        got, wrong = got[rows], wrong[rows]
+        got, wrong = (np.moveaxis(x, -2, 1)[rows] for x in (got, wrong))
     return np.allclose(got, wrong, rtol=0, atol=tolerance, equal_nan=True)

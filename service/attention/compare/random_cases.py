@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.spec import PROJECTIONS, Init, LayerSpec
+from service.spec import LAMBDAS, PROJECTIONS, Init, LayerSpec
 from service.tensors import BY_TORCH, Array
 
 REQUEST_FEATURES = (
@@ -48,6 +48,7 @@ LAYER_FEATURES = (
     "latent",
     "chunk_size",
     "query_scale",
+    "differential",
     "relative_scores",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
@@ -185,8 +186,10 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
         settled.discard("biases")
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
         settled -= {"output_gate", "latent", "relative_scores"}
-    if settled & {"rope", "query_scale"}:
+    if settled & {"rope", "query_scale", "differential"}:
         settled.discard("relative_scores")
+    if "differential" in settled:
+        settled -= {"qk_norm", "latent", "sinks", "dropout"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
@@ -200,6 +203,7 @@ def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool |
     while True:
         batch, head_dim, value_head_dim = map(int, rng.choice([2, 3, 5, 7], 3))
         head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # an even head_dim can be rotated completely
+        head_dim *= 1 + ("differential" in drawn)
         kv_heads = int(rng.choice([1, 2, 3] if grouped else [2, 3, 4, 5, 7]))
         heads = kv_heads * int(rng.choice([2, 3, 4])) if grouped else kv_heads
         queries, keys = map(int, rng.choice([2, 3, 5, 7, 11, 13], 2))
@@ -233,7 +237,7 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "layer_window" in drawn:
         fields["window"] = draw_window(rng)
     if "rope" in drawn:
-        fields["rope"] = _draw_rope(rng, sizes.head_dim)
+        fields["rope"] = _draw_rope(rng, sizes.head_dim // (1 + ("differential" in drawn)))
     if "relative_bias" in drawn:
         buckets, bidirectional = int(rng.choice([4, 7, 8, 9, 32])), bool(rng.random() < 0.5)
         exact = buckets // (4 if bidirectional else 2)
@@ -259,6 +263,9 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
         fields["relative_scores"] = _draw_relative_scores(rng, fields["d_model"])
     if "query_scale" in drawn:
         fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
+    if "differential" in drawn:
+        norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
+        fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
     return LayerSpec.model_validate(fields)
 
 
@@ -309,8 +316,8 @@ def _draw_relative_scores(rng: np.random.Generator, d_model: int) -> dict[str, A
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
     """All weights of a layer; None if its seed draws all of them.
 
-    Layers with norms, sinks, relative bias or scores, a gate or latents always get explicit weights. Norms are not 1; biases, sinks and
-    relative biases are not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias or scores, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases, sinks
+    and relative biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
@@ -322,6 +329,8 @@ def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collecti
             weights[name] = rng.uniform(0.5, 2, shape)
         elif name.endswith(".weight"):
             weights[name] = 1.5 * normal / np.sqrt(shape[1])
+        elif name in LAMBDAS:
+            weights[name] = 0.5 * normal / np.sqrt(shape[0])
         else:
             weights[name] = normal
     return {name: rounded(x, spec.dtype) for name, x in weights.items()}

@@ -1,77 +1,60 @@
 """Reads the weights of a candidate under canonical names, from a module's parameters or an object's attributes.
 
-The orientation of torch.nn.Linear and the packing of torch and GPT-2 are known; for other matrices, `Convention` must state them.
+The orientation of torch.nn.Linear and the packing of torch, GPT-2 and DeepSeek are known; for other matrices, `Convention` must state them.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from service.attention.compare.convention import BARE, Convention, parse_weight_name
+from service.attention.compare.convention import Convention
+from service.attention.compare.names import BARE, UNTYPED, WEIGHT_ROLES, parse_weight_name
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
+QKV, QUERY_GATE = PROJECTIONS[:3], ("query", "gate")
 _Tensor = tuple[Array, str | None]  # an array, and how a matrix is applied: "in,out", "out,in" or unknown
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    path: str
-    role: str  # query, key, value, output; qkv; or in_proj: q, k, v in this order
-    kind: str  # weight or bias
-    array: Array  # a weight as [out, in]
+def read_weights(owner: Any, is_module: bool, convention: Convention) -> dict[str, Array]:
+    """Canonical name -> float64 array, matrices [out, in]; empty if the object has no weights. Packed matrices are not split yet.
 
-
-def read_weights(owner: Any, is_module: bool, heads: int, convention: Convention) -> dict[str, Array]:
-    """Canonical name -> float64 array; empty if the object has no weights. A missing output projection is the identity.
-
-    ValueError: a parameter of unknown name, a projection missing or found twice, or an unknown order or orientation.
+    ValueError: a parameter of unknown name, one found twice, or an unknown orientation.
     """
     if convention.weights is not None and not convention.names_weights:
         return {name: np.asarray(array, np.float64) for name, array in convention.weights.items()}
     tensors = dict(_of_module(owner, convention) if is_module else _of_attributes(owner, convention))
-    given, found = _given_names(convention, tensors), list[_Found]()
-    for path, (array, orientation) in tensors.items():
+    given, paths = _given_names(convention, tensors), dict[str, list[str]]()
+    for path in tensors:
         # of an object without layers, `q` or `output` alone is a result of the last call
         known = is_module or path.lower() not in BARE
         if name := given.get(path) or (parse_weight_name(path) if known else None):
-            found.append(_found(path, *name, array, orientation))
+            paths.setdefault(name, []).append(path)
         elif is_module:
             raise _unknown(f"the meaning of {path!r}", tensors, "pass the attention alone, or ")
-    if not found:
-        if any(array.ndim == 2 and path.lower() not in BARE for path, (array, _) in tensors.items()):
-            raise _unknown("which arrays are the weights", tensors, "pass weights={} if none are, or ")
-        return {}
+    if not paths and any(array.ndim == 2 and path.lower() not in BARE for path, (array, _) in tensors.items()):
+        raise _unknown("which arrays are the weights", tensors, "pass weights={} if none are, or ")
     weights: dict[str, Array] = {}
-    for role, kind in {(x.role, x.kind): None for x in found}:
-        same = [x for x in found if (x.role, x.kind) == (role, kind)]
-        if len({re.sub(r"\d+", "#", x.path) for x in same}) > 1:
-            raise _unknown(f"which is the {kind} of {role}, {' or '.join(repr(x.path) for x in same)}", tensors)
-        whole = np.concatenate([x.array for x in same], axis=1 if (role, kind) == ("output", "weight") else 0)  # one per head
-        if role in ("qkv", "in_proj"):
-            order = "q,k,v" if role == "in_proj" else convention.fused
-            weights |= {
-                f"{name}.{kind}": part for name, part in zip(PROJECTIONS, cut_packed(same[0].path, whole, heads, order), strict=False)
-            }
-        else:
-            weights[f"{role}.{kind}"] = whole
-    if missing := [name for name in PROJECTIONS[:3] if f"{name}.weight" not in weights]:
-        raise _unknown(f"found no weight of {', '.join(missing)}", tensors)
-    weights.setdefault("output.weight", np.eye(len(weights["query.weight"])))
+    for name, same in paths.items():
+        if len({re.sub(r"\d+", "#", path) for path in same}) > 1:
+            role, _, kind = name.partition(".")
+            raise _unknown(f"which is the {kind} of {role}, {' or '.join(map(repr, same))}", tensors)
+        arrays = [_oriented(name, path, *tensors[path]) for path in same]  # several: one per head
+        weights[name] = np.concatenate(arrays, axis=1 if name == "output.weight" else 0)
     return weights
 
 
-def _given_names(convention: Convention, tensors: Mapping[str, _Tensor]) -> dict[str, tuple[str, str]]:
-    """Path -> (role, kind) as the option `weights` names them. A role without a kind names a layer, or a matrix."""
-    names: dict[str, tuple[str, str]] = {}
+def _given_names(convention: Convention, tensors: Mapping[str, _Tensor]) -> dict[str, str]:
+    """Path -> canonical name as the option `weights` has it. A role without a kind names a layer, or a matrix."""
+    names: dict[str, str] = {}
     for ours, path in (convention.weights or {}).items():
         role, _, kind = ours.partition(".")
-        places = {path: kind} if kind else {path: "weight", f"{path}.weight": "weight", f"{path}.bias": "bias"}
-        here = {place: (role, kind) for place, kind in places.items() if place in tensors}
-        if not here or role not in (*PROJECTIONS, "qkv") or kind not in ("", "weight", "bias"):
+        places = {path: kind or "weight"} if kind else {path: "weight", f"{path}.weight": "weight", f"{path}.bias": "bias"}
+        here = {place: role if role in UNTYPED else f"{role}.{kind}" for place, kind in places.items() if place in tensors}
+        if not here or role not in WEIGHT_ROLES or kind not in ("", "weight", "bias"):
             raise _unknown(f"what {ours!r}: {path!r} in weights names", tensors)
         names |= here
     return names
@@ -82,21 +65,6 @@ def _unknown(subject: str, tensors: Mapping[str, _Tensor], otherwise: str = "") 
     example = 'weights={"query": NAME, "key": NAME, "value": NAME, "output": NAME} (or "qkv", or "query.bias" alone)'
     listed = ", ".join(f"{path} {list(array.shape)}" for path, (array, _) in tensors.items())
     return ValueError(f"ambiguous: {subject}; {otherwise}pass {example}, with names among {listed}")
-
-
-def fit_spec(weights: Mapping[str, Array], heads: int) -> LayerSpec:
-    """The spec of these weights. ValueError: their shapes do not fit together."""
-    d_model = weights["query.weight"].shape[1]
-    if d_model % heads:
-        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=…")
-    widths = {"key_dim": weights["key.weight"].shape[1], "value_dim": weights["value.weight"].shape[1]}
-    bias = any(name.endswith(".bias") for name in weights)
-    spec = LayerSpec.model_validate({"d_model": d_model, "num_heads": heads, "bias": bias, "dtype": "float64"} | widths)
-    for name, array in weights.items():
-        expected = spec.weight_shapes().get(name)
-        if array.shape != expected:
-            raise ValueError(f"expected {name} {expected}, got {array.shape}: pass weights={{…}}, num_heads=… or orientation=…")
-    return spec
 
 
 def _of_module(module: Any, convention: Convention) -> Iterator[tuple[str, _Tensor]]:
@@ -123,26 +91,139 @@ def _of_attributes(owner: Any, convention: Convention) -> Iterator[tuple[str, _T
             yield str(name), (array.astype(np.float64), convention.orientation or "in,out")
 
 
-def _found(path: str, role: str, kind: str, array: Array, orientation: str | None) -> _Found:
-    if kind == "bias":
-        return _Found(path, role, kind, array.reshape(-1))
+def is_matrix(name: str) -> bool:
+    """Whether the weight of this canonical name is applied to a vector, so that it has an orientation."""
+    return name.endswith(".weight") and not name.endswith("norm.weight")
+
+
+def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Array:
+    """The array with matrices as [out, in]."""
+    if not is_matrix(name):
+        return array.reshape(-1) if name.endswith(".bias") else array
     if array.ndim not in (2, 3):
         raise ValueError(f"expected the weight {path!r} to be a matrix, or one per head, got {array.shape}: pass weights={{…}}")
     if orientation is None:
         raise ValueError(f'ambiguous: how the matrix {path!r} is applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
     if matrices.ndim == 3:  # one per head, concatenated along the heads' axis
-        matrices = np.concatenate(list(matrices), axis=1 if role == "output" else 0)
-    return _Found(path, role, kind, matrices)
+        matrices = np.concatenate(list(matrices), axis=1 if name == "output.weight" else 0)
+    return matrices
 
 
-def cut_packed(path: str, whole: Array, heads: int, order: str | None) -> list[Array]:
-    """Query, key and value out of one packed weight [3*d, in] or bias [3*d]. ValueError: unknown order, or another number of rows."""
+def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
+    """Multi-head attention with these weights. ValueError: no weight of queries, or heads that do not divide its width."""
+    widths = {role: found[f"{role}.weight"].shape[1] for role in ("qkv", "in_proj", *PROJECTIONS) if f"{role}.weight" in found}
+    d_model = next((widths[role] for role in ("query", "qkv", "in_proj") if role in widths), None)
+    if d_model is None:
+        raise ValueError("found no weight of query: pass weights={…}")
+    if d_model % heads:
+        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=…")
+    bias = {role: not found.keys().isdisjoint({f"{role}.bias", "qkv.bias", "in_proj.bias"}) for role in PROJECTIONS[:3]}
+    return LayerSpec.model_validate(
+        {
+            "d_model": d_model,
+            "num_heads": heads,
+            "key_dim": widths.get("key"),
+            "value_dim": widths.get("value"),
+            "bias": bias | {"output": "output.bias" in found},
+            "dtype": "float64",
+        }
+    )
+
+
+def complete_weights(found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
+    """All weights of the layer: packed ones are split, norms are as the layer applies them, a missing output is the identity.
+
+    ValueError: weights that are missing, surplus or of another shape, or packed in an unknown order.
+    """
+    weights: dict[str, Array] = {}
+    for name, array in found.items():
+        role, _, kind = name.partition(".")
+        weights |= {f"{part}.{kind}" if kind else part: rows for part, rows in _unpack(role, array, found, spec, convention).items()}
+    expected = spec.weight_shapes()
+    if expected.get("output.weight") == (spec.concatenated_dim, spec.concatenated_dim):
+        weights.setdefault("output.weight", np.eye(spec.concatenated_dim))
+    for name, array in weights.items():
+        if "_norm." in name and array.size == math.prod(expected.get(name, ())):
+            array = array.reshape(expected[name])
+            weights[name] = array + 1 if name.endswith(".weight") and convention.norm_weights == "1 + w" else array
+    _check_shapes(weights, expected)
+    return weights
+
+
+def _check_shapes(weights: Mapping[str, Array], expected: Mapping[str, tuple[int, ...]]) -> None:
+    if surplus := ", ".join(name for name in weights if name not in expected):
+        raise ValueError(f"found {surplus}, which the layer does not have: pass a spec that has it, or weights={{…}}")
+    if missing := ", ".join(name.removesuffix(".weight") for name in expected if name not in weights):
+        raise ValueError(f"found no weight of {missing}: pass weights={{…}}, or a spec without it")
+    for name, array in weights.items():
+        if array.shape != expected[name]:
+            raise ValueError(
+                f"expected {name} {expected[name]}, got {array.shape}: pass weights={{…}}, num_heads=…, orientation=… or a spec"
+            )
+
+
+def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
+    """Role -> rows of one tensor."""
+    if role in ("qkv", "in_proj"):
+        return cut(QKV, array, spec, "q,k,v" if role == "in_proj" else convention.fused)
+    if role == "query" and spec.output_gate and "gate.weight" not in found:
+        return cut(QUERY_GATE, array, spec, convention.fused)
+    if spec.latent is None:
+        return {role: array}
+    rank, shared = spec.latent.key_value_rank, spec.latent.rope_key_dim
+    own = spec.head_dim - shared
+    if role == "kv_a":
+        if len(array) == rank + spec.num_heads * shared:
+            raise ValueError(
+                f"expected kv_a_proj_with_mqa to have {rank} + {shared} rows, got {rank} + {spec.num_heads} x {shared}: "
+                "the rotary part of latent keys is shared across heads, and has no rows for each of them"
+            )
+        return split_rows(array, 1, {"key_value_down": rank, "rope_key": shared})
+    if role == "kv_b":
+        return split_rows(array, spec.num_heads, {"key": own, "value": spec.value_head_dim})
+    if role == "query" and "kv_b.weight" in found:  # the rotary part is last in DeepSeek's queries, first in ours
+        parts = split_rows(array, spec.num_heads, {"own": own, "shared": shared})
+        return {role: join_rows([parts["shared"], parts["own"]], spec.num_heads)}
+    return {role: array}
+
+
+def cut(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) -> dict[str, Array]:
+    """The parts of a weight or bias that is one for these roles. ValueError: unknown order, or another number of rows."""
     if order is None:
-        raise ValueError(f'ambiguous: how {path!r} is cut; pass fused="q,k,v" for rows [3, h, d] or fused="per_head" for [h, 3, d]')
-    if whole.shape[0] % (3 * heads):
-        raise ValueError(f"expected {path!r} to have 3 x {heads} x head_dim rows, got {whole.shape[0]}: pass num_heads=… or weights={{…}}")
-    if order == "q,k,v":
-        return list(np.split(whole, 3))
-    per_head = whole.reshape(heads, 3, -1, *whole.shape[1:])
-    return [per_head[:, i].reshape(-1, *whole.shape[1:]) for i in range(3)]
+        what = f"one matrix for {', '.join(roles)}"
+        raise ValueError(
+            f'ambiguous: how {what} is cut; pass fused="q,k,v" for rows [{len(roles)}, h, d] or fused="per_head" for [h, {len(roles)}, d]'
+        )
+    groups = _groups(roles, spec, order)
+    return split_rows(array, groups, {role: _rows(spec, role) // groups for role in roles})
+
+
+def pack(weights: Sequence[Array], roles: Sequence[str], spec: LayerSpec, order: str) -> Array:
+    """The inverse of `cut`."""
+    return join_rows(weights, _groups(roles, spec, order))
+
+
+def _groups(roles: Sequence[str], spec: LayerSpec, order: str) -> int:
+    """The number of groups of rows that have a part for each role: one, or one for each head of keys (or of queries and gates)."""
+    return 1 if order == "q,k,v" else spec.num_kv_heads if "key" in roles else spec.num_heads
+
+
+def _rows(spec: LayerSpec, role: str) -> int:
+    return spec.weight_shapes()[f"{role}.weight"][0]
+
+
+def split_rows(array: Array, groups: int, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Role -> its rows of a weight or bias [groups, all sizes, …]. ValueError: another number of rows."""
+    if len(array) != groups * sum(sizes.values()):
+        expected = " + ".join(f"{groups * size} of {role}" for role, size in sizes.items())
+        raise ValueError(f"expected one matrix of {expected} rows, got {len(array)}: pass num_heads=…, weights={{…}} or a spec")
+    ends = np.cumsum(list(sizes.values()))[:-1]
+    parts = np.split(array.reshape(groups, -1, *array.shape[1:]), ends, axis=1)
+    return {role: part.reshape(-1, *array.shape[1:]) for role, part in zip(sizes, parts, strict=True)}
+
+
+def join_rows(parts: Sequence[Array], groups: int) -> Array:
+    """The inverse of `split_rows`."""
+    joined = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
+    return joined.reshape(-1, *joined.shape[2:])

@@ -32,6 +32,7 @@ class FigureSpec:
     key_positions: tuple[int, ...] | None = None
     omitted: tuple[str, ...] = ()  # tokens at the other positions
     pool: Pool = "mean"
+    signed: bool = False  # whether weights may be negative
     title: str | None = None
     maximum: float | None = None
     logarithmic: bool = False

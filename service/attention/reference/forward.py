@@ -2,7 +2,7 @@
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
 are project, norm, RoPE, scales of queries by position, terms of the distance, scale, softcap, add biases, block, softmax, dropout, gate, in
-this order.
+this order. Layers with differential attention have two softmaxes, and a norm before the gate.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -26,7 +26,7 @@ from service.attention.reference.masks import (
     spread,
 )
 from service.attention.reference.positions import position_bias, query_factors, relative_terms, rotate
-from service.spec import LayerSpec, OutputGate, QKNorm
+from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
 
@@ -36,8 +36,9 @@ class Reference:
 
     output: Array  # [b, q, output_dim]; without projections, concatenated
     attention_weights: Array  # [b, h, q, k], after dropout
-    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax
+    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; in differential layers before the first
     log_sum_exp: Array  # [b, h, q], of the scores and the sink
+    normalised: Array  # [b, n, h, q, k], before dropout, 0 in fully masked rows; n = 2 in differential layers, otherwise 1
     query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
     key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
     value_projection: Array  # [b, kv heads, k, dv]
@@ -98,7 +99,7 @@ def attend(
     positions = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
     ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
-        q, k = rotate(q, positions, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
+        q, k = (rotate_parts(spec, x, at) for x, at in ((q, positions), (k, np.arange(shape[-1])[None])))
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     if spec.query_scale:
@@ -117,17 +118,22 @@ def attend(
     if fully_masked == "error" and empty.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
-    scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, q, repeat_kv_heads(k, spec.num_heads), ahead)
-    if cap := spec.softcap if softcap is None else softcap:
-        scores = cap * np.tanh(scores / cap)
-    scores = np.where(blocked, -np.inf, scores + added)
-    attention_weights, log_sum_exp = softmax(scores, np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None)
-    if fully_masked == "uniform":
-        attention_weights[empty] = 1 / max(shape[-1], 1)
+    all_scores = []
+    for queries, keys in zip(parts_of(spec, q), parts_of(spec, repeat_kv_heads(k, spec.num_heads)), strict=True):
+        scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, queries, keys, ahead)
+        if cap := spec.softcap if softcap is None else softcap:
+            scores = cap * np.tanh(scores / cap)
+        all_scores.append(np.where(blocked, -np.inf, scores + added))
+    scores, sinks = all_scores[0], np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None
+    normalised, (log_sum_exp, *_) = zip(*(softmax(x, sinks) for x in all_scores), strict=True)
+    filling = np.where(empty, 1 / max(shape[-1], 1) if fully_masked == "uniform" else 0.0, 0.0)[..., None]
+    attention_weights = np.sum([factor * (x + filling) for factor, x in zip(factors(spec, weights), normalised, strict=True)], axis=0)
     if dropout is not None:
         attention_weights = attention_weights * dropout_multiplier(dropout, shape)
 
     heads = average_values(attention_weights, repeat_kv_heads(v, spec.num_heads))
+    if spec.differential:
+        heads = (1 - spec.differential.lambda_init) * normalise_heads(heads, weights, "head", QKNorm(eps=spec.differential.eps))
     if head_scale is not None:
         heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
     if spec.output_gate:
@@ -138,6 +144,7 @@ def attend(
         "attention_weights": attention_weights,
         "scores": scores,
         "log_sum_exp": log_sum_exp,
+        "normalised": np.stack(normalised, axis=1),
         "query_projection": q,
         "key_projection": k,
         "value_projection": v,
@@ -146,6 +153,25 @@ def attend(
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def parts_of(spec: LayerSpec, x: Array) -> list[Array]:
+    """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
+    return np.split(x, 2, axis=-1) if spec.differential else [x]
+
+
+def rotate_parts(spec: LayerSpec, x: Array, positions: Array) -> Array:
+    """RoPE of each of `parts_of` x [b, h, n, d]."""
+    assert spec.rope is not None
+    return np.concatenate([rotate(part, positions, spec.rope) for part in parts_of(spec, x)], axis=-1)
+
+
+def factors(spec: LayerSpec, weights: Mapping[str, Array]) -> list[float]:
+    """The factor of each softmax in the weights: 1 and -λ, with λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init (Ye et al., eq. 2)."""
+    if not spec.differential:
+        return [1.0]
+    q1, k1, q2, k2 = (np.asarray(weights[name], np.float64) for name in LAMBDAS)
+    return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + spec.differential.lambda_init)]
 
 
 def raw_scores(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:

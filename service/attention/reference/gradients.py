@@ -10,6 +10,7 @@ head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A
 
 With relative_scores, R_ij = scale · (q_i·k_j + u·k_j + (q_i + v)·r_ij + k_j·s_ij), so that scale · R̄_ij r_ij is added to q̄_i, and
 scale · R̄_ij (u + s_ij) to k̄_j.
+With differential attention A' = A1 - λ A2 for halves of Q and K, so each softmax has Ā1 = Ā, Ā2 = -λ Ā, and its own half of Q̄ and K̄.
 Biases do not change these formulas, and blocked pairs have A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds
 for rows that sum to less than 1. The weights of a fully masked row are constants, so its S̄ is 0.
 """
@@ -27,14 +28,17 @@ from service.attention.reference.forward import (
     attend,
     average_values,
     dropout_multiplier,
+    factors,
     gate_logits,
     merge_heads,
     norm_weight,
     normalises,
+    parts_of,
     project,
     project_heads,
     raw_scores,
     repeat_kv_heads,
+    rotate_parts,
     split_heads,
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
@@ -74,6 +78,11 @@ def gradients(
         through_gate, back = _through_gate(spec, weights, inputs["query"], as_batch(forward.head_outputs, batched), back)
     if (head_scale := call.get("head_scale")) is not None:
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
+    if spec.differential:
+        values = repeat_kv_heads(as_batch(forward.value_projection, batched), spec.num_heads)
+        averaged = average_values(as_batch(forward.attention_weights, batched), values)
+        norm, back = QKNorm(eps=spec.differential.eps), (1 - spec.differential.lambda_init) * back
+        back = _back_through_norm(averaged, weights, "head", norm, back)
 
     through = dict(zip(inputs, _through_attention(spec, weights, back, forward, call, batched), strict=True))
     if spec.query_scale:
@@ -84,7 +93,7 @@ def gradients(
             if spec.qk_norm and spec.qk_norm.after_rope:
                 rotated = rotate(project_heads(spec, weights, name, inputs[name]), positions, spec.rope)
                 through[name] = _back_through_norm(rotated, weights, name, spec.qk_norm, through[name])
-            through[name] = rotate(through[name], -positions, spec.rope)
+            through[name] = rotate_parts(spec, through[name], -positions)
     input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
     input_gradients["query"] = input_gradients["query"] + through_gate
     return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
@@ -111,35 +120,43 @@ def _through_attention(
     """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
     projections = (forward.query_projection, forward.key_projection, forward.value_projection)
     q, k, v = (repeat_kv_heads(as_batch(x, batched), spec.num_heads) for x in projections)
-    scores, log_sum_exp, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.log_sum_exp, forward.attention_weights))
+    scores, normalised, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.normalised, forward.attention_weights))
     blocked = np.isneginf(scores)
-    before_dropout = np.where(blocked, 0.0, np.exp(scores - log_sum_exp[..., None]))
     multiplier = 1.0 if call.get("dropout") is None else dropout_multiplier(call["dropout"], scores.shape)
 
     for_values = after_dropout.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
-    for_scores = before_dropout * (for_weights - (before_dropout * for_weights).sum(axis=-1, keepdims=True))
     scale = spec.scale if call.get("scale") is None else call["scale"]
     ahead = np.arange(k.shape[2]) - _positions(forward, call, batched)[:, None, :, None] if spec.relative_scores else np.zeros(1)
-    if cap := spec.softcap if call.get("softcap") is None else call["softcap"]:
-        slope = 1 - np.tanh(scale * raw_scores(spec, weights, q, k, ahead) / cap) ** 2
-        for_scores = np.where(blocked, 0.0, for_scores * slope)
-    for_queries = scale * average_values(for_scores, k)
-    for_keys = scale * (for_scores.swapaxes(-1, -2) @ q)
-    if spec.relative_scores:
-        through_terms = _through_relative_terms(spec, weights, scale * for_scores, ahead)
-        for_queries, for_keys = for_queries + through_terms[0], for_keys + through_terms[1]
-    return for_queries, _sum_over_groups(for_keys, spec.num_kv_heads), _sum_over_groups(for_values, spec.num_kv_heads)
+    cap = spec.softcap if call.get("softcap") is None else call["softcap"]
+    for_queries, for_keys = [], []
+    for i, (factor, queries, keys) in enumerate(zip(factors(spec, weights), parts_of(spec, q), parts_of(spec, k), strict=True)):
+        for_scores = factor * _through_softmax(normalised[:, i], for_weights)
+        if cap:
+            slope = 1 - np.tanh(scale * raw_scores(spec, weights, queries, keys, ahead) / cap) ** 2
+            for_scores = np.where(blocked, 0.0, for_scores * slope)
+        for_queries.append(scale * average_values(for_scores, keys))
+        for_keys.append(scale * (for_scores.swapaxes(-1, -2) @ queries))
+        if spec.relative_scores:
+            through_terms = _through_relative_terms(spec, weights, scale * for_scores, ahead)
+            for_queries[i], for_keys[i] = for_queries[i] + through_terms[0], for_keys[i] + through_terms[1]
+    by_kv_head = (_sum_over_groups(x, spec.num_kv_heads) for x in (np.concatenate(for_keys, axis=-1), for_values))
+    return np.concatenate(for_queries, axis=-1), *by_kv_head
 
 
-def _through_relative_terms(spec: LayerSpec, weights: Mapping[str, Array], back: Array, ahead: Array) -> tuple[Array, ArrayLike]:
+def _through_softmax(softmax: Array, back: Array) -> Array:
+    result: Array = softmax * (back - (softmax * back).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _through_relative_terms(spec: LayerSpec, weights: Mapping[str, Array], back: Array, ahead: Array) -> tuple[Array, Array]:
     """From the gradient of the terms [b, h, q, k] to those of queries, Σ_j back_ij r_ij, and keys, Σ_i back_ij (u + s_ij)."""
     for_queries = np.einsum("bhij,bijhd->bhid", back, position_vectors(spec, weights, "position_key", ahead))
     if "content_bias" in weights:
         return for_queries, back.sum(axis=2)[..., None] * np.asarray(weights["content_bias"], np.float64)[:, None]
     if "position_query.weight" in weights:
         return for_queries, np.einsum("bhij,bijhd->bhjd", back, position_vectors(spec, weights, "position_query", ahead))
-    return for_queries, 0.0
+    return for_queries, np.zeros(1)
 
 
 def _sum_over_groups(x: Array, kv_heads: int) -> Array:

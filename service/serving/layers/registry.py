@@ -164,7 +164,12 @@ class LayerRegistry:
 
 
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
+
+    Infinite for differential attention: its norm may amplify the rounding of any difference, so its calls run alone.
+    """
+    if spec.differential:
+        return math.inf
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     queries, keys = _variance(tensors, "query"), _variance(tensors, "key")

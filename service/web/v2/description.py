@@ -167,7 +167,8 @@ def _required(spec: LayerSpec) -> set[str]:
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
     shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
-    return [TensorMetadata(name=name, datatype=datatype, shape=list(shape)) for name, shape in shapes.items() if "gradient" not in name]
+    names = [name for name in shapes if "gradient" not in name and name not in spec.undefined_outputs]
+    return [TensorMetadata(name=name, datatype=datatype, shape=list(shapes[name])) for name in names]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:

@@ -324,14 +324,18 @@ class AttendReply(Document):
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
     output: OptionalTensor = _output("[b,q,output_dim].")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`."
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks and in fully masked rows. In layers with `differential` they may be negative, "
+        "with any sum."
     )
-    scores: OptionalTensor | BySequence = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text. Layers with `differential` have none."
+    )
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` have none.")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")

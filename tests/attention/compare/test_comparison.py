@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from service.attention.compare import assert_agrees, compare, tolerance
 from service.attention.compare.cases import Requirements, draw_check_cases
-from service.attention.compare.mistakes import MISTAKES, attend_with_mistakes, explain
-from service.attention.weights import draw_weights
+from service.attention.compare.changes import Computation
+from service.attention.compare.mistakes import MISTAKES, explain
+from service.attention.compare.random_cases import draw_case_weights
 from service.spec import LayerSpec
 
 # --- right ones, as people write them -------------------------------------------------------------------------------------------------
@@ -549,7 +550,7 @@ def test_a_wrong_order_of_a_packed_matrix_is_named(told, heads):
     candidate = PackedPerHead(12, 12, heads) if told == "q,k,v" else CausalSelfAttention(SimpleNamespace(n_head=heads, n_embd=12))
     options = {} if told == "q,k,v" else {"causal": True, "weights": {"qkv": "c_attn", "output": "c_proj"}}
     first = compare(candidate, mask_means="attend", fused=told, **options).first
-    assert len(first.mistakes) == 1 and "is cut the other way" in first.hint and "see fused" in first.hint
+    assert len(first.mistakes) == 1 and "is cut as [" in first.hint and "see fused" in first.hint
 
 
 def test_the_one_that_wrong_ones_are_made_of_is_right():
@@ -563,23 +564,37 @@ def test_averaged_weights_are_compared_where_that_is_meant():
     assert compare(summed, mask_means="attend", average_weights=True).first.output == "attention_weights"
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[hint for hint, _ in MISTAKES])
-def test_every_mistake_is_told_from_the_others(mistake):
-    """Made on purpose, each shows in some trial, and in the first where it shows it is the one that is named."""
-    hint, changes = mistake
-    spec = LayerSpec(d_model=12, num_heads=3, init="torch_linear", dtype="float64")
-    weights = draw_weights(spec)
+SIZES = {"d_model": 12, "num_heads": 4}
+GROUPED = {"d_model": 13, "num_heads": 6, "num_kv_heads": 2, "head_dim": 11, "bias": False}
+ROTARY = {"theta": 500, "dims": 10, "attention_factor": 1.5}
+LLAMA3 = {"type": "llama3", "factor": 4, "original_max_position": 20}
+LAYERS = [
+    LayerSpec(**SIZES),
+    LayerSpec(**GROUPED, rope=ROTARY | {"scaling": LLAMA3}, qk_norm={"weights": "own"}, window={"left": 4}, softcap=2, scale=0.5),
+    LayerSpec(**GROUPED, rope=ROTARY | {"interleaved": True}, qk_norm={"weights": "own", "over": "all", "after_rope": True}),
+    LayerSpec(**SIZES, output_gate={}, alibi=True, sinks=True),
+    LayerSpec(**SIZES, relative_bias={}, chunk_size=5, query_scale={"factor": 0.5, "length": 3}),
+    LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
+]
+
+
+@pytest.mark.parametrize(("hint", "change"), [row for rows in MISTAKES.values() for row in rows.items()])
+def test_every_mistake_is_told_from_the_others(hint, change):
+    """Made on purpose, each shows in some case of a layer that it fits, and in the first where it shows it alone is named."""
     requirements = Requirements("float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True)
-    for case in draw_check_cases(spec, weights, requirements, seed=0):
-        expected = case.reference(spec, weights)
-        try:
-            wrong, rows = attend_with_mistakes(spec, weights, case, **changes)
-        except ValueError:
-            continue
-        if not rows.all() or all(np.allclose(wrong[name], getattr(expected, name), atol=1e-9) for name in wrong):
-            continue
-        assert explain(spec, weights, case, {name: (x, 1e-10) for name, x in wrong.items()}, "float64") == (hint,)
-        return
+    for spec in LAYERS:
+        weights = draw_case_weights(np.random.default_rng(0), spec, ["weights"])
+        for case in draw_check_cases(spec, weights, requirements, seed=0):
+            right = Computation(spec, weights, case)
+            expected, _ = right.run()
+            try:
+                wrong, rows = change(right).run()
+            except ValueError:
+                continue
+            if not rows.all() or all(np.allclose(wrong[name], x, atol=1e-9) for name, x in expected.items()):
+                continue
+            assert explain(right, {name: (x, 1e-10) for name, x in wrong.items()}) == (hint,)
+            return
     pytest.fail("it never shows")
 
 

@@ -84,6 +84,7 @@ def test_layers_have_everything_that_a_layer_may_have():
         (n, bias) for n in (None, 11) for bias in (0, 1)
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
+    assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
     drawn = [case.spec.relative_scores for case in cases(100, features=("relative_scores", "head_dim"), rate=0.8, init="xavier_uniform")]
     relative = [scores for scores in drawn if scores]
     sinusoidal = [scores for scores in relative if scores.kind == "transformer_xl"]
@@ -95,12 +96,21 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
     assert {gate.bias for gate in gates} == {True, False}
-    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
+    crowded = [case.spec for case in cases(rate=0.6)]
+    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in crowded)
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
 
 def test_features_that_do_not_go_together_are_dropped():
-    everything = set(FEATURES) - {"relative_scores"}
+    everything = set(FEATURES) - {"differential", "relative_scores"}
+    assert settle(set(FEATURES) - {"projections", "relative_scores"}, "xavier_uniform") == set(FEATURES) - {
+        "projections",
+        "qk_norm",
+        "latent",
+        "sinks",
+        "dropout",
+        "relative_scores",
+    }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
     assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}

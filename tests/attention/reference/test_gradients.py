@@ -62,8 +62,8 @@ def torchs(spec, weights, request, inputs, forward):
     q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
     (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
     if spec.rope:
-        q = torch_rope(q, torch.arange(queries) + offset[:, None], spec.rope)
-        k = torch_rope(k, torch.arange(keys).expand(len(k), keys), spec.rope)
+        places = ((q, torch.arange(queries) + offset[:, None]), (k, torch.arange(keys).expand(len(k), keys)))
+        q, k = (torch.cat([torch_rope(part, at, spec.rope) for part in torch_parts(spec, x)], -1) for x, at in places)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     if spec.query_scale:
@@ -71,21 +71,23 @@ def torchs(spec, weights, request, inputs, forward):
         q = q * (1 + spec.query_scale.factor * torch.log1p(steps.double()))[:, None, :, None]
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
-    scores = (torch.einsum("bhid,bhjd->bhij", q, k) + torch_relative(spec, weights, q, k, ahead)) * request.get("scale", spec.scale)
-    if cap := request.get("softcap", spec.softcap):
-        scores = cap * torch.tanh(scores / cap)
     blocked = torch.tensor(np.isneginf(forward.scores))
-    scores = (scores + torch_bias(spec, weights, request, ahead)).masked_fill(blocked, -torch.inf)
-    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
-    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    attention_weights = torch.softmax(columns, dim=-1)[..., :-1]
-    empty = blocked.all(dim=-1, keepdim=True)
-    attention_weights = attention_weights.masked_fill(empty, 1 / keys if request.get("fully_masked") == "uniform" else 0.0)
+    ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
+    bias = torch_bias(spec, weights, request, ahead)
+    pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
+    terms = torch_relative(spec, weights, q, k, ahead)
+    parts = [torch_weights(spec, weights, request, *pair, terms, bias, blocked) for pair in pairs]
+    attention_weights = parts[0]
+    if spec.differential:
+        first, second = (torch.exp(weights[f"lambda_q{i}"] @ weights[f"lambda_k{i}"]) for i in (1, 2))
+        attention_weights = parts[0] - (first - second + spec.differential.lambda_init) * parts[1]
     if dropout := request.get("dropout"):
         stream = np.random.RandomState(dropout["seed"]).random_sample(forward.scores.shape)
         attention_weights = attention_weights * torch.tensor(stream >= dropout["p"]) / (1 - dropout["p"])
     heads = torch.einsum("bhij,bhjd->bihd", attention_weights, v)
+    if spec.differential:
+        heads = functional.rms_norm(heads, heads.shape[-1:], weights.get("head_norm.weight"), spec.differential.eps)
+        heads = heads * (1 - spec.differential.lambda_init)
     if "head_scale" in request:
         heads = heads * torch.tensor(np.asarray(request["head_scale"], np.float64)).expand(len(q), spec.num_heads)[:, None, :, None]
     if spec.output_gate:
@@ -94,6 +96,22 @@ def torchs(spec, weights, request, inputs, forward):
         heads = heads * function(logits).unflatten(-1, (spec.num_heads, -1))
     concatenated = heads.flatten(2)
     return functional.linear(concatenated, weights["output.weight"], weights.get("output.bias")) if spec.projections else concatenated
+
+
+def torch_parts(spec, x):
+    return x.chunk(2, dim=-1) if spec.differential else [x]
+
+
+def torch_weights(spec, weights, request, q, k, terms, bias, blocked):
+    """One softmax."""
+    scores = (torch.einsum("bhid,bhjd->bhij", q, k) + terms) * request.get("scale", spec.scale)
+    if cap := request.get("softcap", spec.softcap):
+        scores = cap * torch.tanh(scores / cap)
+    scores = (scores + bias).masked_fill(blocked, -torch.inf)
+    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
+    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    empty = blocked.all(dim=-1, keepdim=True)
+    return torch.softmax(columns, dim=-1)[..., :-1].masked_fill(empty, 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
 
 
 def torch_heads(spec, weights, name, x):
@@ -337,22 +355,12 @@ def test_uniform_rows_are_constants():
 
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
-def test_axes_without_length(queries, keys):
-    spec = LayerSpec(
-        d_model=4,
-        num_heads=2,
-        dtype="float64",
-        rope={},
-        alibi=True,
-        sinks=True,
-        qk_norm={},
-        relative_bias={},
-        output_gate={},
-        latent=LATENT,
-    )
+@pytest.mark.parametrize("more", [{"sinks": True, "qk_norm": {}, "latent": LATENT}, {"differential": {}}], ids=["latent", "differential"])
+def test_axes_without_length(queries, keys, more):
+    spec = LayerSpec(d_model=8, num_heads=2, dtype="float64", rope={}, alibi=True, relative_bias={}, output_gate={}, **more)
     weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
     got = gradients(
-        spec, weights, np.ones((2, queries, 4)), query=np.ones((2, queries, 4)), key=np.ones((2, keys, 4)), causal=True, query_offset="end"
+        spec, weights, np.ones((2, queries, 8)), query=np.ones((2, queries, 8)), key=np.ones((2, keys, 8)), causal=True, query_offset="end"
     )
-    assert got["query_gradient"].shape == (2, queries, 4)
-    assert got["key_gradient"].shape == got["value_gradient"].shape == (2, keys, 4)
+    assert got["query_gradient"].shape == (2, queries, 8)
+    assert got["key_gradient"].shape == got["value_gradient"].shape == (2, keys, 8)

@@ -101,6 +101,46 @@ def test_keys_and_values_of_a_latent_layer_have_one_width():
         assert (spec.d_model, spec.key_dim, spec.value_dim, spec.weight_shapes()["key_value_down.weight"]) == (4, 5, 5, (3, 5))
 
 
+# --- differential attention -----------------------------------------------------------------------------------------------------------
+
+
+def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_are_normed():
+    """One head: q1 and k1 are the first numbers. Scores are ln 3 and 0 in the first softmax, 0 in the second; lambda is 2 - 1 + 0.5."""
+    spec = bare(d_model=2, head_dim=2, value_head_dim=1, differential={"lambda_init": 0.5, "eps": 1e-12})
+    weights = {"lambda_q1": [np.log(2)], "lambda_k1": [1.0], "lambda_q2": [0.0], "lambda_k2": [5.0], "head_norm.weight": [7.0]}
+    got = attend(spec, weights, query=[[1.0, 0.0]], key=[[np.log(3), 1.0], [0.0, 2.0]], value=[[1.0], [2.0]])
+    np.testing.assert_allclose(got.attention_weights, [[[0.75 - 1.5 * 0.5, 0.25 - 1.5 * 0.5]]], atol=1e-15)
+    np.testing.assert_allclose(got.output, [[-1.0 * 7.0 * 0.5]], rtol=1e-10)  # the norm leaves a single number its sign
+
+
+def test_both_halves_of_a_differential_head_are_rotated():
+    """By the same angles: with q1 = q2, k1 = k2 and lambda 1, nothing is left of the weights."""
+    spec = bare(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
+    query, key, value = draw(3, (5, 4), (5, 4), (5, 3))
+    weights = dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), np.zeros(4)) | {"head_norm.weight": np.ones(3)}
+    got = attend(spec, weights, query=np.tile(query, 2), key=np.tile(key, 2), value=value)
+    np.testing.assert_allclose(got.attention_weights, 0, atol=1e-15)
+    assert spec.rope.dims == 4 and spec.scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"head_dim": 3}, "/head_dim"),
+        ({"rope": {"dims": 4}}, "/rope/dims"),
+        ({"qk_norm": {}}, "/qk_norm"),
+        ({"latent": {"key_value_rank": 3, "rope_key_dim": 1}}, "/latent"),
+        ({"sinks": True}, "/sinks"),
+        ({"relative_scores": {"kind": "transformer_xl"}}, "/relative_scores"),
+    ],
+    ids=str,
+)
+def test_differential_layers_that_are_not_defined(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(**{"d_model": 8, "num_heads": 2, "differential": {}} | fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
 # --- relative scores ------------------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +232,7 @@ def test_shapes():
         "value_projection": (5, 2, 9, 3),
         "head_outputs": (5, 6, 8, 3),
         "concatenated": (5, 8, 18),
+        "normalised": (5, 1, 6, 8, 9),
         "fully_masked": (5, 6, 8),
     }
 

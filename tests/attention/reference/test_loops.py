@@ -62,16 +62,22 @@ def hold(spec, weights, request):
             for i in range(q):
                 mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=i + offset)
                 same(got.query_projection[item, n, i], mine)
-                scores = [score(spec, weights, request, (item, n, i, j), offset, mine, keys[n // group][j]) for j in range(k)]
+                attention_weights, log_sum_exp = np.zeros(k), 0.0
+                for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
+                    pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
+                    scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
+                    own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+                    same(got.normalised[item, part, n, i], own_weights)
+                    if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
+                        own_weights = [1 / k] * k
+                    attention_weights += factor * np.array(own_weights)
                 same(got.scores[item, n, i], scores)
-                attention_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
                 assert got.log_sum_exp[item, n, i] == pytest.approx(log_sum_exp, rel=1e-9, abs=1e-9)
-                if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
-                    attention_weights = [1 / k] * k
                 assert got.fully_masked[item, n, i] == math.isinf(log_sum_exp)
                 attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
                 same(got.attention_weights[item, n, i], attention_weights)
                 mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
+                mean = differential_norm(spec, weights, mean)
                 factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n] * gate(spec, weights, query[item, i], n)
                 same(got.head_outputs[item, n, i], factor * mean)
                 side_by_side[i] += (factor * mean).tolist()
@@ -101,10 +107,30 @@ def head(spec, weights, name, x, n, position=None):
     if norm and (norm.values if name == "value" else not norm.after_rope):
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     if rotates:
-        heads = [turned(one.tolist(), spec.rope, position) for one in heads]
+        heads = [np.concatenate([turned(half.tolist(), spec.rope, position) for half in halves(spec, one)]) for one in heads]
     if norm and norm.after_rope and name != "value":
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     return heads[n]
+
+
+def halves(spec, x):
+    """What each softmax takes of a query or key."""
+    return np.split(np.asarray(x), 2) if spec.differential else [x]
+
+
+def softmax_factors(spec, weights):
+    """1 and minus lambda, equation 2 of Ye et al."""
+    if not spec.differential:
+        return [1.0]
+    first, second = (math.exp(math.fsum(weights[f"lambda_q{i}"] * weights[f"lambda_k{i}"])) for i in (1, 2))
+    return [1.0, -(first - second + spec.differential.lambda_init)]
+
+
+def differential_norm(spec, weights, mean):
+    if not spec.differential:
+        return mean
+    root = math.sqrt(math.fsum(a * a for a in mean) / len(mean) + spec.differential.eps)
+    return mean / root * weights.get("head_norm.weight", 1.0) * (1 - spec.differential.lambda_init)
 
 
 def grown(scale, position):

@@ -162,6 +162,7 @@ def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> Non
         {"output_gate": {"bias": True}, "latent": {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1, "bias": True}},
         {"relative_scores": {"kind": "transformer_xl", "interleaved": True}},
         {"relative_scores": {"kind": "disentangled", "max_distance": 5, "position_to_content": True}},
+        {"differential": {"lambda_init": 0.2}, "d_model": 12},
     ],
 )
 def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype: str, more: dict[str, Any]) -> None:

@@ -1,0 +1,336 @@
+"""`attend check --module … --spec …`: layers with RoPE, norms, gates, latent keys and windows; each usual mistake is named by its cause."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support.command import run_attend
+
+CANDIDATES = '''
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+def rotate(x, dims=10, factor=4.0, interleaved=False):
+    """RoPE of the first dims numbers, theta 500, linear scaling."""
+    angles = torch.arange(x.shape[2])[:, None] * 500.0 ** (-torch.arange(0, dims, 2) / dims) / factor
+    part = x[..., :dims]
+    a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    turned = a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
+    turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((turned, x[..., dims:]), -1)
+
+class Rotary(nn.Module):
+    factor, one_plus, norm_first, interleaved, full_width, scale = 4.0, 1, True, False, False, None
+
+    def __init__(self, d_model, num_heads, head_dim, num_kv_heads):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_proj = nn.Linear(d_model, num_heads * head_dim, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(d_model, num_kv_heads * head_dim, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(num_heads * head_dim, d_model, bias=False)
+        self.q_norm = nn.Parameter(torch.zeros(num_heads * head_dim))
+        self.k_norm = nn.Parameter(torch.zeros(num_kv_heads * head_dim))
+
+    def norm(self, x, w):
+        mean = x.square().mean((1, 3) if self.full_width else 3, keepdim=True)
+        return x * (mean + 1e-6).rsqrt() * (w + self.one_plus).view(-1, 1, self.head_dim)
+
+    def prepare(self, x, w):
+        turn = lambda x: rotate(x, factor=self.factor, interleaved=self.interleaved)
+        return turn(self.norm(x, w)) if self.norm_first else self.norm(turn(x), w)
+
+    def repeat(self, x):
+        return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def mask(self, n):
+        return torch.ones(n, n, dtype=bool).tril()
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.prepare(q, self.q_norm), self.repeat(self.prepare(k, self.k_norm)), self.repeat(v)
+        heads = scaled_dot_product_attention(q, k, v, self.mask(x.shape[1]), scale=self.scale)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+class Unscaled(Rotary):
+    factor = 1.0
+
+class WithoutOne(Rotary):
+    one_plus = 0
+
+class NormLast(Rotary):
+    norm_first = False
+
+class Pairs(Rotary):
+    interleaved = True
+
+class FullWidth(Rotary):
+    full_width = True
+
+class Tiled(Rotary):
+    def repeat(self, x):
+        return x.repeat(1, self.heads // self.kv_heads, 1, 1)
+
+class Scaled(Rotary):
+    scale = 0.2
+
+class Windowed(Rotary):
+    left = 4
+
+    def mask(self, n):
+        return super().mask(n).triu(-self.left)
+
+class LongerWindow(Windowed):
+    left = 5
+
+class UnscaledPairs(Unscaled, Pairs):
+    pass
+
+class UnscaledWithoutOne(Unscaled, WithoutOne):
+    pass
+
+class Gated:
+    """NumPy, x @ W; the columns of W_q are a query and a gate for each head."""
+
+    order = slice(None)
+
+    def __init__(self, d_model, num_heads, head_dim):
+        draw = np.random.default_rng(0).standard_normal
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.W_q = draw((d_model, num_heads * 2 * head_dim)) / 3
+        self.W_k, self.W_v = draw((2, d_model, num_heads * head_dim)) / 3
+        self.W_o = draw((num_heads * head_dim, d_model))
+
+    def cut(self, both):
+        return both.reshape(*both.shape[:2], self.num_heads, 2, self.head_dim).transpose(3, 0, 2, 1, 4)[self.order]
+
+    def activate(self, gate):
+        return 1 / (1 + np.exp(-gate))
+
+    def __call__(self, x):
+        q, gate = self.cut(x @ self.W_q)
+        k, v = ((x @ W).reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2) for W in (self.W_k, self.W_v))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(self.head_dim)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        heads = weights / weights.sum(-1, keepdims=True) @ v * self.activate(gate)
+        return heads.swapaxes(1, 2).reshape(*x.shape[:2], -1) @ self.W_o
+
+class Swapped(Gated):
+    order = slice(None, None, -1)
+
+class Ungated(Gated):
+    def activate(self, gate):
+        return 1
+
+class Halved(Gated):
+    def cut(self, both):
+        return both.reshape(*both.shape[:2], 2, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)
+
+class Latent(nn.Module):
+    """DeepSeek's, with mscale 1.3."""
+
+    scale = 1.3**2 * 11**-0.5
+    own_rotary_parts = False
+
+    def __init__(self, d_model, num_heads, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim):
+        super().__init__()
+        self.heads, self.rank, self.own, self.shared = num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim
+        self.q_a_proj, self.q_a_layernorm = nn.Linear(d_model, q_lora_rank, bias=False), nn.RMSNorm(q_lora_rank, eps=1e-6)
+        self.q_b_proj = nn.Linear(q_lora_rank, num_heads * (self.own + self.shared), bias=False)
+        rotary = self.shared * (num_heads if self.own_rotary_parts else 1)
+        self.kv_a_proj_with_mqa, self.kv_a_layernorm = nn.Linear(d_model, self.rank + rotary, bias=False), nn.RMSNorm(self.rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(self.rank, num_heads * (self.own + v_head_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, d_model, bias=False)
+
+    def turn(self, x):
+        return rotate(x, self.shared, interleaved=True)
+
+    def share(self, k):
+        return k.expand(-1, self.heads, -1, -1)
+
+    def forward(self, x):
+        split = lambda y: y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q, q_rotary = split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))).split((self.own, self.shared), -1)
+        c, k_rotary = self.kv_a_proj_with_mqa(x).split((self.rank, self.shared), -1)
+        kv = split(self.kv_b_proj(self.kv_a_layernorm(c)))
+        q = torch.cat((q, self.turn(q_rotary)), -1)
+        k = torch.cat((kv[..., : self.own], self.share(self.turn(k_rotary[:, None]))), -1)
+        heads = scaled_dot_product_attention(q, k, kv[..., self.own :], is_causal=True, scale=self.scale)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+class WithoutMscale(Latent):
+    scale = 11**-0.5
+
+class Mscale(Latent):
+    scale = 1.3 * 11**-0.5
+
+class Halves(Latent):
+    def turn(self, x):
+        return rotate(x, self.shared)
+
+class Reshaped(Latent):
+    def share(self, k):
+        return k.transpose(1, 2).expand(-1, -1, self.heads, -1).reshape(k.shape[0], self.heads, k.shape[2], -1)
+
+class FirstHead(Latent):
+    def share(self, k):
+        return torch.cat((k, torch.zeros_like(k).expand(-1, self.heads - 1, -1, -1)), 1)
+
+class FirstHeadWithoutMscale(FirstHead, WithoutMscale):
+    pass
+
+class OwnRotaryParts(Latent):
+    own_rotary_parts = True
+
+def sliding(query, key, value):
+    """A function of heads, with RoPE on pairs, softcap and a window of 4."""
+    n = query.shape[2]
+    q, k = (rotate(x, factor=1.0, interleaved=True) for x in (query, key))
+    scores = 2 * (q @ k.mT / 11**0.5 / 2).tanh()
+    return scores.masked_fill(torch.ones(n, n, dtype=bool).triu(-3).tril().logical_not(), -torch.inf).softmax(-1) @ value
+'''
+
+ROPE = {"theta": 500, "dims": 10, "scaling": {"type": "linear", "factor": 4}}
+NORM = {"weights": "own"}
+ROTARY = {"d_model": 29, "num_heads": 3, "head_dim": 11, "bias": False, "rope": ROPE, "qk_norm": NORM}
+GATED = {"d_model": 29, "num_heads": 3, "head_dim": 7, "bias": False, "output_gate": {}}
+LATENT = {
+    "d_model": 29, "num_heads": 3, "head_dim": 11, "value_head_dim": 5, "bias": False, "scale": 1.3**2 * 11**-0.5,
+    "rope": {"theta": 500, "dims": 4, "interleaved": True, "scaling": {"type": "linear", "factor": 4}},
+    "latent": {"query_rank": 17, "key_value_rank": 13, "rope_key_dim": 4},
+}  # fmt: skip
+SLIDING = {
+    "d_model": 29, "num_heads": 3, "head_dim": 11, "projections": False, "softcap": 2, "window": {"left": 3, "right": 0},
+    "rope": {"theta": 500, "dims": 10, "interleaved": True},
+}  # fmt: skip
+CAUSAL = ["causal=true", "norm_weights=1 + w"]
+PER_HEAD = ["fused=per_head"]
+GROUPED = ROTARY | {"num_heads": 6, "num_kv_heads": 2}
+FULL = ROTARY | {"qk_norm": NORM | {"over": "all"}}
+PAIRED = ROTARY | {"rope": ROPE | {"interleaved": True}}
+LATE = ROTARY | {"qk_norm": NORM | {"after_rope": True}}
+WINDOW = ROTARY | {"window": {"left": 4}}
+
+RIGHT = [
+    ("Rotary", ROTARY, CAUSAL),
+    ("Rotary", GROUPED, CAUSAL),
+    ("WithoutOne", ROTARY, CAUSAL[:1]),
+    ("FullWidth", FULL, CAUSAL),
+    ("Pairs", PAIRED, CAUSAL),
+    ("NormLast", LATE, CAUSAL),
+    ("Scaled", ROTARY | {"scale": 0.2}, CAUSAL),
+    ("Windowed", WINDOW, CAUSAL),
+    ("Gated", GATED, PER_HEAD),
+    ("Halved", GATED, ["fused=q,k,v"]),
+    ("Latent", LATENT, CAUSAL[:1]),
+    ("sliding", SLIDING, ["framework=torch"]),
+]
+WRONG = [
+    ("Unscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored"]),
+    ("WithoutOne", ROTARY, CAUSAL, ["1 + w is forgotten"]),
+    ("Rotary", ROTARY, CAUSAL[:1], ["norms multiply by 1 + w and not by their parameter w"]),
+    ("NormLast", ROTARY, CAUSAL, ["the norm of queries and keys is applied after RoPE and not before"]),
+    ("Rotary", LATE, CAUSAL, ["the norm of queries and keys is applied before RoPE and not after"]),
+    ("Pairs", ROTARY, CAUSAL, ["RoPE rotates neighbouring pairs and not halves"]),
+    ("Rotary", PAIRED, CAUSAL, ["RoPE rotates halves of each head and not neighbouring pairs"]),
+    ("Rotary", FULL, CAUSAL, ["the norm is taken per head and not over the full width"]),
+    ("FullWidth", ROTARY, CAUSAL, ["the norm is taken over the full width of all heads and not per head"]),
+    ("Tiled", GROUPED, CAUSAL, ["query head i uses head i mod num_kv_heads of the keys"]),
+    ("Rotary", ROTARY | {"scale": 0.2}, CAUSAL, ["the layer's own scale is ignored"]),
+    ("Rotary", WINDOW, CAUSAL, ["the window is left out"]),
+    ("LongerWindow", WINDOW, CAUSAL, ["the window has one key more"]),
+    ("UnscaledPairs", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "RoPE rotates neighbouring pairs"]),
+    ("UnscaledWithoutOne", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "1 + w is forgotten"]),
+    ("NormLast", PAIRED, CAUSAL, ["RoPE rotates halves of each head", "the norm of queries and keys is applied after RoPE"]),
+    ("Swapped", GATED, PER_HEAD, ["the halves of one matrix for query and gate are swapped"]),
+    ("Ungated", GATED, PER_HEAD, ["the output gate is left out"]),
+    ("Halved", GATED, PER_HEAD, ["one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d]"]),
+    ("WithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten"]),
+    ("Mscale", LATENT, CAUSAL[:1], ["multiplied by mscale and not by its square"]),
+    ("Halves", LATENT, CAUSAL[:1], ["RoPE rotates halves of each head and not neighbouring pairs"]),
+    ("Reshaped", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but spread by a reshape"]),
+    ("FirstHead", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but in the first head alone"]),
+    ("FirstHeadWithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten", "the rotary part of the keys is not shared across heads"]),
+    ("sliding", SLIDING | {"softcap": None}, ["framework=torch"], []),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("candidates")
+    (path / "mine.py").write_text(CANDIDATES)
+    return path
+
+
+def check(folder: Path, name: str, spec: object, options: list[str], *more: str):
+    given = [word for option in options for word in ("--with", option)]
+    text = spec if isinstance(spec, str) else json.dumps(spec)
+    return run_attend("check", "--module", f"mine.py:{name}", "--spec", text, *given, *more, cwd=folder)
+
+
+@pytest.mark.parametrize(("name", "spec", "options"), RIGHT)
+def test_right_ones_agree(folder, name, spec, options):
+    done = check(folder, name, spec, options)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    assert b"agrees with the reference in " in done.stdout
+
+
+@pytest.mark.parametrize(("name", "spec", "options", "hints"), WRONG)
+def test_a_mistake_is_named_by_its_cause(folder, name, spec, options, hints):
+    done = check(folder, name, spec, options, "--json")
+    assert done.returncode == 1, done.stdout.decode() + done.stderr.decode()
+    first = json.loads(done.stdout)["modules"][0]["first"].splitlines()
+    named = re.split(", and when ", first[1].removeprefix("hint: this is what comes out when ")) if hints else []
+    assert len(named) == len(hints), first
+    for hint in hints:
+        assert any(hint in one for one in named), first
+
+
+def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):
+    (folder / "spec.json").write_text(json.dumps(ROTARY))
+    done = check(folder, "Unscaled", "spec.json", CAUSAL, "--seed", "3")
+    again = shlex.split(done.stdout.decode().splitlines()[-1].removeprefix("again: attend "))
+    assert again[:5] == ["check", "--module", "mine.py:Unscaled", "--spec", "spec.json"]
+    assert run_attend(*again, cwd=folder).stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "options", "said"),
+    [
+        ("OwnRotaryParts", LATENT, CAUSAL[:1], "to have 13 + 4 rows, got 13 + 3 x 4: the rotary part of latent keys is shared"),
+        ("Rotary", {**ROTARY, "qk_norm": None}, CAUSAL, "found query_norm.weight, key_norm.weight, which the layer"),
+        ("Latent", LATENT | {"qk_norm": {}}, CAUSAL, "found no weight of query_norm, key_norm"),
+        ("Rotary", {**ROTARY, "bias": True}, CAUSAL, "found no weight of query.bias"),
+        ("Rotary", {**ROTARY, "qk_norm": {}}, CAUSAL, "expected query_norm.weight (11,), got (33,)"),
+        ("Gated", GATED, [], "how one matrix for query, gate is cut"),
+        ("Rotary", WINDOW | {"window": {"left": 4096}}, CAUSAL, "expected a window or chunk of at most 29 keys"),
+        ("sliding", ROTARY, ["framework=torch"], "found no weights"),
+        ("Rotary", {**ROTARY, "rope_theta": 500}, CAUSAL, '--spec: expected rope {"theta"}, got a field "rope_theta", at /rope_theta'),
+        ("Rotary", '{"d_model": 29', CAUSAL, "expected a spec in JSON, or a file with one"),
+        ("Rotary", "no_such_file.json", CAUSAL, "expected a spec in JSON, or a file with one"),
+    ],
+)  # fmt: skip
+def test_specs_that_do_not_fit_are_refused(folder, name, spec, options, said):
+    done = check(folder, name, spec, options)
+    message = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr.decode()).split())
+    assert done.returncode == 2 and said in message, message
+
+
+def test_the_example_of_the_page_runs_and_is_in_the_help(tmp_path):
+    code, command, shown = re.findall(r"```\w*\n(.*?)```", (Path(__file__).parents[2] / "docs" / "check.md").read_text(), re.DOTALL)[1:]
+    (tmp_path / "rotary.py").write_text(code)
+    words = shlex.split(command)
+    done = run_attend(*words[1:], cwd=tmp_path)
+    assert done.returncode == 1 and shown in done.stdout.decode()
+    plain = [re.sub('"rope": {.*?}}}', '"rope": {}}', word) for word in words[1:]]
+    assert run_attend(*plain, cwd=tmp_path).returncode == 0
+    described = " ".join(run_attend("check", "--help", env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}).stdout.decode().split())
+    assert " ".join(command.split()) in described
+
+
+def test_a_spec_needs_a_module():
+    assert b"--spec" in run_attend("check", "--spec", "{}").stderr
