@@ -20,7 +20,7 @@ from service.spec import LayerSpec
 
 SEEDS = st.integers(0, 2**32 - 1)
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
-WITHOUT_OTHER_POSITIONS = sorted(set(FEATURES) - {"rope", "query_scale"})
+FITTING = sorted(set(FEATURES) - {"rope", "query_scale", "differential"})
 XL: dict[str, Any] = {"kind": "transformer_xl"}
 BUCKETS: dict[str, Any] = {"kind": "disentangled", "max_distance": 90, "buckets": 8, "position_to_content": True}
 
@@ -49,7 +49,7 @@ def agree(case: Case, name: str, ours: Any, exact: Any, tolerance: float | None 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @given(seed=SEEDS)
 def test_every_output_of_random_calls(client: Client, dtype: str, seed: int) -> None:
-    case = random_case(np.random.default_rng(seed), features=WITHOUT_OTHER_POSITIONS, rate=0.5, dtype=dtype, init="xavier_uniform")
+    case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype=dtype, init="xavier_uniform")
     assume(case.spec.relative_scores)
     exact = make(client, case)
     for outputs in (OUTPUTS, ["output"]):
@@ -60,7 +60,7 @@ def test_every_output_of_random_calls(client: Client, dtype: str, seed: int) -> 
 
 @given(seed=SEEDS, data=st.data())
 def test_selected_weights(client: Client, seed: int, data: st.DataObject) -> None:
-    case = random_case(np.random.default_rng(seed), features=WITHOUT_OTHER_POSITIONS, rate=0.5, dtype="float64", init="xavier_uniform")
+    case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype="float64", init="xavier_uniform")
     assume(case.spec.relative_scores)
     exact = make(client, case).attention_weights
     select = {
@@ -75,7 +75,7 @@ def test_selected_weights(client: Client, seed: int, data: st.DataObject) -> Non
 
 @given(seed=SEEDS)
 def test_gradients(client: Client, seed: int) -> None:
-    case = random_case(np.random.default_rng(seed), features=WITHOUT_OTHER_POSITIONS, rate=0.5, dtype="float64", init="xavier_uniform")
+    case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype="float64", init="xavier_uniform")
     assume(case.spec.relative_scores)
     direction = np.random.default_rng(seed).standard_normal(make(client, case).output.shape)
     assert case.weights is not None

@@ -316,8 +316,8 @@ def _draw_relative_scores(rng: np.random.Generator, d_model: int) -> dict[str, A
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
     """All weights of a layer; None if its seed draws all of them.
 
-    Layers with norms, sinks, relative bias or scores, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases, sinks
-    and relative biases are not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias or scores, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases,
+    sinks and relative biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
