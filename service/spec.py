@@ -25,18 +25,28 @@ Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, 
 Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Side = Annotated[int, Field(ge=1, le=65536, strict=True)]
+Axis = Annotated[int, Field(ge=0, le=15, strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "differential": None, "relative_scores": None},
-    "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
+    "": {
+        "chunk_size": None,
+        "query_scale": None,
+        "relative_scores": None,
+        "grid_bias": None,
+        "output_gate": None,
+        "latent": None,
+        "differential": None,
+    },
+    "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
 NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
-NULLABLE |= {"differential", "relative_scores"}  # fields in which null has a meaning of its own
+NULLABLE |= {"relative_scores", "grid_bias", "differential"}  # fields in which null has a meaning of its own
 
 
 def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
@@ -113,15 +123,28 @@ class Rope(Part):
     max_length: Width | None = Field(
         default=None, description="Longer calls are refused, since the model has other frequencies there (longrope, dynamic)."
     )
+    axes: tuple[Axis, ...] | None = Field(
+        default=None,
+        description="Axis of the positions that each pair turns by, dims/2 numbers (m-RoPE, images); null if there is one axis.",
+    )
+    requires_positions: Flag = Field(
+        default=False,
+        description="Whether calls must have `positions` (images); otherwise they are the indices of the rows, on every axis.",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.frequencies is not None:
-            if self.scaling is not None:
-                raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
-            if self.dims is not None and len(self.frequencies) * 2 != self.dims:
-                raise disagreement("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
+        if self.frequencies is not None and self.scaling is not None:
+            raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
+        for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
+            if numbers is not None and self.dims is not None and len(numbers) * 2 != self.dims:
+                raise disagreement(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
         return self
+
+    @property
+    def num_axes(self) -> int:
+        """Number of coordinates of a position."""
+        return 1 + max(self.axes, default=0) if self.axes is not None else 1
 
 
 class QueryScale(Part):
@@ -192,6 +215,36 @@ class RelativeScores(Part):
     def columns(self) -> int:
         """disentangled: the number of columns for each direction, n; transformer_xl: 0."""
         return (self.buckets or self.max_distance or 0) if self.kind == "disentangled" else 0
+
+
+class GridBias(Part):
+    """Scores by relative position in a grid of height x width tokens in row-major order, such as a window of an image.
+
+    With dy and dx the row and column of the query less those of the key, and the projected query q, a head's score is increased by
+    `grid_bias`[(dy + height - 1) (2 width - 1) + dx + width - 1, head] (table; Swin, Liu et al. 2021, equation 4), or by
+    q · `grid_rows`[dy + height - 1] + q · `grid_columns`[dx + width - 1] (decomposed; MViTv2, Li et al. 2022, equation 4).
+    """
+
+    height: Side
+    width: Side
+    kind: Literal["table", "decomposed"] = Field(
+        default="table", description="A bias for each head and relative position (Swin, BEiT), or a vector for each row and column (SAM)."
+    )
+    class_token: Flag = Field(
+        default=False,
+        description="Whether a class token precedes the grid; the table ends with its biases to keys, from queries and to itself (BEiT).",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.class_token and self.kind == "decomposed":
+            raise disagreement("/class_token", "false, since decomposed positions have no class token", "true")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the grid, and the class token if there is one."""
+        return self.height * self.width + self.class_token
 
 
 class QKNorm(Part):
@@ -325,6 +378,7 @@ class LayerSpec(BaseModel):
     relative_scores: RelativeScores | None = Field(
         default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
     )
+    grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
@@ -415,6 +469,9 @@ class LayerSpec(BaseModel):
             if getattr(self, name):
                 raise disagreement(f"/{name}", f"{absent}, since differential attention has no such form", "one")
 
+        if self.grid_bias and self.grid_bias.kind == "decomposed":
+            raise disagreement("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
+
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
@@ -467,18 +524,18 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores", "grid_bias")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
     def is_relative(self) -> bool:
         """Whether results depend on differences of positions only.
 
-        Chunks, factors by position, and a norm after RoPE that treats dimensions differently end that.
+        Chunks, factors by position, grids, and a norm after RoPE that treats dimensions differently end that.
         """
         norm = self.qk_norm
         uneven = self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer")
-        return not (self.chunk_size or self.query_scale or uneven)
+        return not (self.chunk_size or self.query_scale or self.grid_bias or uneven)
 
     @property
     def splits_over_keys(self) -> bool:
@@ -531,6 +588,12 @@ class LayerSpec(BaseModel):
                 shapes |= dict.fromkeys(("content_bias", "position_bias"), (self.num_heads, self.head_dim))
             elif relative.position_to_content:
                 shapes["position_query.weight"] = shapes["position_key.weight"]
+        if (grid := self.grid_bias) is not None:
+            rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
+            if grid.kind == "table":
+                shapes["grid_bias"] = (rows * columns + 3 * grid.class_token, self.num_heads)
+            else:
+                shapes |= {"grid_rows": (rows, self.head_dim), "grid_columns": (columns, self.head_dim)}
         return shapes
 
     def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:

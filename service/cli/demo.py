@@ -97,7 +97,7 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
     _show_exchange(console, embedded, result, seconds)
     console.print(links_table(result.attention_weights, embedded.tokens, links), soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
-    console.print(f"\nThe files in {folder} ({size / 1e6:.1f} MB) are not removed.", markup=False)
+    console.print(f"\nThe files in {folder} ({size / 1e3:,.0f} kB) are not removed.", markup=False)
     for title, lines in (("More of the same request", _more(request)), ("The same by hand", _commands(request, layer_file))):
         console.print(f"\n[bold]{title}[/bold]")
         for line in lines:

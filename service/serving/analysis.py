@@ -25,13 +25,7 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_FIELDS = (
-    "alibi",
-    "relative_bias",
-    "relative_scores",
-    "sinks",
-    "output_gate",
-)  # fields with parameters per head, unknown for a single head
+PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTING_METRICS = {"keys_for_mass"}
 OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
@@ -131,7 +125,7 @@ def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | Non
 
 def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
     """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
-    tokens, words = request.tokens, request.words(side)
+    tokens, words = request.tokens, request.tokens_of(side)
     if tokens is None or not tokens.omit or not words:
         return None
     rows: list[Any] = [words] if isinstance(words[0], str) else words
@@ -227,7 +221,7 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
 
 def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
     """The query and key words of the strongest links; None for missing links."""
-    named = (("query_words", request.words("query"), parts["queries"]), ("key_words", request.words("key"), parts["keys"]))
+    named = (("query_words", request.tokens_of("query"), parts["queries"]), ("key_words", request.tokens_of("key"), parts["keys"]))
     return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
 
 

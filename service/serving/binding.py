@@ -23,8 +23,10 @@ from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.codec import Decoded
-from service.wire.problems import validate
+from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import AttendRequest
+
+BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
 
 def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
@@ -83,8 +85,9 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
         offset = request.query_offset if isinstance(request.query_offset, int | list) else 0
         length = max(k, q + max(offset if isinstance(offset, list) else [offset], default=0))
         if length > spec.rope.max_length:
-            expected = f"positions below {spec.rope.max_length}, beyond which this model rotates by other frequencies, {layer}"
-            raise InvalidRequest.where("/query", expected, f"up to {length - 1}")
+            raise InvalidRequest.where("/query", BEYOND.format(spec.rope.max_length, layer), f"up to {length - 1}")
+    _check_positions(request, spec, layer)
+    _check_grid(request, spec, q, k, layer)
     if request.output_gradient is not None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.output_gradient.shape != wanted:
@@ -106,6 +109,40 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
                 raise InvalidRequest.where(f"/select/heads/{i}", f"a head below {h} {layer}", str(head))
 
 
+def _check_positions(request: AttendRequest, spec: LayerSpec, layer: str) -> None:
+    """Raises InvalidRequest if RoPE's positions do not fit the layer, or are missing."""
+    if request.positions is None:
+        if spec.rope is not None and spec.rope.requires_positions:
+            raise InvalidRequest.where("/positions", f"the positions of the queries {layer}, by which its rope rotates them", "nothing")
+        return
+    if spec.rope is None:
+        raise InvalidRequest.where("/positions", f"none {layer}, which has no rope", "positions")
+    axes = (spec.rope.num_axes,) if spec.rope.num_axes > 1 else ()
+    for name in ("positions", "key_positions"):
+        if (array := getattr(request, name)) is None:
+            continue
+        if (got := array.shape[1 + request.batched :]) != axes:
+            raise InvalidRequest.where(f"/{name}", f"axes {list(axes)} after those of the rows {layer}", str(list(got)))
+        if spec.rope.max_length is not None and (last := array.max(initial=0)) >= spec.rope.max_length:
+            raise InvalidRequest.where(f"/{name}", BEYOND.format(spec.rope.max_length, layer), str(last))
+
+
+def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: str) -> None:
+    """Raises InvalidRequest unless all queries and keys are tokens of the layer's grid."""
+    if (grid := spec.grid_bias) is None:
+        return
+    if request.query_lengths is not None:  # each sequence has a grid of its own
+        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
+        q, k = int(request.query_lengths.max()), int(keys.max())
+    size = f"{grid.num_tokens} tokens of the grid of {grid.height} x {grid.width} {layer}"
+    if k > grid.num_tokens:
+        raise InvalidRequest.where("/query" if request.key is None else "/key", f"at most the {size}", str(k))
+    offsets = request.query_offset if isinstance(request.query_offset, list) else [request.query_offset or 0]
+    for offset in offsets:
+        if offset == "end" or offset < 0 or offset + q > grid.num_tokens:
+            raise InvalidRequest.where("/query_offset", f"the index of the first query among the {size}", describe_value(offset))
+
+
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     """The call, with tensors on the CPU. Raises InvalidRequest if a number is not finite in the layer's dtype."""
     query, key, value = sequences(request.query, request.key, request.value, spec)
@@ -114,7 +151,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     if request.head_scale is not None:
         head_scale = _numbers("head_scale", request.head_scale, spec, True)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
-    gradient = request.output_gradient
+    gradient, positions = request.output_gradient, _rotary_positions("positions", request)
     softcap = spec.softcap if request.softcap is None else request.softcap
     return Call(
         query=query,
@@ -124,6 +161,8 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         scale=spec.scale if request.scale is None else request.scale,
         outputs=frozenset(request.outputs),
         softcap=softcap or None,
+        positions=positions,
+        key_positions=positions if request.key_positions is None else _rotary_positions("key_positions", request),
         fully_masked=request.fully_masked,
         head_scale=head_scale,
         dropout=None if request.dropout is None else (request.dropout.p, request.dropout.seed),
@@ -134,6 +173,12 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         reproducible=request.reproducible,
         output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
     )
+
+
+def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
+    """RoPE's positions, float64 [b|1, n] or [b|1, n, axes]."""
+    array = getattr(request, name)
+    return None if array is None else cast(name, array if request.batched else array[None], "float64")
 
 
 def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

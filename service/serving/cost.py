@@ -131,6 +131,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
+    if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns
+        projections += 2 * q * query_width * (spec.grid_bias.height + spec.grid_bias.width - 1)
     # softmax, dropout and sorting take time per score, beyond the matrix products
     softmaxes = 2 if spec.differential else 1
     per_score = pairs * (10 * softmaxes + 20 * inputs.dropout + 20 * bool(inputs.top_k))

@@ -17,7 +17,8 @@ from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import describe_value, validate
-from service.wire.schemas.attend import Document, PutLayer
+from service.wire.schemas.attend import Document
+from service.wire.schemas.layers import PutLayer
 
 D = TypeVar("D", bound=Document)
 

@@ -76,6 +76,8 @@ class Probe:
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:
-    """A request of zeros with `length` queries and keys."""
+    """A request of zeros with `length` queries and keys, or as many as the layer's grid has tokens."""
+    if (grid := layer.spec.grid_bias) is not None:
+        length = min(length, grid.num_tokens)
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
     return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ def check(request: Any) -> None:
     _lengths(request, b, q, k)
     _packed(request, b, q, k)
     _positions(request, b, q, k)
+    _rotary_positions(request, b, {"positions": q, "key_positions": k})
     _head_scale(request, b)
     _selection(request, q)
     _gradients(request)
@@ -142,6 +143,22 @@ def _positions(request: Any, b: int | None, q: int, k: int) -> None:
         raise disagreement("/query_offset", expected, "nothing")
 
 
+def _rotary_positions(request: Any, b: int | None, rows: dict[str, int]) -> None:
+    given = [name for name in rows if getattr(request, name) is not None]
+    if given == ["key_positions"]:
+        raise disagreement("/key_positions", "positions in addition to key_positions", "key_positions alone")
+    if given == ["positions"] and request.key is not None:
+        raise disagreement("/key_positions", "the positions of the keys, as there are some of the queries", "nothing")
+    if len(given) == 2 and request.key is None:
+        raise disagreement("/key_positions", "positions alone, since the key is the query", "both")
+    for name in given:
+        shape, lead = getattr(request, name).shape, () if b is None else (b,)
+        wanted = (*lead, rows[name])
+        if not (shape[: len(wanted)] in (wanted, (1, *wanted[1:])) and len(shape) - len(wanted) in (0, 1)):
+            text = ", ".join(map(str, wanted))
+            raise disagreement(f"/{name}", f"shape [{text}] or [{text}, axes]", f"shape {list(shape)}")
+
+
 def _head_scale(request: Any, b: int | None) -> None:
     array = request.head_scale
     if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
@@ -185,12 +202,12 @@ def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
 
 def _omission(request: Any) -> None:
     """Tokens to omit must occur, and leave a query and a key in each batch item."""
-    omit, sides = request.tokens.omit, {side: _rows(request.words(side)) for side in ("query", "key")}
+    omit, sides = request.tokens.omit, {side: _rows(request.tokens_of(side)) for side in ("query", "key")}
     if isinstance(omit, list):
-        known = sorted({token for rows in sides.values() for row in rows for token in row})
+        known = {token for rows in sides.values() for row in rows for token in row}
         for i, token in enumerate(omit):
             if token not in known:
-                got = describe_value(token) + did_you_mean(token, known)
+                got = describe_value(token) + did_you_mean(token, sorted(known))
                 raise disagreement(f"/tokens/omit/{i}", "a token of the queries or keys", got)
     for side, rows in sides.items():
         for i, row in enumerate(rows):

@@ -15,7 +15,7 @@ from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
 from service.wire.problems import describe_value, one_of
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 from service.wire.suggestions import did_you_mean
 
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error

@@ -11,7 +11,7 @@ from service.errors import NotReady
 from service.serving.engine import FIGURE, CallKind
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
-from service.web.openapi.operations import (
+from service.web.openapi import (
     ANALYSIS_EXAMPLE,
     ATTEND_EXAMPLE,
     CALL_ERRORS,

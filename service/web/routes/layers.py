@@ -9,13 +9,14 @@ from fastapi.responses import StreamingResponse
 from service.errors import InvalidRequest, Problem, pointer
 from service.serving.layers.files import CheckpointQuery
 from service.serving.service import Service
-from service.web.openapi.operations import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
+from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import PROBLEMS, describe_value
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import LAYER_NAME, LayerDocument, Layers, require_layer_name
+from service.wire.schemas.attend import LAYER_NAME, require_layer_name
+from service.wire.schemas.layers import LayerDocument, Layers
 
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
 NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it

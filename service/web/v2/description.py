@@ -18,7 +18,7 @@ from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 from service.wire.v2.parameters import DEFAULT_OUTPUTS, VERSION
 from service.wire.v2.schemas import (
     BatchStatistics,
@@ -155,6 +155,9 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
         ("query_offset", "INT64", [-1, 1]),
         ("head_scale", number, [-1, spec.num_heads]),
     ]
+    if spec.rope is not None:
+        axes = [spec.rope.num_axes] if spec.rope.num_axes > 1 else []
+        table += [(name, "FP64", [-1, -1, *axes]) for name in ("positions", "key_positions")]
     return [TensorMetadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in table]
 
 

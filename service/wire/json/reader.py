@@ -6,8 +6,7 @@ reads the numbers from the text. A small body that is refused is parsed again as
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json.lists import PIECE_BYTES, NumberList, array_of_lists
+from service.wire.json.lists import NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import SHOWN, describe_value
@@ -29,11 +28,11 @@ CUT_DESCRIPTION = 'base64 and lists of numbers (a string other than "-inf", or a
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
-FORM_KEYS = ("shape", "datatype", "data", "base64")
+ESCAPE = re.compile(rb"\\(?:/|u00([0-7][0-9A-Fa-f]))")  # of a character that base64 may have
+TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
-@dataclass(frozen=True, slots=True)
-class Base64Text:
+class Base64Text(NamedTuple):
     """A string in a JSON text: the content between its quotation marks is text[start:stop]."""
 
     text: bytes
@@ -41,30 +40,17 @@ class Base64Text:
     stop: int
 
     def content(self) -> bytes | memoryview:
-        """The content without escapes; a view if it has none. Raises MalformedBody."""
+        """The content, with escaped characters of ASCII unescaped; a view if it has none. Base64 has no other characters."""
         if self.text.find(b"\\", self.start, self.stop) < 0:
             return memoryview(self.text)[self.start : self.stop]
-        return b"".join(self._pieces())
-
-    def _pieces(self) -> Iterator[bytes]:
-        """The content in pieces, none of which ends within an escape."""
-        start = self.start
-        while start < self.stop:
-            stop = min(start + PIECE_BYTES, self.stop)
-            if stop < self.stop and (escape := self.text.rfind(b"\\", stop - 6, stop)) >= 0:
-                stop = escape if self.text[escape - 1 : escape] != b"\\" else escape - 1
-            piece = self.text[start:stop]
-            yield self._unescaped(start, stop).encode(errors="replace") if b"\\" in piece else piece
-            start = stop
+        return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", self.text[self.start : self.stop])
 
     def plain(self, at: str) -> str:
+        """The string. Raises MalformedBody or TooLarge."""
         if self.stop - self.start > MAX_TEXT_BYTES:
             raise TooLarge.where(at, f"a text of at most {MAX_TEXT_BYTES} bytes", str(self.stop - self.start))
-        return self._unescaped(self.start, self.stop)
-
-    def _unescaped(self, start: int, stop: int) -> str:
-        place_of = lambda offset: line_and_column(self.text, start + offset - 1)  # noqa: E731
-        return str(parse_strictly(b'"%b"' % self.text[start:stop], place_of=place_of))
+        place_of = lambda offset: line_and_column(self.text, self.start + offset - 1)  # noqa: E731
+        return str(parse_strictly(self.text[self.start - 1 : self.stop + 1], place_of=place_of))
 
 
 Cut: TypeAlias = NumberList | Base64Text
@@ -197,18 +183,18 @@ class Reader:
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         if isinstance(value, dict):
-            return self._form(value, kind, at)
+            return self._tensor_object(value, kind, at)
         if isinstance(value, bool) and kind == "mask":
             return np.array(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value
         return np.array(float(value))
 
-    def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
+    def _tensor_object(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
         """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
         for key in value:
-            if key not in FORM_KEYS:
-                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), describe_value(key))
+            if key not in TENSOR_KEYS:
+                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(TENSOR_KEYS), describe_value(key))
         data, base64 = value.get("data"), value.get("base64")
         if "data" in value and "base64" in value:
             raise InvalidRequest.where(at, "either data or base64", "both")

@@ -63,12 +63,12 @@ class FigureRequest(AttendRequest):
 
     def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:
         """The item's tokens of queries or keys, none if there are none. A key that is left out has the query's."""
-        rows = self.words(side)
+        rows = self.tokens_of(side)
         return tuple(rows[self.figure.item] if rows and not isinstance(rows[0], str) else rows)  # type: ignore[arg-type]  # of one item
 
     def kept(self, side: Literal["query", "key"]) -> tuple[int, ...] | None:
         """The item's positions whose tokens are not omitted; None if all are drawn."""
-        tokens, words = self.tokens, self.item_tokens(side)
-        if tokens is None or not any(map(tokens.omits, words)):
+        options, tokens = self.tokens, self.item_tokens(side)
+        if options is None or not any(map(options.omits, tokens)):
             return None
-        return tuple(i for i, word in enumerate(words) if not tokens.omits(word))
+        return tuple(i for i, token in enumerate(tokens) if not options.omits(token))

@@ -4,11 +4,13 @@ Decoders give arrays of any dtype, Python callers may give nested lists. A field
 `shapes.py` checks the shapes of fields against each other. Whether numbers are finite is checked when they are cast to the layer's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
+from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
 from service.spec import disagreement
@@ -168,8 +170,9 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
-def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
-    """The schemas with one definition for each type of tensor, which the others reference."""
+def json_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Name -> JSON schema of the models, and of each type of tensor, which the others reference."""
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     found: dict[str, Any] = {}
 
     def referring(node: Any) -> Any:
@@ -185,7 +188,7 @@ def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
         description = {"description": node["description"]} if "description" in node else {}
         return {"$ref": REFERENCE.format(model=name), **description}
 
-    return {**referring(schemas), **found}
+    return {**referring(schemas["$defs"]), **found}
 
 
 def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
@@ -205,5 +208,6 @@ Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
 Segments = Annotated[Array, Tensor("Segments", "segment", (1, 2))]
 RowCounts = Annotated[Array, Tensor("RowCounts", "count", (1,))]
 Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
+Positions = Annotated[Array, Tensor("Positions", "number", (1, 2, 3))]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]

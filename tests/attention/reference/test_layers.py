@@ -212,13 +212,13 @@ def test_neighbouring_query_heads_share_a_head_of_keys_and_values():
     assert got.output.tolist() == [[5, 5, 6, 6]]
 
 
-def test_one_head_of_keys_serves_all():
+def test_all_query_heads_may_share_one_key_head():
     got = attend(bare(num_heads=3, num_kv_heads=1), {}, query=[[1, 2, 3]], key=[[10]], value=[[5]])
     assert got.scores.ravel().tolist() == [10, 20, 30]
     assert got.output.tolist() == [[5, 5, 5]]
 
 
-def test_shapes():
+def test_shapes_of_all_outputs():
     spec = LayerSpec(d_model=29, num_heads=6, num_kv_heads=2, head_dim=4, value_head_dim=3, key_dim=7, value_dim=11, output_dim=13)
     query, key, value = draw(0, (5, 8, 29), (5, 9, 7), (5, 9, 11))
     got = attend(spec, draw_all(1, spec), query=query, key=key, value=value)
@@ -238,7 +238,7 @@ def test_shapes():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
-def test_a_grouped_layer_is_the_plain_one_with_its_keys_and_values_repeated(kv_heads):
+def test_a_grouped_layer_equals_one_with_repeated_keys_and_values(kv_heads):
     grouped = LayerSpec(d_model=12, num_heads=6, num_kv_heads=kv_heads, head_dim=4, value_head_dim=3, rope={}, alibi=True)
     plain = LayerSpec(d_model=12, num_heads=6, head_dim=4, value_head_dim=3, rope={}, alibi=True)
     weights = draw_all(2, grouped)
@@ -279,7 +279,7 @@ def test_agrees_with_torchs_grouped_function(seed):
     np.testing.assert_allclose(got.head_outputs, expected.numpy(), atol=1e-11)
 
 
-def test_without_projections_the_heads_see_the_input_and_nothing_is_projected_back():
+def test_without_projections_heads_attend_to_the_inputs():
     spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
     assert spec.weight_shapes() == {}
     query, key, value = draw(4, (3, 7, 6), (3, 4, 3), (3, 4, 5))
@@ -291,7 +291,7 @@ def test_without_projections_the_heads_see_the_input_and_nothing_is_projected_ba
     assert got.output.shape == (3, 7, 10)
 
 
-def test_no_projections_are_projections_that_change_nothing():
+def test_a_layer_without_projections_equals_identity_projections():
     fields = {"d_model": 6, "num_heads": 2, "sinks": True, "qk_norm": {}, "rope": {"dims": 2}, "alibi": True}
     without = LayerSpec(**fields, projections=False)
     weights = draw_all(5, without)
@@ -302,7 +302,7 @@ def test_no_projections_are_projections_that_change_nothing():
     )
 
 
-def test_what_comes_projected_must_be_as_wide_as_its_heads():
+def test_projected_inputs_must_have_the_width_of_the_heads():
     spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
     query, key = draw(7, (3, 7, 6), (3, 4, 3))
     with pytest.raises(ValueError, match="expected a key of 1 heads of 3 numbers, got 6 numbers"):
@@ -312,7 +312,7 @@ def test_what_comes_projected_must_be_as_wide_as_its_heads():
 
 
 @pytest.mark.parametrize("biased", ["query", "key", "value", "output"])
-def test_each_projection_has_a_bias_of_its_own(biased):
+def test_each_projection_has_its_own_bias(biased):
     fields = {"d_model": 6, "num_heads": 2}
     one = LayerSpec(**fields, bias={name: name == biased for name in ("query", "key", "value", "output")})
     weights = draw_all(8, one)
@@ -336,14 +336,14 @@ def test_norms_by_hand():
 
 
 @pytest.mark.parametrize(("kind", "torchs"), [("rms", functional.rms_norm), ("layer", functional.layer_norm)])
-def test_norms_are_torchs(kind, torchs):
+def test_norms_agree_with_torch(kind, torchs):
     x, w = draw(10, (2, 3, 5, 7), (7,))
     for eps in (1e-6, 0.3):
         expected = torchs(torch.tensor(x), (7,), weight=torch.tensor(w), eps=eps)
         np.testing.assert_allclose(normalise(x, w, QKNorm(kind=kind, eps=eps)), expected.numpy(), rtol=1e-12, atol=1e-14)
 
 
-def test_each_head_is_normed_by_itself_and_values_are_not():
+def test_heads_are_normed_separately_and_values_are_not():
     spec = bare(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
     weights = {"query_norm.weight": np.array([1.0, 10.0]), "key_norm.weight": np.array([2.0, 3.0])}
     got = attend(spec, weights, query=[[1, 1, 3, -3]], key=[[5, 5, 0, 7]], value=[[1, 2, 3, 4]])
@@ -361,7 +361,7 @@ def test_the_norm_comes_before_rope():
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_length_of_a_query_does_not_matter_to_a_layer_that_norms(kind):
+def test_with_a_norm_the_length_of_a_query_has_no_effect(kind):
     spec = LayerSpec(d_model=10, num_heads=2, qk_norm={"kind": kind, "eps": 1e-30}, bias=False, dtype="float64")
     weights = draw_all(11, spec)
     query, key = draw(12, (3, 5, 10), (3, 7, 10))
@@ -390,7 +390,7 @@ def sunken(sinks, **request):
     return attend(spec, weights, query=query, key=key, **request)
 
 
-def test_rows_sum_to_what_the_sink_leaves():
+def test_rows_sum_to_one_minus_the_sinks_share():
     got, plain = sunken([0.3, 4.0]), sunken(None)
     left = 1 - np.exp(np.array([0.3, 4.0])[:, None] - got.log_sum_exp)
     np.testing.assert_allclose(got.attention_weights.sum(axis=-1), left, rtol=1e-12)
@@ -399,7 +399,7 @@ def test_rows_sum_to_what_the_sink_leaves():
     np.testing.assert_array_equal(got.scores, plain.scores)
 
 
-def test_a_sink_is_a_key_of_value_zero():
+def test_a_sink_equals_a_key_with_value_zero():
     """In torch's words: one column more, dropped after the softmax."""
     got = sunken([0.3, 4.0], valid_lens=[7, 2, 1])
     sink = np.broadcast_to(np.array([0.3, 4.0])[:, None, None], (3, 2, 5, 1))
@@ -407,7 +407,7 @@ def test_a_sink_is_a_key_of_value_zero():
     np.testing.assert_allclose(got.attention_weights, columns[..., :-1].numpy(), rtol=1e-12)
 
 
-def test_a_sink_far_below_is_none_and_one_far_above_takes_all():
+def test_very_low_and_very_high_sinks():
     np.testing.assert_array_equal(sunken([-1e4, -1e4]).attention_weights, sunken(None).attention_weights)
     high = sunken([1e4, -1e4])
     assert (high.attention_weights[:, 0] == 0).all()
@@ -428,7 +428,7 @@ def test_a_sink_does_not_unmask_a_row():
     np.testing.assert_array_equal(uniform.attention_weights[0], got.attention_weights[0])
 
 
-def test_dropout_comes_after_the_sink():
+def test_dropout_is_applied_after_the_sink():
     got, plain = sunken([0.3, 4.0], dropout={"p": 0.5, "seed": 3}), sunken([0.3, 4.0])
     stream = np.random.RandomState(3).random_sample(plain.scores.shape)
     np.testing.assert_allclose(got.attention_weights, np.where(stream >= 0.5, 2 * plain.attention_weights, 0), rtol=1e-14)
