@@ -29,7 +29,7 @@ from support.framework_cases import array  # noqa: E402
 from support.model_cases import MODELS, tensors_of  # noqa: E402
 
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias qk_norm sinks output_gate latent seed init gain dtype matmul_precision"""
+chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent seed init gain dtype matmul_precision"""
 OLDER = """rope_scaling rope_theta rotary_emb_base rotary_pct partial_rotary_factor original_max_position_embeddings"""  # names about RoPE
 ABSENT = object()  # the value of a field that a config does not have
 MOST_NAMES = 4  # of layers in the remark on a line of a formula
@@ -118,6 +118,9 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
         steps["alibi"] = "S_ij = S_ij - slope_h · |i - j|"
     if spec.relative_bias:
         steps["relative_bias"] = "S_ij = S_ij + relative_bias[bucket(j - i), h]"
+    if spec.grid_bias:
+        table, vectors = "grid_bias[place_i - place_j, h]", "q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"
+        steps["grid_bias"] = f"S_ij = S_ij + {table if spec.grid_bias.kind == 'table' else vectors}"
     if visible := _visible(spec, causal):
         steps["mask"] = f"S_ij = -∞ unless {visible}"
     steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"
@@ -152,6 +155,7 @@ def _rope(spec: LayerSpec) -> str:
     share = "" if (rope.dims or width) == width else " of the first dims of each head"
     share = " of the part of K that heads share" if spec.latent else share
     own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
+    own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
     return f"Q = RoPE(Q),  K = RoPE(K), on {'pairs' if rope.interleaved else 'halves'}{share}{own}"
 
 

@@ -43,7 +43,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
-    if not (spec.alibi or spec.relative_bias):
+    if not eager.biases:
         if masks.only_causal or not (masks.has_any or masks.bias is not None):
             return attend(query, key, value, is_causal=masks.has_any)
         if (keys := masks.shared_keys()) is not None:
@@ -51,7 +51,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     assembly = Assembly(num_queries)
     for rows in row_blocks(batch * heads * num_keys, num_queries):
         keys = _visible_keys(masks, rows)
-        mask, bias = masks.visible(rows, keys), eager.bias(masks, rows, keys)
+        mask, bias = masks.visible(rows, keys), eager.bias(query[:, :, rows], masks, rows, keys)
         if bias is not None:
             mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(query.dtype)
         if mask is not None:

@@ -29,6 +29,7 @@ AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which 
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
+AXES = torch.tensor([[[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7]], [[0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7]], [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
 KEPT = re.compile(r"embed_positions|inv_freq|position_ids|running_")  # tables that some models compute
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
@@ -116,7 +117,12 @@ class TinyModel:
         Raises ValueError if the model cannot be run with any of the usual inputs.
         """
         seen = {key: {} for key in layers}
-        hooks = []
+        hooks, self.positions = [], []  # what goes into rotary embeddings, each [1, n, axes]
+        for module in self.model.modules():
+            if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
+                hooks.append(
+                    module.register_forward_pre_hook(lambda rotary, x, named: self.keep_positions(rotary, x, named), with_kwargs=True)
+                )
         for key, (*inputs, output) in layers.items():
             here = seen[key]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
@@ -130,6 +136,19 @@ class TinyModel:
             for hook in hooks:
                 hook.remove()
         return seen
+
+    def keep_positions(self, rotary, x, named):
+        """Keeps position ids of several axes, [n, 2] or [3, 1, n]; DINOv3's are the centres of patches, 0 for the tokens before them."""
+        ids = named.get("position_ids", x[1] if len(x) > 1 else None)
+        if hasattr(rotary, "num_patches_h"):
+            rows, columns = (2 * (np.arange(n) + 0.5) / n - 1 for n in (rotary.num_patches_h, rotary.num_patches_w))
+            centres = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1).reshape(-1, 2)
+            before = np.zeros((1 + self.model.config.num_register_tokens, 2))
+            self.positions.append(np.concatenate([before, centres])[None])
+        elif ids is not None and ids.shape[0] == 3 and ids.ndim == 3:
+            self.positions.append(ids.movedim(0, -1).numpy().astype(np.float64))
+        elif ids is not None and ids.shape[-1] == 2:
+            self.positions.append(ids.reshape(1, -1, 2).numpy().astype(np.float64))
 
 
 def forward(model):
@@ -149,7 +168,12 @@ def usual_inputs(model):
     config = model.config
     extra = {"decoder_input_ids": SHORTER} if getattr(config, "is_encoder_decoder", False) else {}
     images = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), None)
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        yield {"input_ids": IDS, "position_ids": AXES}
     yield {"input_ids": IDS, **extra}
+    if hasattr(config, "spatial_merge_size"):
+        patches = getattr(config, "temporal_patch_size", 1) * config.patch_size**2 * getattr(config, "in_channels", 3)
+        yield {"hidden_states": stirred(24, patches), "grid_thw": torch.tensor([[1, 4, 6]])}
     if images is not None:
         size, channels = images.image_size, getattr(images, "num_channels", 3)
         sides = (size, size) if isinstance(size, int) else tuple(size)
@@ -171,8 +195,8 @@ def stirred(*shape):
 
 
 def keep(here, name, values, named):
-    """Keeps the first tensor as [b, n, width]."""
+    """Keeps the first tensor as [b, n, width]; n may be two axes, of a grid."""
     value = values[0] if values else next(iter(named.values()))
     while isinstance(value, tuple | list):
         value = value[0]
-    here[name] = value.detach().numpy().reshape(1, -1, value.shape[-1]).copy()
+    here[name] = value.detach().numpy().reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()

@@ -25,7 +25,7 @@ from service.attention.reference.masks import (
     query_positions,
     spread,
 )
-from service.attention.reference.positions import position_bias, query_factors, rotate
+from service.attention.reference.positions import grid_bias, position_bias, query_factors, rotary_positions, rotate
 from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -69,6 +69,8 @@ def attend(
     key_segments: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | Literal["end"] | None = None,
+    positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
     causal: bool = False,
     window: Mapping[str, int | None] | None = None,
     fully_masked: Literal["zero", "uniform", "error"] = "zero",
@@ -80,7 +82,8 @@ def attend(
     """Every output of the layer `spec` with these canonical weights. Arguments are named and shaped as the fields of a request.
 
     query [b, q, query_dim], key [b, k, key_dim], value [b, k, value_dim]; masks and bias [q, k], [b, q, k] or [b, h, q, k], axes of 1
-    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; head_scale [h] or [b, h].
+    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; positions [b, q] or [b, q, axes] and
+    key_positions [b, k] or [b, k, axes], by which RoPE rotates; head_scale [h] or [b, h].
     A query [q, query_dim] has no batch axis, and then no argument has one.
 
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
@@ -96,21 +99,24 @@ def attend(
     if segments is not None:
         query_segments = key_segments = segments
     blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys, key_segments)))
-    positions = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
-    ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
+    indices = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
+    ahead = np.arange(shape[-1]) - indices[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
-        q, k = (rotate_parts(spec, x, at) for x, at in ((q, positions), (k, np.arange(shape[-1])[None])))
+        turned = rotary_positions(as_batch(positions, batched), as_batch(key_positions, batched), indices, shape[-1])
+        q, k = rotate_parts(spec, q, turned["query"]), rotate_parts(spec, k, turned["key"])
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     if spec.query_scale:
-        q = q * query_factors(positions, spec.query_scale)
+        q = q * query_factors(indices, spec.query_scale)
 
     # Sum of the biases, and the blocked pairs.
     added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
+    if spec.grid_bias:
+        added = added + grid_bias(spec, weights, q, indices, shape[-1])
     windows = (spec.window.model_dump() if spec.window else {}, window or {})
     by_position = blocked_by_position(ahead, causal, windows)
     if spec.chunk_size:
-        by_position |= blocked_by_chunks(positions, shape[-1], spec.chunk_size)
+        by_position |= blocked_by_chunks(indices, shape[-1], spec.chunk_size)
     if query_segments is not None and key_segments is not None:
         by_position |= blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position

@@ -155,6 +155,9 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
         ("query_offset", "INT64", [-1, 1]),
         ("head_scale", number, [-1, spec.num_heads]),
     ]
+    if spec.rope is not None:
+        axes = [spec.rope.num_axes] if spec.rope.num_axes > 1 else []
+        table += [(name, "FP64", [-1, -1, *axes]) for name in ("positions", "key_positions")]
     return [TensorMetadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in table]
 
 

@@ -85,6 +85,12 @@ def test_layers_have_everything_that_a_layer_may_have():
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert {(spec.grid_bias.kind, spec.grid_bias.class_token) for spec in specs if spec.grid_bias} == {
+        ("table", False),
+        ("table", True),
+        ("decomposed", False),
+    }
+    assert {spec.rope.num_axes for spec in specs if spec.rope} == {1, 2, 3}
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
@@ -164,7 +170,7 @@ def test_values_reach_their_edges():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
     masks = {"attend_mask", "block_mask", "attend_keys", "block_keys", "query_segments", "key_segments"}
-    assert fields == {"query", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
+    assert fields == {"query", "key_positions", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
     assert any(np.any(np.equal(request.get("valid_lens", 1), 0)) for request in requests)
     assert any(np.isneginf(request["bias"]).any() for request in requests if "bias" in request)
     assert {None, 0} <= {side for request in requests for side in request.get("window", {}).values()}

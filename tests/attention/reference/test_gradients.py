@@ -61,7 +61,9 @@ def torchs(spec, weights, request, inputs, forward):
     q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
     (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
     if spec.rope:
-        places = ((q, torch.arange(queries) + offset[:, None]), (k, torch.arange(keys).expand(len(k), keys)))
+        of_queries = torch.as_tensor(request.get("positions", torch.arange(queries) + offset[:, None]))
+        of_keys = torch.as_tensor(request.get("key_positions", request.get("positions", torch.arange(keys).expand(len(k), keys))))
+        places = ((q, of_queries), (k, of_keys))
         q, k = (torch.cat([torch_rope(part, at, spec.rope) for part in torch_parts(spec, x)], -1) for x, at in places)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
@@ -73,6 +75,8 @@ def torchs(spec, weights, request, inputs, forward):
     blocked = torch.tensor(np.isneginf(forward.scores))
     ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
     bias = torch_bias(spec, weights, request, ahead)
+    if spec.grid_bias:
+        bias = bias + torch_grid(spec.grid_bias, weights, q, torch.arange(queries) + offset[:, None], keys)
     pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
     parts = [torch_weights(spec, weights, request, *pair, bias, blocked) for pair in pairs]
     attention_weights = parts[0]
@@ -168,7 +172,8 @@ def torch_rope(x, positions, rope):
         frequencies = torch.lerp(frequencies / rope.scaling.factor, frequencies, smooth.clamp(0, 1))
     if rope.frequencies:
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float64)
-    angles = positions[:, None, :, None] * frequencies
+    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., torch.tensor(rope.axes)]
+    angles = of_pairs[:, None] * frequencies
     lengths = torch.full_like(angles, rope.attention_factor)
     turning, rest = x[..., : rope.dims], x[..., rope.dims :]
     if rope.interleaved:
@@ -195,6 +200,25 @@ def torch_bias(spec, weights, request, ahead):
         buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
         bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
     return bias
+
+
+def torch_grid(grid, weights, q, indices, keys):
+    """The index of Swin's and BEiT's code in transformers, 5.23; and for SAM's, differences of its rows and columns."""
+    coords = torch.stack(torch.meshgrid(torch.arange(grid.height), torch.arange(grid.width), indexing="ij")).flatten(1)
+    relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0)
+    relative = relative + torch.tensor([grid.height - 1, grid.width - 1])
+    if grid.kind == "decomposed":
+        vectors = weights["grid_rows"][relative[..., 0]] + weights["grid_columns"][relative[..., 1]]
+        return torch.einsum("bhid,bijd->bhij", q, vectors[indices][:, :, :keys])
+    tokens, last = grid.num_tokens, len(weights["grid_bias"])
+    index = torch.zeros(tokens, tokens, dtype=torch.int64)
+    inner = index[1:, 1:] if grid.class_token else index
+    inner.copy_((relative * torch.tensor([2 * grid.width - 1, 1])).sum(-1))
+    if grid.class_token:
+        index[0, 0:] = last - 3
+        index[0:, 0] = last - 2
+        index[0, 0] = last - 1
+    return weights["grid_bias"][index[indices][:, :, :keys]].permute(0, 3, 1, 2)
 
 
 def t5_bucket(relative_position, bidirectional, num_buckets, max_distance):
@@ -286,7 +310,10 @@ def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
     spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
     request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
     whole = gradients(spec, weights, back, **request)
-    item = {name: x[1] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x for name, x in request.items()}
+    item = {
+        name: x[1 % len(x)] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x
+        for name, x in request.items()
+    }
     for name, x in gradients(spec, weights, back[1], **item).items():
         close(x, whole[name][1], 1e-12)
 

@@ -62,7 +62,7 @@ def test_a_window_past_the_keys_masks_fully():
 @pytest.mark.parametrize("seed", range(80))
 def test_only_differences_of_positions_matter(seed):
     """Three more keys in front that nobody may see, and every query three further: nothing changes."""
-    features = set(FEATURES) - {"mask", "dropout", "fully_masked"}
+    features = set(FEATURES) - {"mask", "dropout", "fully_masked", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
         return
@@ -94,7 +94,7 @@ def test_only_differences_of_positions_matter(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_queries_do_not_depend_on_each_other(seed):
     """As a decoding step has it: query i alone, its offset i further."""
-    features = set(FEATURES) - {"dropout"}
+    features = set(FEATURES) - {"dropout", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
         return
