@@ -4,8 +4,8 @@
     A = softmax(S)                        a masked key has exactly no influence
     O = A V                               [batch, heads, rows, value_head_dim]
 
-A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
+A block has at most MAX_BLOCK_SCORES scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is
+an extra score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from service.attention.selection import selection
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
 
-BLOCK = 1 << 20  # most scores in one block of query rows: 4 MB in float32, which fits into caches
+MAX_BLOCK_SCORES = 1 << 20  # in one block of query rows: 4 MB in float32, which fits into caches
 DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
 PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 LayerBias = Callable[[Tensor, Masks, slice, slice, Sequence[int] | None], Tensor]  # query, masks, rows, keys, heads -> [b|1, h, rows, keys]
@@ -253,7 +253,7 @@ def _of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
 
 def rows_per_block(scores_per_row: int) -> int:
     """Number of query rows in a block."""
-    return max(1, BLOCK // max(1, scores_per_row))
+    return max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
 
 
 def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:
