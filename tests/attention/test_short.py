@@ -220,6 +220,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"relative_scores": {"kind": "transformer_xl"}},
         {"grid_bias": {"height": 3, "width": 5}},
         {"differential": {}},
+        {"normalizer": "sigmoid"},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

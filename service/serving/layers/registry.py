@@ -163,6 +163,9 @@ class LayerRegistry:
         self._unloaded.pop(name, None)
 
 
+MANY_KEYS = 1 << 16  # for which the scores of scalable softmax are estimated
+
+
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
 
@@ -170,8 +173,9 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     """
     if spec.differential:
         return math.inf
+    growth = math.log(MANY_KEYS) if spec.normalizer == "scalable_softmax" else 1.0
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
-        return math.sqrt(spec.head_dim)
+        return growth * math.sqrt(spec.head_dim)
     queries, keys = _variance(tensors, "query"), _variance(tensors, "key")
     if (latent := spec.latent) is not None:
         keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
@@ -180,7 +184,7 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
         keys += share * _variance(tensors, "position_key")
         queries += share * _variance(tensors, "position_query") if relative.position_to_content else 0
         queries += sum(float(tensors[name].double().square().mean()) for name in ("content_bias", "position_bias") if name in tensors)
-    return math.sqrt(spec.head_dim * queries * keys)
+    return growth * math.sqrt(spec.head_dim * queries * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
