@@ -20,7 +20,7 @@ from service.spec import LayerSpec
 
 SEEDS = st.integers(0, 2**32 - 1)
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
-FITTING = sorted(set(FEATURES) - {"rope", "query_scale", "differential"})
+FITTING = sorted(set(FEATURES) - {"rope", "query_scale", "differential", "normalizer"})
 XL: dict[str, Any] = {"kind": "transformer_xl"}
 BUCKETS: dict[str, Any] = {"kind": "disentangled", "max_distance": 90, "buckets": 8, "position_to_content": True}
 
