@@ -416,6 +416,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
         "query_scale": None,
         "output_gate": None,
         "latent": None,
+        "relative_scores": None,
         "differential": None,
         "normalizer": "softmax",
     }

@@ -23,7 +23,7 @@ from service.errors import InvalidRequest
 from service.spec import Finite, LayerSpec, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
-from service.wire.problems import HALF, describe_value, is_unicode
+from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.tensors import (
     Bias,
     HeadScale,
@@ -42,7 +42,7 @@ from service.wire.suggestions import OTHER_NAMES
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
-SPECIAL = re.compile(
+SPECIAL_TOKEN = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
 )
 
@@ -84,7 +84,7 @@ def _tokens(value: Any) -> Any:
             raise field_error("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
-                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
     return value
 
 
@@ -190,7 +190,7 @@ class Tokens(Document):
 
 def is_special(token: str) -> bool:
     """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
-    return SPECIAL.fullmatch(token) is not None
+    return SPECIAL_TOKEN.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
